@@ -96,7 +96,7 @@ bench: setup ## Every done-when figure of the spine, as tables and JSON
 
 .PHONY: chart
 chart: setup promtool ## The Helm chart: every value set rendered, linted, checked against Kubernetes 1.31-1.33 and by meaning
-	$(BIN)/python -m cluster.chart_schema --check
+	$(BIN)/python -m cluster.chart.schema --check
 	$(BIN)/pytest -q tests/chart $(ARGS)
 
 .PHONY: images

@@ -1,8 +1,8 @@
 """Models from the hub. `python -m cluster.hub ORG/NAME --into DIR` is what a pod runs before it serves one.
 
 The hub's own client goes on with a file where its connection broke, a few times; then the file is begun anew, after a
-pause, and what has come whole stays: `cluster.patience` says how often. What is there is compared with the hub's list
-before it counts as fetched: where the client cannot ask for that list, it takes whatever lies in the directory.
+pause, and what has come whole stays: `cluster.download_retry` says how often. What is there is compared with the hub's
+list before it counts as fetched: where the client cannot ask for that list, it takes whatever lies in the directory.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from pathlib import Path
 from random import Random
 from typing import NamedTuple, Protocol
 
-from cluster.patience import DownloadPatience
+from cluster.download_retry import DownloadPatience
 from tandem.errors import ConfigError
 
 _TOKENIZER_FILES = ("*.json", "*.jinja", "tokenizer.model")

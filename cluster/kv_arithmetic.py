@@ -10,13 +10,13 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.memory import estimate_workspace_bytes, kv_layout
-from engine.model_config import ModelConfig, load_model_config, parse_model_config
-from tandem.config import EngineConfig
+from engine.model.config import ModelConfig, load_model_config, parse_model_config
+from engine.model.memory_budget import estimate_workspace_bytes, kv_layout
+from tandem.config.cluster import EngineConfig
+from tandem.config.source.regular_file import read_regular_text
 from tandem.errors import ConfigError
-from tandem.kv_layout import AUTO_DTYPE, DTYPE_BYTES, KVLayout
 from tandem.model_path import BUILTIN, BUILTIN_DTYPE, model_directory
-from tandem.regular_file import read_regular_text
+from tandem.values.kv_layout import AUTO_DTYPE, DTYPE_BYTES, KVLayout
 
 HEADROOM = 0.05
 """Share of a worker's memory that the engine leaves alone."""

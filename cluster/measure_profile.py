@@ -14,15 +14,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from cluster.simulator.latency import StepLatency, StepWork, work_of
-from cluster.simulator.latency_files import fit_steps
+from cluster.simulator.inputs.latency import StepLatency, StepWork, work_of
+from cluster.simulator.inputs.latency_files import fit_steps
 from decode_worker.config import engine_spec
 from engine.assembly import EngineParts, assemble
-from engine.request import Request
-from tandem.block_hash import root_hash
-from tandem.config import load
-from tandem.ids import RequestId
-from tandem.sampling import SamplingParams
+from engine.types.request import Request
+from tandem.config.cluster import load
+from tandem.values.block_hash import root_hash
+from tandem.values.ids import RequestId
+from tandem.values.sampling import SamplingParams
 
 _SECRET = "profile-profile-"  # noqa: S105  # of nobody's cache
 _ROUNDS = 3

@@ -11,9 +11,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tandem.config import ClusterConfig, RouterConfig, load
+from tandem.config.cluster import ClusterConfig, RouterConfig, load
+from tandem.config.worker import listen_address
 from tandem.errors import ConfigError
-from tandem.worker_config import listen_address
 
 TIMEOUT_S = 4.0
 _ANY = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # noqa: S104  # who listens everywhere is asked on loopback
@@ -39,7 +39,7 @@ def _ask_router(config: RouterConfig, path: str) -> _Complaint:
         socket.create_connection((host, config.port), TIMEOUT_S).close()  # nobody gave us a certificate to show
         return None
     else:
-        from tandem.certificates import client_of
+        from tandem.rpc.certificates import client_of
 
         context = client_of(Path(config.tls.cert), "router.tls.cert")
         connection = http.client.HTTPSConnection(host, config.port, timeout=TIMEOUT_S, context=context)
@@ -54,7 +54,7 @@ def _ask_router(config: RouterConfig, path: str) -> _Complaint:
 def _ask_worker(host: str, port: int) -> _Complaint:
     import grpc
 
-    from tandem.health import HEALTH_METHOD, SERVING
+    from tandem.rpc.health import HEALTH_METHOD, SERVING
 
     with grpc.insecure_channel(f"{host}:{port}", options=(("grpc.enable_http_proxy", 0),)) as channel:
         try:

@@ -10,23 +10,23 @@ from array import array
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-from decode_worker.accounts import entered, first_token_came, landed
+from decode_worker.phase_times import entered, first_token_came, landed
 from decode_worker.reports import StepReports
 from decode_worker.task import DecodeTask, TaskPhase
-from decode_worker.taskbook import TaskBook
-from engine.host import EngineHost
-from engine.limits import finish_reason
-from engine.request import Request
-from engine.reservations import Grant
-from engine.scheduler import Scheduler
-from fabric.destinations import Destinations
-from kv_transfer.actions import CommitInfo
-from kv_transfer.messages import FirstToken
-from kv_transfer.receiver_hub import ReceiverHub
+from decode_worker.task_index import TaskBook
+from engine.kv_cache.reservations import Grant
+from engine.scheduler.request_limits import finish_reason
+from engine.scheduler.scheduler import Scheduler
+from engine.types.request import Request
+from kv_transfer.protocol.actions import CommitInfo
+from kv_transfer.protocol.messages import FirstToken
+from kv_transfer.session.receiver_hub import ReceiverHub
 from tandem.errors import InvariantError, ServingError, TransferError, Unavailable
-from tandem.ids import BlockId, TransferId
-from tandem.logs import about
-from tandem.outputs import FinishReason
+from tandem.telemetry.logs import about
+from tandem.values.ids import BlockId, TransferId
+from tandem.values.outputs import FinishReason
+from worker.decisions.destinations import Destinations
+from worker.engine_host import EngineHost
 
 _log = logging.getLogger(__name__)
 

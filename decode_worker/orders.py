@@ -3,14 +3,14 @@
 from array import array
 
 from engine.assembly import EngineParts
-from engine.request import Request
-from kv_transfer.peer import Route
-from tandem.block_hash import HASH_BYTES
+from engine.types.request import Request
+from kv_transfer.session.peer import Route
 from tandem.errors import InvalidRequest
-from tandem.ids import BlockHash, Incarnation, RequestId, TransferId, WorkerId
-from tandem.prefix_holder import PrefixHolder, holder_from_pb
+from tandem.protocol.wire import sampling_from_pb
 from tandem.v1 import session_pb2 as pb
-from tandem.wire import sampling_from_pb
+from tandem.values.block_hash import HASH_BYTES
+from tandem.values.ids import BlockHash, Incarnation, RequestId, TransferId, WorkerId
+from tandem.values.prefix_holder import PrefixHolder, holder_from_pb
 
 MAX_ID_CHARS = 256
 

@@ -6,14 +6,14 @@ where it had many. The first and the last are told at once.
 
 from collections.abc import Callable
 
-from decode_worker.accounts import final
+from decode_worker.phase_times import final
 from decode_worker.task import DecodeTask
-from engine.wire import token_delta
 from tandem.errors import ServingError
-from tandem.outputs import FinishReason, SampledToken
-from tandem.session_port import SessionPort
+from tandem.protocol.wire import failure_to_pb, finish_reason_to_pb, times_to_pb
 from tandem.v1 import session_pb2 as pb
-from tandem.wire import failure_to_pb, finish_reason_to_pb, times_to_pb
+from tandem.values.outputs import FinishReason, SampledToken
+from worker.session_port import SessionPort
+from worker.wire import token_delta
 
 
 class StepReports:

@@ -2,7 +2,7 @@
 
 from decode_worker.task import DecodeTask
 from tandem.errors import ServingError
-from tandem.tracing import Span, Tracer, context_from_text
+from tandem.telemetry.tracing import Span, Tracer, context_from_text
 from tandem.v1 import session_pb2 as pb
 
 

@@ -5,15 +5,15 @@ import logging
 import time
 from collections.abc import Callable
 
-from decode_worker.orphans import Orphanage
+from decode_worker.orphaned_streams import Orphanage
 from decode_worker.reports import refuse_order, tell_all
 from decode_worker.task import DecodeTask, TaskPhase
-from decode_worker.taskbook import TaskBook
+from decode_worker.task_index import TaskBook
 from tandem.errors import ServingError, StreamTaken, Unavailable
-from tandem.ids import RequestId
-from tandem.logs import about
-from tandem.session_port import SessionPort
+from tandem.telemetry.logs import about
 from tandem.v1 import session_pb2 as pb
+from tandem.values.ids import RequestId
+from worker.session_port import SessionPort
 
 _log = logging.getLogger(__name__)
 

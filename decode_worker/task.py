@@ -4,15 +4,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from decode_worker.told import ToldTokens
-from engine.request import Request
-from kv_transfer.peer import Route
-from tandem.ids import BlockId, RequestId, TransferId
-from tandem.outputs import PhaseTimes, SampledToken
-from tandem.prefix_holder import PrefixHolder
-from tandem.session_port import SessionPort
-from tandem.tracing import Span, TraceContext
+from decode_worker.sent_tokens import ToldTokens
+from engine.types.request import Request
+from kv_transfer.session.peer import Route
+from tandem.telemetry.tracing import Span, TraceContext
 from tandem.v1 import session_pb2 as pb
+from tandem.values.ids import BlockId, RequestId, TransferId
+from tandem.values.outputs import PhaseTimes, SampledToken
+from tandem.values.prefix_holder import PrefixHolder
+from worker.session_port import SessionPort
 
 
 class TaskPhase(Enum):

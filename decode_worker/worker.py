@@ -11,42 +11,42 @@ from collections.abc import Awaitable, Coroutine
 from itertools import count
 from typing import Any
 
-from decode_worker.accounts import admitted, computed_here, fetched
 from decode_worker.handoffs import Handoffs
 from decode_worker.orders import holder_of, request_from_pb, route_from_pb
+from decode_worker.phase_times import admitted, computed_here, fetched
 from decode_worker.reports import StepReports, ask_for_route, refuse, refuse_order
+from decode_worker.sent_tokens import ToldTokens
 from decode_worker.spans import begin_span, trace_first_step, trace_own_prefill
 from decode_worker.takeover import Takeovers
 from decode_worker.task import DecodeTask, TaskPhase
-from decode_worker.taskbook import TaskBook
-from decode_worker.told import ToldTokens
-from engine.guide import unusable
-from engine.host import EngineHost
-from engine.pin_desk import PinDesk
-from engine.read_orders import ReadOrders
-from engine.request import Request, SampledToken, TokenEvent
-from engine.scheduler import Scheduler
-from engine.step import StepOutput
-from engine.wire import hello_to_pb
-from fabric.leaving import Legator
-from fabric.service import Fabric
-from kv_transfer.messages import PrefillJob
-from kv_transfer.peer import Route
-from tandem.block_hash import HASH_BLOCK_TOKENS
+from decode_worker.task_index import TaskBook
+from engine.scheduler.scheduler import Scheduler
+from engine.types.request import Request, SampledToken, TokenEvent
+from engine.types.step_output import StepOutput
+from engine.types.token_guide import unusable
+from kv_transfer.protocol.messages import PrefillJob
+from kv_transfer.session.peer import Route
 from tandem.errors import DeadlineExceeded, InternalError, ServingError, Unavailable
-from tandem.ids import BlockHash, RequestId
-from tandem.logs import about
-from tandem.outputs import FinishReason, PhaseTimes
-from tandem.session_port import SessionPort
-from tandem.tracing import NoTracer, Tracer
+from tandem.telemetry.logs import about
+from tandem.telemetry.tracing import NoTracer, Tracer
 from tandem.v1 import session_pb2 as pb
-from tandem.worker_identity import WorkerIdentity
+from tandem.values.block_hash import HASH_BLOCK_TOKENS
+from tandem.values.ids import BlockHash, RequestId
+from tandem.values.outputs import FinishReason, PhaseTimes
+from tandem.values.worker_identity import WorkerIdentity
+from worker.drain import Legator
+from worker.engine_host import EngineHost
+from worker.kv_exchange.service import Fabric
+from worker.prefix_pins import PinDesk
+from worker.prompt_scoring import ReadOrders
+from worker.session_port import SessionPort
+from worker.wire import hello_to_pb
 
 _log = logging.getLogger(__name__)
 
 
 class DecodeWorker:
-    """Handles sessions (tandem.worker_session.SessionHandler). On the event loop's thread."""
+    """Handles sessions (worker.sessions.SessionHandler). On the event loop's thread."""
 
     def __init__(
         self,

@@ -12,18 +12,22 @@ import torch
 
 from engine.backends.options import BackendOptions
 from engine.backends.select import select_backend
-from engine.block_file import cache_identity
-from engine.config import EngineConfig
-from engine.disk_store import DiskStore, check_path
-from engine.dry_run import measure_workspace_bytes
-from engine.free_memory import free_memory_bytes, memory_capacity_bytes
-from engine.gpu_memory import GpuWish, gpu_limit_bytes
-from engine.guidance import LlGuides, grammar_cache_bytes
-from engine.guide import Guides
-from engine.host_room import HostRoom
+from engine.distributed.ranks.leader import open_ranks
+from engine.distributed.ranks.messages import PoolMemory, RankFacts, RankSetup
+from engine.distributed.ranks.ranks import Ranks, SoloRanks
 from engine.kernels.cpu.threads import threads_of_one
-from engine.kv_cache import PagedKVCache
-from engine.memory import (
+from engine.kv_cache.lower_tiers import HostTier
+from engine.kv_cache.pins import PinBounds
+from engine.kv_storage.block_file import cache_identity
+from engine.kv_storage.disk_store import DiskStore, check_path
+from engine.kv_storage.free_memory import free_memory_bytes, memory_capacity_bytes
+from engine.kv_storage.host_room import HostRoom
+from engine.kv_storage.paged_cache import PagedKVCache
+from engine.model.config import ModelConfig, load_model_config
+from engine.model.decoder import Decoder
+from engine.model.gpu_memory import GpuWish, gpu_limit_bytes
+from engine.model.loader import Progress, load_model
+from engine.model.memory_budget import (
     DEFAULT_MEMORY_SHARE,
     MemoryBudget,
     check_room,
@@ -32,23 +36,19 @@ from engine.memory import (
     kv_layout,
     plan_memory,
 )
-from engine.model_config import ModelConfig, load_model_config
-from engine.model_runner import ModelRunner
-from engine.models.decoder import Decoder
-from engine.models.loader import Progress, load_model
-from engine.parallel.shard import Shard
-from engine.prefix_pins import PinBounds
-from engine.ranks.leader import open_ranks
-from engine.ranks.messages import PoolMemory, RankFacts, RankSetup
-from engine.ranks.ranks import Ranks, SoloRanks
-from engine.scheduler import Scheduler
+from engine.model.shard import Shard
+from engine.runner.dry_run import measure_workspace_bytes
+from engine.runner.model_runner import ModelRunner
+from engine.sampling.grammar import LlGuides, grammar_cache_bytes
+from engine.scheduler.scheduler import Scheduler
 from engine.spec import EngineSpec
 from engine.tier_assembly import HostSlots, TierSizes, host_slots, open_disk, tier_spec
-from engine.tiers import HostTier
-from tandem.block_hash import BlockHasher
+from engine.types.config import EngineConfig
+from engine.types.token_guide import Guides
 from tandem.errors import ConfigError
-from tandem.kv_layout import KVLayout
-from tandem.logs import configured_style
+from tandem.telemetry.logs import configured_style
+from tandem.values.block_hash import BlockHasher
+from tandem.values.kv_layout import KVLayout
 
 _log = logging.getLogger(__name__)
 _KV_EVENT_CAPACITY = 65_536
@@ -277,7 +277,7 @@ def _budget(
         grammar_bytes=grammar_bytes,
     )
     if spec.nodes is not None and model.device.type == "cpu":
-        # This node holds every node's part of the pool; see engine.ranks.mirror.
+        # This node holds every node's part of the pool; see engine.distributed.ranks.mirror.
         most = plan().num_blocks // spec.nodes.num_nodes
         max_blocks = min(most, max_blocks or most)
     budget = plan(max_blocks=max_blocks)

@@ -15,11 +15,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from engine.request import Batch
-from engine.runner import LaunchedStep, Runner
-from engine.scheduler import Scheduler
+from engine.scheduler.scheduler import Scheduler
 from engine.stall import Turn
-from engine.step import ComingPrompt, LayersDone, StepOutput, StepTimings
+from engine.types.request import Batch
+from engine.types.runner import LaunchedStep, Runner
+from engine.types.step_output import ComingPrompt, LayersDone, StepOutput, StepTimings
 from tandem.errors import InternalError, ServingError, Unavailable
 
 _log = logging.getLogger(__name__)

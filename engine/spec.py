@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.ranks.nodes import NodeGroup
-from tandem.kv_layout import AUTO_DTYPE
+from engine.distributed.links.node_group import NodeGroup
+from tandem.values.kv_layout import AUTO_DTYPE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
-    """What an engine is to be; the cluster's configuration says it (see tandem/config.py for each field)."""
+    """What an engine is to be; the cluster's configuration says it (see tandem/config/cluster.py for each field)."""
 
     model_path: Path
     dtype: str

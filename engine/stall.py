@@ -6,7 +6,7 @@ wide, and wider for a step that its tokens are expected to take long in, by this
 
 from typing import NamedTuple
 
-from engine.rates import RateMeter
+from engine.scheduler.step_rates import RateMeter
 
 _PATIENCE = 8.0
 """How many times as long as expected a step may take: a long context, a busy machine."""

@@ -5,15 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 
-from engine.block_file import CacheIdentity
-from engine.block_mover import BlockMover
-from engine.cache_tiers import CacheTiers, TierSpec
-from engine.disk_store import DiskStore, file_bytes
-from engine.disk_tier import DiskSpec
-from engine.host_room import HostRoom
-from tandem.disk_cache import contradiction
+from engine.kv_cache.tiers.cache import CacheTiers, TierSpec
+from engine.kv_cache.tiers.disk import DiskSpec
+from engine.kv_storage.block_file import CacheIdentity
+from engine.kv_storage.disk_store import DiskStore, file_bytes
+from engine.kv_storage.host_room import HostRoom
+from engine.runner.block_mover import BlockMover
 from tandem.errors import ConfigError
-from tandem.kv_layout import KVLayout
+from tandem.values.disk_cache import contradiction
+from tandem.values.kv_layout import KVLayout
 
 MAX_DISK_BLOCKS = 1 << 18
 """Their names are in memory here and at every router, and each is a file."""

@@ -4,7 +4,7 @@ import logging
 import sys
 import time
 
-from kv_transfer.mover import Level, load_mover
+from kv_transfer.memory.mover import Level, load_mover
 
 
 def main() -> int:

@@ -6,31 +6,31 @@ import time
 from contextlib import AsyncExitStack
 
 from engine.assembly import EngineParts, assemble
-from engine.host import EngineHost
 from engine.spec import EngineSpec
-from fabric.config import tcp_settings, transfer_settings
-from fabric.gpus import take_gpus
-from fabric.leaving import Legator, leave
-from fabric.nodes import node_group
-from fabric.region import region_of
-from fabric.service import FabricPlan, open_fabric
-from fabric.trace_service import serve_traces
-from kv_transfer.region import KVRegion
-from kv_transfer.transports.shared_pool import SharedPool
+from kv_transfer.memory.region import KVRegion
+from kv_transfer.memory.shared_memory import SharedPool
 from prefill_worker.config import engine_spec
 from prefill_worker.worker import PrefillWorker
-from tandem.board.assembly import make_publisher, publish
-from tandem.config import ClusterConfig
+from tandem.config.cluster import ClusterConfig
+from tandem.config.worker import cluster_secret, free_address
 from tandem.errors import ConfigError
-from tandem.ids import WorkerId
 from tandem.model_path import model_name
-from tandem.process import Lifetime, WorkerPlace, announce, end, load_progress, worker_main
-from tandem.roles import WorkerRole
-from tandem.rpc import ClusterAuth, listen, make_server
-from tandem.telemetry import open_tracer
-from tandem.worker_config import cluster_secret, free_address
-from tandem.worker_identity import WorkerIdentity, draw_incarnation
-from tandem.worker_session import WorkerSessions
+from tandem.process.lifetime import Lifetime, WorkerPlace, announce, end, load_progress, worker_main
+from tandem.rpc.cluster_grpc import ClusterAuth, listen, make_server
+from tandem.telemetry.setup import open_tracer
+from tandem.values.ids import WorkerId
+from tandem.values.roles import WorkerRole
+from tandem.values.worker_identity import WorkerIdentity, draw_incarnation
+from worker.cluster_state.assembly import make_publisher, publish
+from worker.drain import Legator, leave
+from worker.engine_host import EngineHost
+from worker.gpus import take_gpus
+from worker.kv_exchange.config import tcp_settings, transfer_settings
+from worker.kv_exchange.region import region_of
+from worker.kv_exchange.service import FabricPlan, open_fabric
+from worker.node_group import node_group
+from worker.sessions import WorkerSessions
+from worker.trace_service import serve_traces
 
 _log = logging.getLogger(__name__)
 

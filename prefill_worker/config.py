@@ -1,12 +1,12 @@
 """From the cluster's configuration to what a prefill worker needs."""
 
-from engine.ranks.nodes import NodeGroup
+from engine.distributed.links.node_group import NodeGroup
 from engine.spec import EngineSpec
-from fabric.config import compute_dtype
-from tandem.config import ClusterConfig
-from tandem.gpu_placement import GpuSeat
+from tandem.config.cluster import ClusterConfig
+from tandem.config.gpu_placement import GpuSeat
+from tandem.config.worker import cluster_secret, disk_folder, memory_here_bytes, num_ranks
 from tandem.model_path import model_directory
-from tandem.worker_config import cluster_secret, disk_folder, memory_here_bytes, num_ranks
+from worker.kv_exchange.config import compute_dtype
 
 
 def engine_spec(config: ClusterConfig, nodes: NodeGroup | None = None, seat: GpuSeat | None = None) -> EngineSpec:

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass, field
 
-from engine.request import Request
-from kv_transfer.messages import PrefillJob
-from tandem.ids import BlockHash, BlockId
-from tandem.outputs import NO_CACHED_TOKENS, CachedTokens, PhaseTimes
+from engine.types.request import Request
+from kv_transfer.protocol.messages import PrefillJob
+from tandem.values.ids import BlockHash, BlockId
+from tandem.values.outputs import NO_CACHED_TOKENS, CachedTokens, PhaseTimes
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -8,26 +8,26 @@ import logging
 import time
 from array import array
 
-from engine.guide import unusable
-from engine.host import EngineHost
-from engine.pin_desk import PinDesk
-from engine.read_orders import ReadOrders
-from engine.request import Request, TokenEvent
-from engine.scheduler import Scheduler
-from engine.step import LayersDone, PrefillProgress, StepOutput
-from engine.wire import hello_to_pb
-from fabric.leaving import Legator
-from fabric.service import Fabric
-from kv_transfer.messages import PrefillJob
-from kv_transfer.sender_hub import SenderHub
+from engine.scheduler.scheduler import Scheduler
+from engine.types.request import Request, TokenEvent
+from engine.types.step_output import LayersDone, PrefillProgress, StepOutput
+from engine.types.token_guide import unusable
+from kv_transfer.protocol.messages import PrefillJob
+from kv_transfer.session.sender_hub import SenderHub
 from prefill_worker.task import PrefillTask
 from tandem.errors import DeadlineExceeded, InvalidRequest
-from tandem.ids import RequestId, TransferId
-from tandem.outputs import FinishReason
-from tandem.session_port import SessionPort
+from tandem.protocol.wire import failure_to_pb
 from tandem.v1 import session_pb2 as pb
-from tandem.wire import failure_to_pb
-from tandem.worker_identity import WorkerIdentity
+from tandem.values.ids import RequestId, TransferId
+from tandem.values.outputs import FinishReason
+from tandem.values.worker_identity import WorkerIdentity
+from worker.drain import Legator
+from worker.engine_host import EngineHost
+from worker.kv_exchange.service import Fabric
+from worker.prefix_pins import PinDesk
+from worker.prompt_scoring import ReadOrders
+from worker.session_port import SessionPort
+from worker.wire import hello_to_pb
 
 _log = logging.getLogger(__name__)
 

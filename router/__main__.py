@@ -13,61 +13,61 @@ from random import SystemRandom
 import grpc.aio
 from starlette.types import ASGIApp
 
-from router.admission import Admission
-from router.admission_assembly import cost_model, hedging_settings, make_gate, make_limits
-from router.asked import ModelInfo
-from router.batch_assembly import open_batches
-from router.board import RouterBoard
-from router.canary import CANARY_SALT, Canary
-from router.decisions import DecisionLog
-from router.descriptors import connection_bounds, raise_file_limit
-from router.dispatch import Dispatcher
-from router.door_tls import DoorTlsState
-from router.doorkeeper import Doorkeeper
-from router.drain import Heirs, drain
-from router.fleet import WorkerFleet
-from router.frontend import Frontend
-from router.grammar_check import GrammarProcess
+from router.access.access_control import Doorkeeper
+from router.access.tls import DoorTlsState
+from router.admission.concurrency_limit import Admission
+from router.api.frontend import Frontend
+from router.api.request.client_request import ModelInfo
+from router.api.request.named_caches import KeptPrompts, NamedCaches
+from router.api.request.shared_named_caches import SharedNames
+from router.api.slow_client import WRITE_TIMEOUT_S
+from router.cluster_state.redis_tasks import RouterBoard
+from router.dispatch.choices.context import DispatchSettings
+from router.dispatch.dispatcher import Dispatcher
+from router.fleet.canary import CANARY_SALT, Canary
+from router.fleet.configured_workers import StatedPools, StatedWorkers, stated
+from router.fleet.connections import WorkerFleet
+from router.fleet.profiles import Profiles
+from router.fleet.quality_probe import QUALITY_SALT, QualityProbe
+from router.fleet.reachable_workers import ReachedWorkers
+from router.fleet.readiness import Readiness
+from router.fleet.worker_session import SessionSettings
 from router.grpc.server import GrpcDoor, build_server
+from router.http.admin.profiles import ProfileRoutes
 from router.http.app import Extras, create_app
-from router.http.connections import ConnectionLimits
-from router.http.profile_routes import ProfileRoutes
-from router.http.server import HttpDoor
-from router.metrics import RouterMetrics
-from router.metrics_assembly import make_metrics
-from router.named_caches import KeptPrompts, NamedCaches
-from router.named_siblings import NamedSiblings
-from router.placer import Placer
-from router.prefix_map import PrefixMap
-from router.profiles import Profiles
-from router.quality_probe import QUALITY_SALT, QualityProbe
-from router.reached import ReachedWorkers
-from router.readiness import Readiness
-from router.session import SessionSettings
-from router.shared_limits import SharedLimits
-from router.shared_names import SharedNames
-from router.sibling_limits import SiblingLimits
-from router.siblings import Siblings
-from router.slow_reader import WRITE_TIMEOUT_S
-from router.stated_workers import StatedPools, StatedWorkers, stated
-from router.status.assembly import open_status
-from router.successor import HandsOver, Predecessor, enough_joined
-from router.surroundings import DispatchSettings
-from router.tokenizer import Tokenizer
-from router.workers import WorkerRegistry
-from tandem.block_hash import BlockHasher
-from tandem.config import ClusterConfig
-from tandem.heartbeat import Heartbeat
-from tandem.hosts import hold, join, reachable
-from tandem.ids import Incarnation
+from router.http.server.connection_limits import ConnectionLimits
+from router.http.server.http_server import HttpDoor
+from router.metrics.router_metrics import RouterMetrics
+from router.placement.decision_log import DecisionLog
+from router.placement.placer import Placer
+from router.process.admission_setup import cost_model, hedging_settings, make_gate, make_limits
+from router.process.batch_setup import open_batches
+from router.process.drain import Heirs, drain
+from router.process.listener_handover import HandsOver, Predecessor, enough_joined
+from router.process.metrics_setup import make_metrics
+from router.process.open_files import connection_bounds, raise_file_limit
+from router.process.status_setup import open_status
+from router.sandbox.grammar_check import GrammarProcess
+from router.siblings.exchange import Siblings
+from router.siblings.named_caches import NamedSiblings
+from router.siblings.rate_limits import SiblingLimits
+from router.tenants.shared_rate_limits import SharedLimits
+from router.text.tokenizer import Tokenizer
+from router.workers.prefix_map import PrefixMap
+from router.workers.registry import WorkerRegistry
+from tandem.config.cluster import ClusterConfig
+from tandem.config.worker import cluster_secret
 from tandem.model_path import model_directory
-from tandem.process import Lifetime, OneAtATime, RouterPlace, end, router_main
-from tandem.registry import ChangingDirectory, WorkerAddress
-from tandem.rpc import ClusterAuth, open_channel
-from tandem.telemetry import open_tracer, read_sampling_again
-from tandem.tracing import Tracer
-from tandem.worker_config import cluster_secret
-from tandem.worker_identity import draw_incarnation
+from tandem.process.heartbeat import Heartbeat
+from tandem.process.lifetime import Lifetime, OneAtATime, RouterPlace, end, router_main
+from tandem.rpc.cluster_grpc import ClusterAuth, open_channel
+from tandem.rpc.hosts import hold, join, reachable
+from tandem.rpc.worker_directory import ChangingDirectory, WorkerAddress
+from tandem.telemetry.setup import open_tracer, read_sampling_again
+from tandem.telemetry.tracing import Tracer
+from tandem.values.block_hash import BlockHasher
+from tandem.values.ids import Incarnation
+from tandem.values.worker_identity import draw_incarnation
 
 _COLLECT_AFTER = (20_000, 20, 20)
 """Objects made and not freed before a collection looks at the young ones: hardly anything here is in a cycle, and with

@@ -6,11 +6,10 @@ import pytest
 from hypothesis import settings
 
 _TESTS = Path(__file__).parent
-_INTEGRATION = ("memory_budget", "storms", "determinism")
+_ONE_PROCESS = ("memory_budget", "storms", "determinism")
 _SHARED = (
-    *(_TESTS / folder for folder in ("unit", "chart", "faults")),
-    *(_TESTS / f"integration/test_{name}.py" for name in _INTEGRATION),
-    *(_TESTS / "integration").glob("test_handoff*.py"),
+    *(_TESTS / folder for folder in ("unit", "chart", "proofs/faults", "integration/handoff")),
+    *(_TESTS / f"integration/engine/test_{name}.py" for name in _ONE_PROCESS),
 )
 """Of one process, or of few that wait for each other."""
 

@@ -17,7 +17,7 @@ from cluster.planner.forecast import Forecaster, Smoothing
 from cluster.planner.staffing import Staffing
 from cluster.planner.values import Action, ActionKind, Decision, Demand, FleetView, Observation, PlannerPolicy, Sizes
 from cluster.planner.values import other as other_pool
-from tandem.roles import WorkerRole
+from tandem.values.roles import WorkerRole
 
 _ROLES = (WorkerRole.DECODE, WorkerRole.PREFILL)
 """Decode first where only one can be served: without a place there no prompt is begun."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from tandem.errors import ConfigError
-from tandem.roles import WorkerRole
+from tandem.values.roles import WorkerRole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

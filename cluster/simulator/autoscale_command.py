@@ -8,14 +8,14 @@ from cluster.planner.planner import Planner
 from cluster.planner.staffing import Margins, Promise, Staffing
 from cluster.planner.values import Demand, PlannerPolicy, Sizes
 from cluster.simulator.command import SimulateOptions, cluster_of, load_of
-from cluster.simulator.day import HOURS, DaySpec, day_trace
-from cluster.simulator.elastic import Change, Elastic, ElasticReport, run_elastic, worker_model
-from cluster.simulator.fleet import FleetTiming
-from cluster.simulator.report import Slo
-from cluster.simulator.schedule import BestSchedule, ScheduleSearch
-from cluster.simulator.settings import ClusterSpec
-from cluster.simulator.trace import Trace
-from cluster.simulator.trace_files import load_trace
+from cluster.simulator.inputs.day import HOURS, DaySpec, day_trace
+from cluster.simulator.inputs.trace import Trace
+from cluster.simulator.inputs.trace_files import load_trace
+from cluster.simulator.model.report import Slo
+from cluster.simulator.model.settings import ClusterSpec
+from cluster.simulator.studies.elastic import Change, Elastic, ElasticReport, run_elastic, worker_model
+from cluster.simulator.studies.fleet import FleetTiming
+from cluster.simulator.studies.schedule import BestSchedule, ScheduleSearch
 from tandem.errors import ConfigError
 
 _MAX_LEAD_S = 60.0

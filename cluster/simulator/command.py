@@ -4,20 +4,20 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.simulator.capacity import Trial, split, sweep, sweep_table
-from cluster.simulator.faults import FaultSpec, draw_faults
-from cluster.simulator.generated_load import LoadSpec, generate
-from cluster.simulator.latency_files import load_latency
-from cluster.simulator.placement_bench import PlacementCase, compare_placement, placement_table
-from cluster.simulator.plan import WorkerKind, plan
-from cluster.simulator.plan_words import plan_table
+from cluster.simulator.inputs.generated_load import LoadSpec, generate
+from cluster.simulator.inputs.latency_files import load_latency
+from cluster.simulator.inputs.trace import Trace
+from cluster.simulator.inputs.trace_files import load_trace
+from cluster.simulator.model.faults import FaultSpec, draw_faults
+from cluster.simulator.model.policies import OURS, POLICIES
+from cluster.simulator.model.report import Report, Slo, report_on, table
+from cluster.simulator.model.settings import ClusterSpec, Network, PoolSpec, engine_config
+from cluster.simulator.model.simulation import Choosing, Simulation
 from cluster.simulator.plots import draw
-from cluster.simulator.policies import OURS, POLICIES
-from cluster.simulator.report import Report, Slo, report_on, table
-from cluster.simulator.settings import ClusterSpec, Network, PoolSpec, engine_config
-from cluster.simulator.simulation import Choosing, Simulation
-from cluster.simulator.trace import Trace
-from cluster.simulator.trace_files import load_trace
+from cluster.simulator.studies.capacity import Trial, split, sweep, sweep_table
+from cluster.simulator.studies.placement import PlacementCase, compare_placement, placement_table
+from cluster.simulator.studies.plan import WorkerKind, plan
+from cluster.simulator.studies.plan_text import plan_table
 from tandem.errors import ConfigError
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from cluster.simulator.report import Report
-from cluster.simulator.simulation import Simulation
+from cluster.simulator.model.report import Report
+from cluster.simulator.model.simulation import Simulation
 from tandem.errors import ConfigError
 
 

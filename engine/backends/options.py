@@ -7,7 +7,7 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendOptions:
-    """What is asked for; see tandem/config.py for each."""
+    """What is asked for; see tandem/config/cluster.py for each."""
 
     device: torch.device
     dtype: str

@@ -4,12 +4,12 @@ import logging
 
 import torch
 
-from engine.backends.backend import Backend
 from engine.backends.options import BackendOptions
-from engine.backends.torch_backend import TorchBackend
-from engine.kv_cache import TORCH_DTYPES
+from engine.backends.plain_torch import TorchBackend
+from engine.kv_storage.paged_cache import TORCH_DTYPES
+from engine.model.backend import Backend
 from tandem.errors import ConfigError
-from tandem.kv_layout import AUTO_DTYPE, QUANTISED_DTYPES
+from tandem.values.kv_layout import AUTO_DTYPE, QUANTISED_DTYPES
 
 _log = logging.getLogger(__name__)
 _FIRST_WITH_FP8 = (8, 9)
@@ -77,11 +77,11 @@ def _compiled(options: BackendOptions) -> Backend | str:
     """The device's own kernels, or why there are none. Imported here: neither belongs to every installation."""
     if options.device.type == "cuda":
         try:
-            from engine.backends.cuda_backend import CudaBackend
+            from engine.backends.cuda.backend import CudaBackend
         except ImportError as missing:
             return f"triton cannot be imported: {missing}"
         return CudaBackend(options)
-    from engine.backends.cpu_backend import cpu_backend
+    from engine.backends.cpu.backend import cpu_backend
     from engine.kernels.cpu.build import KernelsUnavailable
 
     try:

@@ -20,7 +20,7 @@ constexpr bool stores(Store store) { return store == Store::kCached || store == 
 
 constexpr size_t kLine = 64;
 
-// The instructions of a kernel; numbers as in kv_transfer/mover.py.
+// The instructions of a kernel; numbers as in kv_transfer/memory/mover.py.
 enum Level : int64_t { kPlain = 0, kAvx2 = 1, kAvx512 = 2 };
 
 // Moves the bytes in front of the first whole line of the target, and returns how many.

@@ -7,7 +7,7 @@
 
 namespace tandem {
 
-// What a call answers; numbers as in kv_transfer/mover.py and kv_transfer/cell_stream.py.
+// What a call answers; numbers as in kv_transfer/memory/mover.py and kv_transfer/memory/socket_stream.py.
 constexpr int64_t kPaused = 0, kDone = 1, kBlocked = 2, kEnded = 3;
 constexpr int64_t kOutside = -1, kUnequal = -2, kFailed = -3;
 

@@ -12,7 +12,7 @@ namespace tandem {
 // Most buffers of one call (IOV_MAX).
 constexpr int kMaxBuffers = 1024;
 
-// A chunk on its way, and how far it has been; as in kv_transfer/cell_stream.py.
+// A chunk on its way, and how far it has been; as in kv_transfer/memory/socket_stream.py.
 struct Stream {
   int64_t level;
   int64_t fd;

@@ -1,5 +1,5 @@
 // One side of a chunk as runs of memory, in the order of the wire: lanes, in each the units of tokens, in each the runs
-// of its shape. What is adjacent comes as one run. See kv_transfer/lane_table.py, which makes the tables.
+// of its shape. What is adjacent comes as one run. See kv_transfer/layout/strided_table.py, which makes the tables.
 #pragma once
 
 #include <cstddef>

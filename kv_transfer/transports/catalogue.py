@@ -9,26 +9,27 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from kv_transfer.messages import TransportOffer
-from kv_transfer.region import KVRegion
-from kv_transfer.transport import KVReceiver, KVSender
-from kv_transfer.transports import communicator, nixl_agent
-from kv_transfer.transports.cuda_ipc_receiver import CudaIpcReceiver
-from kv_transfer.transports.cuda_ipc_sender import CudaIpcSender
-from kv_transfer.transports.device_sharing import CudaSharing, DeviceSharing
-from kv_transfer.transports.host import has_rdma
-from kv_transfer.transports.memory import MemoryFabric, MemoryReceiver, MemorySender
-from kv_transfer.transports.nixl_receiver import NixlReceiver
-from kv_transfer.transports.nixl_sender import NixlSender
-from kv_transfer.transports.shm_receiver import ShmReceiver
-from kv_transfer.transports.shm_sender import ShmSender
-from kv_transfer.transports.tcp_receiver import TcpReceiver
-from kv_transfer.transports.tcp_sender import TcpSender
-from kv_transfer.transports.tcp_settings import PLAIN, TcpSettings
-from kv_transfer.transports.torch_dist_receiver import TorchDistReceiver
-from kv_transfer.transports.torch_dist_sender import TorchDistSender
+from kv_transfer.memory.region import KVRegion
+from kv_transfer.protocol.messages import TransportOffer
+from kv_transfer.transports.cuda_ipc.device_sharing import CudaSharing, DeviceSharing
+from kv_transfer.transports.cuda_ipc.receiver import CudaIpcReceiver
+from kv_transfer.transports.cuda_ipc.sender import CudaIpcSender
+from kv_transfer.transports.in_process import MemoryFabric, MemoryReceiver, MemorySender
+from kv_transfer.transports.interface import KVReceiver, KVSender
+from kv_transfer.transports.nixl import agent as nixl_agent
+from kv_transfer.transports.nixl.receiver import NixlReceiver
+from kv_transfer.transports.nixl.sender import NixlSender
+from kv_transfer.transports.same_host import has_rdma
+from kv_transfer.transports.shm.receiver import ShmReceiver
+from kv_transfer.transports.shm.sender import ShmSender
+from kv_transfer.transports.tcp.receiver import TcpReceiver
+from kv_transfer.transports.tcp.sender import TcpSender
+from kv_transfer.transports.tcp.settings import PLAIN, TcpSettings
+from kv_transfer.transports.torch_dist import communicator
+from kv_transfer.transports.torch_dist.receiver import TorchDistReceiver
+from kv_transfer.transports.torch_dist.sender import TorchDistSender
 from tandem.errors import ConfigError
-from tandem.hosts import is_loopback
+from tandem.rpc.hosts import is_loopback
 
 _T = TypeVar("_T")
 AUTO = "auto"

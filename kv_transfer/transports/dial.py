@@ -6,11 +6,11 @@ The advert comes over the authenticated link between the workers, so whoever kno
 import json
 import socket
 
-from kv_transfer.transports import claim_wire
-from kv_transfer.transports.claim_wire import Kind
 from kv_transfer.transports.grants import TOKEN_BYTES
+from kv_transfer.transports.one_sided import wire as one_sided_wire
+from kv_transfer.transports.one_sided.wire import Kind
 from tandem.errors import TransferError
-from tandem.hosts import is_loopback, keep_alive
+from tandem.rpc.hosts import is_loopback, keep_alive
 
 CONNECT_S = 5.0
 BACKLOG = 256
@@ -43,7 +43,7 @@ def dial(advert: bytes) -> socket.socket:
         sock = socket.create_connection((host, port), CONNECT_S)
         try:
             keep_alive(sock)
-            sock.sendall(claim_wire.pack(Kind.HELLO, secret))
+            sock.sendall(one_sided_wire.pack(Kind.HELLO, secret))
         except OSError:
             sock.close()
             raise

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from kv_transfer.cell_range import CellRange
-from kv_transfer.gate import PieceLock
-from kv_transfer.landing import Landing
-from kv_transfer.messages import TransferKey
+from kv_transfer.layout.cell_range import CellRange
+from kv_transfer.memory.landing import Landing
+from kv_transfer.memory.write_stop_lock import PieceLock
+from kv_transfer.protocol.messages import TransferKey
 from tandem.errors import InvariantError, TransferError
 
 TOKEN_BYTES = 16

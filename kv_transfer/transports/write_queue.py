@@ -10,11 +10,11 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-from kv_transfer.gate import PieceLock
-from kv_transfer.messages import TransferKey
-from kv_transfer.transport import WriteOrder, WriteResult
+from kv_transfer.memory.write_stop_lock import PieceLock
+from kv_transfer.protocol.messages import TransferKey
+from kv_transfer.transports.interface import WriteOrder, WriteResult
 from tandem.errors import TransferError
-from tandem.logs import about
+from tandem.telemetry.logs import about
 
 MAX_QUEUED = 4096
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
-from router.batches.lines import answered, input_error, not_run, read_line
-from router.batches.store import BatchStore, Results
-from router.batches.values import Batch, BatchStatus
+from router.batches.files.lines import answered, input_error, not_run, read_line
+from router.batches.files.store import BatchStore, Results
+from router.batches.files.types import Batch, BatchStatus
 from tandem.errors import InvalidRequest, ServingError
 
 Answering = Callable[[str, str, dict[str, Any]], Awaitable[tuple[int, bytes]]]

@@ -3,17 +3,17 @@
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from router.asked import Prepared
-from router.call_reader import CALLED, AnswerReader, CallPiece, Piece, ReasoningPiece, reader_of
-from router.choice_text import TextDelta, WholeText
+from router.api.answer.call_reader import CALLED, AnswerReader, CallPiece, Piece, ReasoningPiece, reader_of
+from router.api.answer.choice_text import TextDelta, WholeText
+from router.api.answer.stream_cursor import StreamCursor
+from router.api.answer.usage import Usage
+from router.api.request.choice_selection import SelectionAsk, Vote
+from router.api.request.client_request import Prepared
+from router.api.selected_choices import select
 from router.grpc.answer_writer import AnswerWriter
-from router.grpc.prompt_scores import prompt_responses
-from router.pattern_search import PatternSearch
-from router.selected import select
-from router.selection import SelectionAsk, Vote
-from router.stream_cursor import StreamCursor
-from router.usage import Usage
-from tandem import wire
+from router.grpc.prompt_logprobs import prompt_responses
+from router.sandbox.pattern_search import PatternSearch
+from tandem.protocol import wire
 from tandem.v1 import common_pb2 as common
 from tandem.v1 import inference_pb2 as pb
 

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Any, Self
 
-from router.slow_reader import taken_in_time
+from router.api.slow_client import taken_in_time
 
 _MOST_UNSENT = 16
 """Messages beyond which a client counts as slow; gRPC holds some 64 KiB more."""

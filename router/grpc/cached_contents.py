@@ -2,14 +2,14 @@
 
 from collections.abc import Awaitable, Callable
 
-from router.asked import Prepared
-from router.choice_text import WholeText
-from router.frontend import Frontend
+from router.api.answer.choice_text import WholeText
+from router.api.frontend import Frontend
+from router.api.named_cache_prompts import NamedPrompts
+from router.api.request.client_request import Prepared
+from router.api.request.named_caches import DEFAULT_TTL_S, MAX_DISPLAY_NAME_CHARS, NamedCache
+from router.api.text_stream import TextReader
 from router.grpc.client_request import model_of
-from router.grpc.conversation_asked import check_unmarked, messages_of
-from router.named_caches import DEFAULT_TTL_S, MAX_DISPLAY_NAME_CHARS, NamedCache
-from router.named_prompts import NamedPrompts
-from router.text_stream import TextReader
+from router.grpc.conversation import check_unmarked, messages_of
 from tandem.errors import InvalidRequest
 from tandem.v1 import inference_pb2 as pb
 

@@ -3,21 +3,21 @@
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
-from router.asked import ClientFields
-from router.auth import Caller
-from router.beams_asked import beam_ask
-from router.grpc.conversation_asked import check_belongings, template_options, tool_use
-from router.reading import ReadAsk
-from router.reading_asked import read_ask
-from router.request_names import check_request_id
-from router.requests import BeamAsk
-from router.selected import logprobs_needed, selection_ask
-from router.selection import SelectionAsk
-from router.stream_ids import StreamPosition
-from router.structure import Shape, Structure
-from tandem import wire
+from router.access.api_keys import Caller
+from router.api.request.beam_search_options import beam_ask
+from router.api.request.choice_selection import SelectionAsk
+from router.api.request.client_request import ClientFields
+from router.api.request.prompt_scoring_options import read_ask
+from router.api.request.request_ids import check_request_id
+from router.api.selected_choices import logprobs_needed, selection_ask
+from router.grpc.conversation import check_belongings, template_options, tool_use
+from router.text.grammars.structured_output import Shape, Structure
+from router.types.prompt_scoring import ReadAsk
+from router.types.requests import BeamAsk
+from router.types.stream_ids import StreamPosition
 from tandem.errors import InvalidRequest
-from tandem.tracing import TraceContext, context_from_headers
+from tandem.protocol import wire
+from tandem.telemetry.tracing import TraceContext, context_from_headers
 from tandem.v1 import inference_pb2 as pb
 
 _STRUCTURE = "structured_output"

@@ -17,13 +17,13 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from router.audit import NO_AUDIT, AuditEntry, AuditLog, enter, leave
-from router.auth import ApiKeys, Caller
+from router.access.api_keys import ApiKeys, Caller
+from router.access.audit_log import NO_AUDIT, AuditEntry, AuditLog, enter, leave
 from router.grpc.status_details import status_details
-from router.metrics import RouterMetrics
+from router.metrics.router_metrics import RouterMetrics
 from tandem.errors import DeadlineExceeded, InternalError, InvalidRequest, Overloaded, ServingError
-from tandem.logs import REQUEST_ID
-from tandem.rpc_details import DETAILS_KEY
+from tandem.rpc.status_details import DETAILS_KEY
+from tandem.telemetry.logs import REQUEST_ID
 
 MAX_METADATA_BYTES = 32 << 10
 MESSAGE_TIMEOUT_S = 30.0

@@ -8,16 +8,16 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from router.door_tls import DoorTlsState
-from router.doorkeeper import Doorkeeper
-from router.frontend import Frontend
+from router.access.access_control import Doorkeeper
+from router.access.tls import DoorTlsState
+from router.api.frontend import Frontend
+from router.api.slow_client import WRITE_TIMEOUT_S
 from router.grpc.errors import MAX_METADATA_BYTES, StatusInterceptor
 from router.grpc.service import InferenceService
-from router.metrics import RouterMetrics
-from router.requests import Generator
-from router.slow_reader import WRITE_TIMEOUT_S
-from tandem import rpc
-from tandem.config import RouterConfig
+from router.metrics.router_metrics import RouterMetrics
+from router.types.requests import Generator
+from tandem.config.cluster import RouterConfig
+from tandem.rpc import cluster_grpc
 from tandem.v1 import inference_pb2
 from tandem.v1.inference_pb2_grpc import add_InferenceServicer_to_server
 
@@ -46,7 +46,7 @@ def build_server(
     """A server of `tandem.v1.Inference` alone, bound to nothing yet."""
     keeper = keeper or Doorkeeper(config)
     keys = keeper.keys
-    options = dict(rpc.SERVER_OPTIONS)
+    options = dict(cluster_grpc.SERVER_OPTIONS)
     options["grpc.max_receive_message_length"] = config.max_body_bytes
     options["grpc.max_metadata_size"] = MAX_METADATA_BYTES
     options["grpc.so_reuseport"] = int(shares_port)
@@ -99,7 +99,7 @@ class GrpcDoor:
         reflection.enable_server_reflection(names, self._server)
         await self.set_serving(False)
         credentials = None if self._tls is None else self._tls.grpc_credentials()
-        self.port = rpc.listen(self._server, self._host, self.port, credentials)
+        self.port = cluster_grpc.listen(self._server, self._host, self.port, credentials)
         await self._server.start()
         return self
 

@@ -5,10 +5,19 @@ from typing import Any
 
 import orjson
 
-from router.asked import ClientFields, Prepared
-from router.auth import ApiKeys, Caller
-from router.embedding import MAX_INPUTS, Embedder
-from router.frontend import Frontend
+from router.access.api_keys import ApiKeys, Caller
+from router.api.answer.stream_cursor import StreamCursor
+from router.api.answer.timing_report import SERVER_TIMING, TIMING, server_timing, timing_object
+from router.api.answer.usage import Usage
+from router.api.cache_breakpoints import prepare_marked
+from router.api.embeddings import MAX_INPUTS, Embedder
+from router.api.frontend import Frontend
+from router.api.named_cache_prompts import NamedPrompts, prepare_named
+from router.api.request.client_request import ClientFields, Prepared
+from router.api.request_meter import RequestMeter
+from router.api.selected_choices import check_selection
+from router.api.slow_client import WRITE_TIMEOUT_S
+from router.api.text_stream import TextReader, read_text
 from router.grpc.answer_messages import AnswerMessages, AnswerStream, WholeAnswer
 from router.grpc.answer_writer import AnswerWriter
 from router.grpc.cached_contents import CachedContentCalls
@@ -20,23 +29,14 @@ from router.grpc.client_request import (
     wants_bos,
     wants_generation_prompt,
 )
-from router.grpc.conversation_asked import check_unmarked, marks_of, messages_of, tools_of
+from router.grpc.conversation import check_unmarked, marks_of, messages_of, tools_of
 from router.grpc.errors import caller_of
 from router.grpc.unknown_fields import check_known
-from router.marked_prefixes import prepare_marked
-from router.metrics import RouterMetrics
-from router.named_prompts import NamedPrompts, prepare_named
-from router.pattern_search import PatternSearch
-from router.request_meter import RequestMeter
-from router.requests import Generator
-from router.selected import check_selection
-from router.slow_reader import WRITE_TIMEOUT_S
-from router.stream_cursor import StreamCursor
-from router.stream_ids import StreamPosition
-from router.text_stream import TextReader, read_text
-from router.timing_report import SERVER_TIMING, TIMING, server_timing, timing_object
-from router.tools import use_of
-from router.usage import Usage
+from router.metrics.router_metrics import RouterMetrics
+from router.sandbox.pattern_search import PatternSearch
+from router.text.tools import use_of
+from router.types.requests import Generator
+from router.types.stream_ids import StreamPosition
 from tandem.errors import InvalidRequest
 from tandem.v1 import inference_pb2 as pb
 from tandem.v1.inference_pb2_grpc import InferenceServicer

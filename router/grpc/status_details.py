@@ -5,7 +5,7 @@ from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 
 from tandem.errors import ServingError
-from tandem.rpc_details import DOMAIN
+from tandem.rpc.status_details import DOMAIN
 
 _MOST_CHARS = 1000
 """Of a message: a client takes some kilobytes of metadata, and this stands there twice."""

@@ -8,34 +8,34 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from router.decisions import DecisionLog
-from router.doorkeeper import Doorkeeper
-from router.exposition import only_tenant
-from router.frontend import Frontend
-from router.http.answering import Answering
-from router.http.batch_routes import BATCHES, FILES, BatchRoutes
-from router.http.cached_contents import PATH, CachedContentRoutes
-from router.http.debug import DecisionRoutes, PinRoutes
-from router.http.embeddings import EmbeddingRoutes
-from router.http.error_shapes import anthropic_error, google_error
-from router.http.generation import GenerationRoutes
-from router.http.guard import Guard, OperatorPage, operator, public
-from router.http.messages import MessagesRoutes
-from router.http.middleware import Envelope
-from router.http.openapi import OpenApiRoute
-from router.http.profile_routes import ProfileRoutes
-from router.http.responses import ResponsesRoutes
-from router.http.routes import Routes
-from router.http.static_page import add_page
-from router.http.status import StatusRoutes
-from router.http.text_routes import TextRoutes
-from router.http.usage_routes import UsageRoutes
-from router.metrics import RouterMetrics
-from router.named_prompts import NamedPrompts
-from router.requests import Generator
-from router.shared_reading import SharedReading
+from router.access.access_control import Doorkeeper
+from router.api.frontend import Frontend
+from router.api.named_cache_prompts import NamedPrompts
+from router.http.admin.debug import DecisionRoutes, PinRoutes
+from router.http.admin.profiles import ProfileRoutes
+from router.http.admin.shared_scrape import SharedReading
+from router.http.admin.status import StatusRoutes
+from router.http.admin.status_page import add_page
+from router.http.admin.usage import UsageRoutes
+from router.http.anthropic.messages import MessagesRoutes
+from router.http.body.error_formats import anthropic_error, google_error
+from router.http.google.cached_contents import PATH, CachedContentRoutes
+from router.http.openai.batches import BATCHES, FILES, BatchRoutes
+from router.http.openai.embeddings import EmbeddingRoutes
+from router.http.openai.generation import GenerationRoutes
+from router.http.openai.models_and_tokenize import TextRoutes
+from router.http.openai.responses.routes import ResponsesRoutes
+from router.http.openapi.document import OpenApiRoute
+from router.http.routing.access_guard import Guard, OperatorPage, operator, public
+from router.http.routing.generation_calls import Answering
+from router.http.routing.route_table import Routes
+from router.http.server.middleware import Envelope
+from router.metrics.exposition import only_tenant
+from router.metrics.router_metrics import RouterMetrics
+from router.placement.decision_log import DecisionLog
 from router.status.feed import StatusFeed
-from tandem.config import RouterConfig
+from router.types.requests import Generator
+from tandem.config.cluster import RouterConfig
 from tandem.errors import Unavailable
 
 _DISTRIBUTION = "tandem-serve"

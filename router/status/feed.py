@@ -15,9 +15,9 @@ from typing import Any, Self
 
 import orjson
 
-from router.status.history import History
-from router.status.merge import merged, seen_by
-from router.status.part import StatusSources, part_of, totals
+from router.status.snapshot.history import History
+from router.status.snapshot.merge import merged, seen_by
+from router.status.snapshot.part import StatusSources, part_of, totals
 from tandem.errors import Overloaded, Unavailable
 
 TURN_S = 1.0

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tandem.client.options import ToolCall, Turn
+from tandem.protocol.wire import finish_reason_from_pb
 from tandem.v1 import common_pb2 as common
 from tandem.v1 import inference_pb2 as pb
-from tandem.wire import finish_reason_from_pb
 
 _TIMING = "tandem-timing"
 

@@ -18,7 +18,7 @@ from tandem.errors import (
     Unauthenticated,
     Unavailable,
 )
-from tandem.rpc_details import DETAILS_KEY, DOMAIN
+from tandem.rpc.status_details import DETAILS_KEY, DOMAIN
 
 _BY_CODE: dict[grpc.StatusCode, type[ServingError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,

@@ -10,15 +10,15 @@ from playwright.async_api import expect
 from pydantic import SecretStr
 
 from router.http.app import Extras, create_app
-from router.http.server import HttpDoor
+from router.http.server.http_server import HttpDoor
 from router.status.feed import StatusFeed
-from router.worker_view import WorkerLoad
-from tandem.admission_config import ApiKey
-from tandem.config import RouterConfig
+from router.types.worker_view import WorkerLoad
+from tandem.config.admission import ApiKey
+from tandem.config.cluster import RouterConfig
 from tests.browser.watched_page import PHONE, tab
-from tests.unit.router import doors
-from tests.unit.router.status.whole_status import sources_of
-from tests.unit.router.whole_router import WholeRouter
+from tests.support.router.servers import fakes
+from tests.support.router.whole_router import WholeRouter
+from tests.support.router.whole_status import sources_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 MARKUP = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
@@ -32,7 +32,7 @@ class Served:
     url: str
     whole: WholeRouter
     feed: StatusFeed
-    parts: doors.Doors
+    parts: fakes.Doors
 
 
 @asynccontextmanager
@@ -45,7 +45,7 @@ async def served(
     port: int = 0,
 ) -> AsyncIterator[Served]:
     whole = WholeRouter(1, num_decode=2, num_prefill=num_prefill, names=names)
-    parts = doors.make_doors(doors.make_tokenizer(), config)
+    parts = fakes.make_doors(fakes.make_tokenizer(), config)
     async with StatusFeed(replace(sources_of(whole), model=parts.frontend.model), most_listeners=most) as feed:
         app = create_app(parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics, Extras(status=feed))
         async with HttpDoor(app, host="127.0.0.1", port=port, grace_s=1.0) as door:

@@ -10,7 +10,7 @@ import pytest_asyncio
 from playwright.async_api import expect
 
 from tests.browser.watched_page import DESK, PHONE, tab
-from tests.e2e.running_cluster import running
+from tests.support.running_cluster import running
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 STORY = "Once upon a time there was a little fox named Lily. " * 8

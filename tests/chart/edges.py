@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from tandem.config import ClusterConfig
+from tandem.config.cluster import ClusterConfig
 from tests.chart.rendering import Rendered
 
 Object = Mapping[str, Any]

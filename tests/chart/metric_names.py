@@ -5,11 +5,11 @@ from functools import cache
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from router.admission_metrics import AdmissionMetrics
-from router.metrics import RouterMetrics
-from router.worker_view import StepTotals, WorkReport
-from tests.unit.router.desk import Desk
-from tests.unit.router.overload_world import snapshot
+from router.metrics.admission import AdmissionMetrics
+from router.metrics.router_metrics import RouterMetrics
+from router.types.worker_view import StepTotals, WorkReport
+from tests.support.router.admission_world import Desk
+from tests.support.router.overload_world import snapshot
 
 _STEPS = StepTotals(steps=1, seconds=0.1, tokens=1, requests=1)
 _WORK = WorkReport(

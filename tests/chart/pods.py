@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tandem.config import ClusterConfig, load
+from tandem.config.cluster import ClusterConfig, load
 from tests.chart.rendering import Rendered
 
 Object = Mapping[str, Any]

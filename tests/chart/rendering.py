@@ -10,7 +10,7 @@ from typing import Any
 import helm_python as helm
 import yaml
 
-from cluster.chart_schema import CHART
+from cluster.chart.schema import CHART
 
 RELEASE, NAMESPACE = "chat", "llm"
 Object = dict[str, Any]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cluster.chart_schema import CHART
+from cluster.chart.schema import CHART
 from tests.chart import test_rendered as checks
 from tests.chart.pods import read_by
 from tests.chart.rendering import render

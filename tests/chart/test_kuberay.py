@@ -12,14 +12,14 @@ import pytest
 import yaml
 from typer.main import get_command
 
-from cluster.cli import app
-from cluster.effective import STOP_MARGIN_S, PortDrawer
-from cluster.ray_placement import Node, Placement, bundle_of
-from cluster.supervisor import Role
-from tandem.config import load
+from cluster.cli.main import app
+from cluster.processes.effective_config import STOP_MARGIN_S, PortDrawer
+from cluster.supervisor.ray_placement import Node, Placement, bundle_of
+from cluster.supervisor.supervisor import Role
+from tandem.config.cluster import load
 from tests.chart.pods import lapses
 from tests.chart.schemas import KUBERNETES, mistakes
-from tests.http_server import serving
+from tests.support.http_server import serving
 
 ROOT = Path(__file__).parents[2]
 MANIFEST = ROOT / "deploy" / "kuberay.yaml"

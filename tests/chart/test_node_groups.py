@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from cluster.cli import app
-from engine.ranks.nodes import NodeGroup
-from fabric.nodes import node_group
-from tandem.roles import WorkerRole
+from cluster.cli.main import app
+from engine.distributed.links.node_group import NodeGroup
+from tandem.values.roles import WorkerRole
 from tests.chart.pods import POD_IP, environment, read_by
 from tests.chart.rendering import Rendered, render
 from tests.chart.value_sets import GOOD
+from worker.node_group import node_group
 
 POOLS = [
     ("workers over nodes", "prefill"),
@@ -73,9 +73,11 @@ def test_the_other_pods_command_follows_that_worker(
     told = environment(node) | {"NODE_INDEX": "1", "LWS_LEADER_ADDRESS": "chat-0.chat"}
     arguments = [re.sub(r"\$\((\w+)\)", lambda found: told[found[1]], arg) for arg in node["args"]]
     seen: list[NodeGroup] = []
-    monkeypatch.setattr("engine.ranks.starter.NodeStarter.run", lambda self: seen.append(self._group) or 0)
-    monkeypatch.setattr("tandem.config.load", lambda _path: there)
-    monkeypatch.setattr("tandem.logs.configure", lambda *_: None)  # the runner's own streams end with it
+    monkeypatch.setattr(
+        "engine.distributed.ranks.node_starter.NodeStarter.run", lambda self: seen.append(self._group) or 0
+    )
+    monkeypatch.setattr("tandem.config.cluster.load", lambda _path: there)
+    monkeypatch.setattr("tandem.telemetry.logs.configure", lambda *_: None)  # the runner's own streams end with it
     arguments[0] = f"--config={tmp_path / 'cluster.yaml'}"
     done = CliRunner().invoke(app, [*node["command"][1:], *arguments])
     assert done.exit_code == 0, done.output

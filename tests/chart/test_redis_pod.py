@@ -15,7 +15,7 @@ from redis.retry import Retry
 from tests.chart.pods import containers
 from tests.chart.rendering import render
 from tests.chart.value_sets import GOOD
-from tests.redis_server import binary, free_port, until
+from tests.support.redis_server import binary, free_port, until
 
 PASSWORD = """with 'quotes', "more" and \\ and \\n $HOME `id` $(id) #"""
 

@@ -9,9 +9,9 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from cluster.chart_schema import CHART, DECIDED_BY_THE_CHART, rendered
-from cluster.chart_values import ChartValues
-from tandem.config import ClusterConfig
+from cluster.chart.schema import CHART, DECIDED_BY_THE_CHART, rendered
+from cluster.chart.values import ChartValues
+from tandem.config.cluster import ClusterConfig
 from tests.chart.rendering import chart, preset, render
 from tests.chart.schemas import mistakes
 from tests.chart.value_sets import BAD
@@ -28,7 +28,7 @@ def test_a_wrong_value_is_named(name: str) -> None:
 
 def test_the_committed_files_are_what_the_models_say() -> None:
     for path, text in rendered().items():
-        assert path.read_text(encoding="utf-8") == text, f"{path.name}: python -m cluster.chart_schema"
+        assert path.read_text(encoding="utf-8") == text, f"{path.name}: python -m cluster.chart.schema"
 
 
 def test_no_object_takes_what_it_does_not_know() -> None:

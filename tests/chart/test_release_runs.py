@@ -23,7 +23,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.chart.pods import containers
 from tests.chart.rendering import RELEASE, Rendered, preset, render
-from tests.redis_server import RedisServer
+from tests.support.redis_server import RedisServer
 
 pytestmark = pytest.mark.slow
 _ROOT = Path(__file__).parents[2]
@@ -63,7 +63,7 @@ class Release:
         ]
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")}
         told = {name: value for name, value in told.items() if name not in _NOT_HERE}
-        ours = [sys.executable, "-m", "cluster.cli"] if command[0] == "tandem" else [sys.executable]
+        ours = [sys.executable, "-m", "cluster.cli.main"] if command[0] == "tandem" else [sys.executable]
         process = subprocess.Popen([*ours, *command[1:]], env=inherited | told, cwd=_ROOT)
         self._running[component] = process
         return process

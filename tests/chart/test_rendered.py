@@ -12,13 +12,13 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from cluster.autoscale.kubernetes import ACCOUNT
-from cluster.chart_schema import CHART
-from cluster.cli import app
-from router.canary import CanarySettings
-from tandem.config import ClusterConfig
+from cluster.autoscaler.kubernetes_scaler import ACCOUNT
+from cluster.chart.schema import CHART
+from cluster.cli.main import app
+from router.fleet.canary import CanarySettings
+from tandem.config.cluster import ClusterConfig
+from tandem.config.worker import cluster_secret, listen_address, num_ranks
 from tandem.errors import ConfigError
-from tandem.worker_config import cluster_secret, listen_address, num_ranks
 from tests.chart.edges import allowed, isolated, needed
 from tests.chart.metric_names import emitted, named_in
 from tests.chart.pods import (

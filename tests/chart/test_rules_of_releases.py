@@ -9,9 +9,9 @@ import yaml
 
 from tests.chart.rendering import NAMESPACE, RELEASE, Rendered
 from tests.chart.test_rendered import release_of
-from tests.unit.observing import RULE_TESTS, RULES, promtool
-from tests.unit.promql import Matcher, named
-from tests.unit.two_releases import GROUPING, two_releases
+from tests.support.monitoring_files import RULE_TESTS, RULES, promtool
+from tests.support.promql import Matcher, named
+from tests.support.two_releases import GROUPING, two_releases
 
 OURS, ANOTHER = (NAMESPACE, RELEASE), ("staging", RELEASE)
 WATCHED = "planned, everything else on"

@@ -11,11 +11,11 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.chart_schema import CHART
-from router.cluster_room import Lack
+from cluster.chart.schema import CHART
+from router.admission.cluster_capacity import Lack
 from tests.chart.rendering import NAMESPACE, RELEASE, render
 from tests.chart.value_sets import GOOD
-from tests.unit.cluster.simulator.bound import QUEUE, Bottleneck, at_the_queue, exposition
+from tests.support.cluster.bound_clusters import QUEUE, Bottleneck, at_the_queue, exposition
 
 pytestmark = pytest.mark.slow
 _OURS = f'namespace="{NAMESPACE}",app_kubernetes_io_instance="{RELEASE}"'

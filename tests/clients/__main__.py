@@ -11,10 +11,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from bench.peers.environments import ensure
-from tandem.api_key import entry_of, new_key
+from tandem.values.api_key import entry_of, new_key
+from tandem_bench.peers.environments import ensure
 from tests.clients.suites import SUITES, Place, Suite
-from tests.e2e.running_cluster import running
+from tests.support.running_cluster import running
 
 _MOST_S = 1800.0
 

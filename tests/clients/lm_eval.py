@@ -17,10 +17,10 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from bench.peers.environments import PeerEnvironment, ensure
-from cluster.demo import STORY
+from cluster.cli.demo import STORY
 from tandem.model_path import model_directory
-from tests.e2e.running_cluster import running
+from tandem_bench.peers.environments import PeerEnvironment, ensure
+from tests.support.running_cluster import running
 
 TASK = "tandem_codes"
 _TORCH = "torch==2.13.0"

@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.peers.environments import PeerEnvironment
 from tandem.model_path import BUILTIN, BUILTIN_NAME, model_directory
+from tandem_bench.peers.environments import PeerEnvironment
 
 _SCRIPTS = Path(__file__).parent
 _SEED = 11

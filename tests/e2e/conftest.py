@@ -6,13 +6,13 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from cluster.launcher import Command
-from tests.e2e.oracle import Oracle
-from tests.kills.nursery import nursery
+from cluster.processes.launcher import Command
+from tests.proofs.kills.nursery import nursery
+from tests.support.oracle import Oracle
 
 
 class Hatchery(NamedTuple):
-    """How workers start without the wait, and where they are watched (`tests.kills.watched`)."""
+    """How workers start without the wait, and where they are watched (`tests.proofs.kills.watched`)."""
 
     folder: Path
     command: Command

@@ -7,15 +7,15 @@ import torch
 
 from engine.backends.options import BackendOptions
 from engine.backends.select import select_backend
-from engine.device_queue import CudaQueue
-from engine.launched import ComingTokens
-from engine.models.loader import load_model
-from engine.philox import gumbel_noise
-from engine.sampler import Sampler, SampleRow
-from tandem.sampling import SamplingParams
-from tests.unit.engine import ledger
-from tests.unit.engine.paged_harness import Session, load_plain, random_tokens, reference_model
-from tests.unit.engine.serve import Serve, every_way_to_sample
+from engine.model.loader import load_model
+from engine.runner.device_queue import CudaQueue
+from engine.runner.pending_samples import ComingTokens
+from engine.sampling.philox import gumbel_noise
+from engine.sampling.sampler import Sampler, SampleRow
+from tandem.values.sampling import SamplingParams
+from tests.support.engine import ledger
+from tests.support.engine.paged_harness import Session, load_plain, random_tokens, reference_model
+from tests.support.engine.serve import Serve, every_way_to_sample
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
-from engine.gpu_memory import GpuWish, gpu_limit_bytes
-from tandem.gpu_host import VISIBLE, NvidiaHost
+from engine.model.gpu_memory import GpuWish, gpu_limit_bytes
+from tandem.process.gpu_host import VISIBLE, NvidiaHost
 
 pytestmark = [
     pytest.mark.gpu,
@@ -17,7 +17,7 @@ pytestmark = [
 ]
 _SHOW = """
 import json, os, sys
-from tandem.gpu_host import NvidiaHost
+from tandem.process.gpu_host import NvidiaHost
 
 host = NvidiaHost(os.environ)
 names = host.names()

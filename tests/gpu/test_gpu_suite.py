@@ -1,4 +1,4 @@
-"""Kernels and engine on CUDA, as bench/gpu_suite.py compares them: with plain torch and with transformers."""
+"""Kernels and engine on CUDA, as tandem_bench/gpu_suite.py compares them: with plain torch and with transformers."""
 
 import json
 import subprocess
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_parity_of_kernels_and_engine(tmp_path: Path) -> None:
     file = tmp_path / "gpu.json"
-    command = [sys.executable, str(ROOT / "bench" / "gpu_suite.py"), "--only", "parity", "--json", str(file)]
+    command = [sys.executable, str(ROOT / "tandem_bench" / "gpu_suite.py"), "--only", "parity", "--json", str(file)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(file.read_text())["rows"]

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from engine.assembly import assemble
-from engine.block_mover import BlockMover
-from engine.kv_cache import PagedKVCache
-from tests.unit.engine.test_offloading import CHEAP_COPY, TIGHT, generate, layout, moves, outputs
+from engine.kv_storage.paged_cache import PagedKVCache
+from engine.runner.block_mover import BlockMover
+from tests.unit.engine.runner.test_block_mover import CHEAP_COPY, TIGHT, generate, layout, moves, outputs
 
 pytestmark = [
     pytest.mark.gpu,

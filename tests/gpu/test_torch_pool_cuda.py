@@ -7,10 +7,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from kv_transfer.cell_range import CellRange
-from kv_transfer.pairing import Pairing
-from kv_transfer.torch_pool import TorchPool
-from tandem.kv_layout import KVLayout
+from kv_transfer.layout.cell_range import CellRange
+from kv_transfer.layout.pairing import Pairing
+from kv_transfer.memory.torch_pool import TorchPool
+from tandem.values.kv_layout import KVLayout
 
 pytestmark = [
     pytest.mark.gpu,

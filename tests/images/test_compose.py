@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
-from tandem.config import ClusterConfig, load
-from tandem.lock_config import read_keys
-from tests.unit.observing import promtool
+from tandem.config.access import read_keys
+from tandem.config.cluster import ClusterConfig, load
+from tests.support.monitoring_files import promtool
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.otlp_receiver import otlp_receiver
 from tests.images.test_compose import DEPLOY, OURS, ROOT, compose
-from tests.redis_server import binary
+from tests.support.otlp_receiver import otlp_receiver
+from tests.support.redis_server import binary
 
 pytestmark = pytest.mark.slow
 _ADDRESSES = {"prefill-0": "127.0.0.2", "decode-0": "127.0.0.3", "decode-1": "127.0.0.4"}
@@ -74,7 +74,7 @@ class Composed:
         told = self._services[name]
         words = [self._here(word) for word in command or told["command"]]
         programs = {
-            "tandem": [sys.executable, "-m", "cluster.cli"],
+            "tandem": [sys.executable, "-m", "cluster.cli.main"],
             "redis-server": [binary()],
             "prometheus": ["prometheus"],
         }

@@ -95,7 +95,9 @@ def test_nothing_is_fetched_before_that_is_said(target):
 
 def test_a_builder_is_sent_what_wheels_are_made_of_and_no_more():
     sent = context.files()
-    assert {"pyproject.toml", "README.md", "LICENSE", "cluster/cli.py", "engine/kernels/cpu/csrc/simd.h"} <= set(sent)
+    assert {"pyproject.toml", "README.md", "LICENSE", "cluster/cli/main.py", "engine/kernels/cpu/csrc/simd.h"} <= set(
+        sent
+    )
     assert {name.split("/")[0] for name in sent if "/" in name}.isdisjoint({"tests", ".git", ".venv", "helm", "docs"})
     assert all(name.startswith("deploy/docker/") for name in sent if name.startswith("deploy/"))
     assert context.is_ignored(

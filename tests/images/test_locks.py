@@ -108,7 +108,7 @@ def test_a_wheel_has_all_that_is_no_python():
     told = {
         path for package, patterns in data.items() for pattern in patterns for path in (ROOT / package).glob(pattern)
     }
-    packages = ("tandem", "engine", "kv_transfer", "fabric", "router", "prefill_worker", "decode_worker", "cluster")
+    packages = ("tandem", "engine", "kv_transfer", "worker", "router", "prefill_worker", "decode_worker", "cluster")
     there = {path for package in packages for path in (ROOT / package).rglob("*") if path.is_file()}
     ours = {path for path in there if path.suffix not in (".py", ".pyi", ".pyc", ".md")}
     assert len(ours) > 40

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.http_server import answering
+from tests.support.http_server import answering
 
 pytestmark = pytest.mark.slow
 COMMIT = "a" * 40

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from router.admission_assembly import make_limits
-from router.shared_limits import SharedLimits
-from router.sibling_limits import SiblingLimits
-from tandem.config import RouterConfig
+from router.process.admission_setup import make_limits
+from router.siblings.rate_limits import SiblingLimits
+from router.tenants.shared_rate_limits import SharedLimits
+from tandem.config.cluster import RouterConfig
 from tandem.errors import Overloaded
-from tandem.ids import Incarnation
-from tests.redis_server import until
+from tandem.values.ids import Incarnation
+from tests.support.redis_server import until
 
 CONFIG = RouterConfig.model_validate({"limits": {"default": {"requests_per_minute": 4, "concurrent_requests": 3}}})
 

@@ -18,11 +18,11 @@ from typing import Any
 import yaml
 from google.protobuf.descriptor_pb2 import FileDescriptorSet
 
-from cluster.effective import module_prefix
-from cluster.launcher import Command
-from cluster.supervisor import ProcessPlan, Role
-from tandem.dialect import VersionRange
+from cluster.processes.effective_config import module_prefix
+from cluster.processes.launcher import Command
+from cluster.supervisor.supervisor import ProcessPlan, Role
 from tandem.model_path import BUILTIN, model_directory
+from tandem.protocol.version_negotiation import VersionRange
 from tests.previous.revision import DEFAULTS_INSIDE, unpack
 
 DATA = Path(__file__).with_name("data")

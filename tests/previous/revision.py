@@ -12,7 +12,7 @@ DEFAULTS_INSIDE = "defaults.yaml"
 """Beside the code: every setting that the version knows."""
 _PACKAGES = ("tandem", "engine", "kv_transfer", "fabric", "router", "prefill_worker", "decode_worker")
 _LEFT_OUT = (":!engine/builtin_model", ":!*.pyi")
-_DEFAULTS = "from tandem.config import ClusterConfig, dump; print(dump(ClusterConfig()))"
+_DEFAULTS = "from tandem.config.cluster import ClusterConfig, dump; print(dump(ClusterConfig()))"
 
 
 def unpack(revision: str, folder: Path) -> None:

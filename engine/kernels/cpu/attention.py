@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.kernels.cpu.library import KernelLibrary
-from engine.step_inputs import IntArray, StepInputs
+from engine.types.step_inputs import IntArray, StepInputs
 from tandem.errors import ConfigError, InvariantError
 
 _NO_WINDOW = 2**31 - 1

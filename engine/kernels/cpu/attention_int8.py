@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.kernels.cpu.attention import AttentionMetadata, AttentionShape, PagedAttention
 from engine.kernels.cpu.library import KernelLibrary
-from engine.step_inputs import IntArray, StepInputs
+from engine.types.step_inputs import IntArray, StepInputs
 from tandem.errors import ConfigError, InvariantError
 
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}

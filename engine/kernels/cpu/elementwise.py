@@ -17,7 +17,7 @@ from engine.kernels.cpu.attention import AttentionShape
 from engine.kernels.cpu.attention_int8 import CodedLayer
 from engine.kernels.cpu.gemm import TILE_COLUMNS, check_whole_tiles
 from engine.kernels.cpu.library import KernelLibrary
-from engine.step_inputs import IntArray
+from engine.types.step_inputs import IntArray
 from tandem.errors import ConfigError, InvariantError
 
 _LARGEST_HEAD = 1024
@@ -181,7 +181,7 @@ class CpuElementwise:
     def qk_norm_rope_write_int8(
         self, plan: RotationPlan, qkv: Tensor, cache: CodedLayer, norm_weight: Tensor | None, eps: float
     ) -> None:
-        """The same into a cache in int8; codes and scales as engine/kv_codes.py has them."""
+        """The same into a cache in int8; codes and scales as engine/kv_storage/kv_codes.py has them."""
         if plan.call.head_dim > _LARGEST_HEAD:
             raise InvariantError(f"an int8 cache holds heads of up to {_LARGEST_HEAD} values")
         weight = self._check_rope(plan, qkv, norm_weight)

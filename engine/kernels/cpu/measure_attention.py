@@ -15,13 +15,13 @@ import torch
 from engine.kernels.cpu.attention import AttentionShape, PagedAttention
 from engine.kernels.cpu.elementwise import CpuElementwise
 from engine.kernels.cpu.library import KernelLibrary, load_kernels
-from engine.kv_cache import PagedKVCache
-from engine.layers.attention import AttentionSpec
-from engine.layers.rope import RotaryEmbedding
-from engine.layers.torch_attention import TorchAttention
-from engine.model_config import ModelConfig, parse_model_config
-from engine.step_inputs import IntArray, StepInputs
-from tandem.kv_layout import KVLayout
+from engine.kv_storage.paged_cache import PagedKVCache
+from engine.model.config import ModelConfig, parse_model_config
+from engine.model.layers.attention import AttentionSpec
+from engine.model.layers.rope import RotaryEmbedding
+from engine.model.layers.torch_attention import TorchAttention
+from engine.types.step_inputs import IntArray, StepInputs
+from tandem.values.kv_layout import KVLayout
 
 MAX_CACHE_BYTES = 10**9
 DECODE = tuple((batch, length) for batch in (1, 4, 16) for length in (512, 1024, 2048))

@@ -1,4 +1,4 @@
-"""Drawing tokens on the CPU in compiled code: `engine.sampling_kernels` without intermediate tensors.
+"""Drawing tokens on the CPU in compiled code: `engine.sampling.backend` without intermediate tensors.
 
 With 16 rows of a vocabulary of 65,536 the reference takes a fifth of a whole decode step, nearly all of it in the
 integers of the noise and in sorting; here noise stays in registers and cut-offs are found by radix selection.
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from engine.kernels.cpu.library import KernelLibrary
-from engine.sampling_kernels import DrawParams, LogitEdits, choose_by_steps, forbid_by_numpy_
-from engine.token_counts import Penalties
+from engine.sampling.backend import DrawParams, LogitEdits, choose_by_steps, forbid_by_numpy_
+from engine.sampling.token_counts import Penalties
 
 
 class CpuSampling:

@@ -17,7 +17,7 @@ from engine.kernels.triton.pages import power_of_two
 from engine.kernels.triton.rope_kv import rope_kv_kernel
 from engine.kernels.triton.sampling import edit_kernel, prepare_kernel, select_kernel
 from engine.kernels.triton.tuning import AttentionShape, LaunchTable
-from tandem.kv_layout import KVLayout
+from tandem.values.kv_layout import KVLayout
 
 _FLOATS = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}
 

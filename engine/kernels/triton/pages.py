@@ -1,4 +1,4 @@
-"""How kernels see a layer of the paged cache, in the model's dtype or in codes (engine/kv_codes.py).
+"""How kernels see a layer of the paged cache, in the model's dtype or in codes (engine/kv_storage/kv_codes.py).
 
 int8 has one float32 scale per token and key-value head, which follow a block's codes in memory, so that blocks lie
 further apart than their codes are long; fp8_e4m3 has one per key-value head of K and of V, the model's own.
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.kv_codes import LARGEST_CODE
+from engine.kv_storage.kv_codes import LARGEST_CODE
 from tandem.errors import ConfigError
 
 

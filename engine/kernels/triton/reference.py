@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.kernels.triton.pages import LayerPages
-from engine.kv_cache import PagedKVCache
-from engine.kv_codes import LARGEST_CODE, SMALLEST_PEAK, head_codes, token_codes
-from engine.layers.norm import HeadNorm
-from tandem.kv_layout import KVLayout
+from engine.kv_storage.kv_codes import LARGEST_CODE, SMALLEST_PEAK, head_codes, token_codes
+from engine.kv_storage.paged_cache import PagedKVCache
+from engine.model.layers.norm import HeadNorm
+from tandem.values.kv_layout import KVLayout
 
 
 def attention(

@@ -9,8 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.triton.pages import LayerPages, power_of_two
-from engine.kv_codes import LARGEST_CODE
-from engine.layers.norm import HeadNorm
+from engine.kv_storage.kv_codes import LARGEST_CODE
+from engine.model.layers.norm import HeadNorm
 
 _HEADS_PER_PROGRAM = 8
 

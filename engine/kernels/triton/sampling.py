@@ -1,4 +1,4 @@
-"""From logits to tokens on the device, with no host round trip: the steps and the order of `engine.sampler`.
+"""From logits to tokens on the device, with no host round trip: the steps and the order of `engine.sampling.sampler`.
 
 Biases and bans are added first, as a list of edits. A first kernel, parallel over stretches of the vocabulary, applies
 penalties and temperature and adds the noise; a second, one program a row, finds the cut-offs and the winner
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from engine.kernels.triton.cutoffs import best_above, kth_largest, largest_of
 from engine.kernels.triton.noise import accurate_log, gumbel_tile
-from engine.sampling_kernels import UNUSABLE, DrawParams, LogitEdits, forbid_by_torch_
-from engine.token_counts import Penalties, TokenCounts
+from engine.sampling.backend import UNUSABLE, DrawParams, LogitEdits, forbid_by_torch_
+from engine.sampling.token_counts import Penalties, TokenCounts
 from tandem.errors import ConfigError
 
 _PREPARE_BLOCK = 1024
@@ -125,7 +125,7 @@ def select_kernel(
 
 
 class TritonSampling:
-    """See engine.sampling_kernels.SamplingKernels. Waits for nothing."""
+    """See engine.sampling.backend.SamplingKernels. Waits for nothing."""
 
     def choose(
         self,

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from router import session_wire
-from tandem.ids import Incarnation
+from router.fleet import session_wire
 from tandem.v1 import handoff_pb2, session_pb2
+from tandem.values.ids import Incarnation
 
 from .handoff import handoff_hello, handoff_samples, payload_samples
 from .sample import Sample

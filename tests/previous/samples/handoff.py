@@ -3,19 +3,20 @@
 from types import SimpleNamespace
 from typing import Any
 
-from kv_transfer import messages as handoff
-from kv_transfer import wire as handoff_wire
-from kv_transfer.cell_range import CellRange
-from kv_transfer.receiver_link import make_hello, refuses
-from kv_transfer.transports import claim_wire, tcp_wire
-from tandem import wire
-from tandem.ids import Incarnation, RequestId, TransferId, WorkerId
-from tandem.kv_layout import KVLayout
-from tandem.outputs import CachedTokens, PhaseTimes, SampledToken, TokenLogprob
-from tandem.prefix_holder import PrefixHolder
-from tandem.sampling import SamplingParams
-from tandem.tracing import TraceContext
+from kv_transfer.layout.cell_range import CellRange
+from kv_transfer.protocol import messages as handoff
+from kv_transfer.protocol import wire as handoff_wire
+from kv_transfer.session.receiver_link import make_hello, refuses
+from kv_transfer.transports.one_sided import wire as one_sided_wire
+from kv_transfer.transports.tcp import frames as tcp_frames
+from tandem.protocol import wire
+from tandem.telemetry.tracing import TraceContext
 from tandem.v1 import common_pb2, handoff_pb2
+from tandem.values.ids import Incarnation, RequestId, TransferId, WorkerId
+from tandem.values.kv_layout import KVLayout
+from tandem.values.outputs import CachedTokens, PhaseTimes, SampledToken, TokenLogprob
+from tandem.values.prefix_holder import PrefixHolder
+from tandem.values.sampling import SamplingParams
 
 from .filling import kinds_of
 from .sample import NAMES, Sample, facts, without_versions
@@ -124,28 +125,28 @@ def _read_handoff(data: bytes) -> Any:
 
 
 def payload_samples() -> dict[str, Sample]:
-    header = tcp_wire.Header(
-        kind=tcp_wire.Kind.WRITE, write_id=3, token=bytes(range(16)), cells=_CELLS, payload_bytes=4096
+    header = tcp_frames.Header(
+        kind=tcp_frames.Kind.WRITE, write_id=3, token=bytes(range(16)), cells=_CELLS, payload_bytes=4096
     )
     return {
         "tcp/hello": Sample(
-            write=lambda: tcp_wire.pack_header(tcp_wire.hello(bytes(range(16)), 77, 1)),
-            read=lambda data: facts(tcp_wire.unpack_header(data)),
+            write=lambda: tcp_frames.pack_header(tcp_frames.hello(bytes(range(16)), 77, 1)),
+            read=lambda data: facts(tcp_frames.unpack_header(data)),
         ),
         "tcp/write": Sample(
-            write=lambda: tcp_wire.pack_header(header, tcp_wire.seed_of(77, 1)),
-            read=lambda data: facts(tcp_wire.unpack_header(data, tcp_wire.seed_of(77, 1))),
+            write=lambda: tcp_frames.pack_header(header, tcp_frames.seed_of(77, 1)),
+            read=lambda data: facts(tcp_frames.unpack_header(data, tcp_frames.seed_of(77, 1))),
         ),
         "tcp/answer": Sample(
-            write=lambda: tcp_wire.pack_answer(tcp_wire.Kind.DONE, 3),
-            read=lambda data: facts(tcp_wire.unpack_answer(data)),
+            write=lambda: tcp_frames.pack_answer(tcp_frames.Kind.DONE, 3),
+            read=lambda data: facts(tcp_frames.unpack_answer(data)),
         ),
         "claim/message": Sample(
-            write=lambda: claim_wire.pack(claim_wire.Kind.CLAIM, bytes(range(16))),
-            read=lambda data: facts(claim_wire.unpack(data)),
+            write=lambda: one_sided_wire.pack(one_sided_wire.Kind.CLAIM, bytes(range(16))),
+            read=lambda data: facts(one_sided_wire.unpack(data)),
         ),
         "claim/grant": Sample(
-            write=lambda: claim_wire.pack_grant(bytes(range(16)), (3, 1, 2)),
-            read=lambda data: facts(claim_wire.unpack_grant(data)),
+            write=lambda: one_sided_wire.pack_grant(bytes(range(16)), (3, 1, 2)),
+            read=lambda data: facts(one_sided_wire.unpack_grant(data)),
         ),
     }

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from typing import Any
 
-from tandem.ids import BlockHash
+from tandem.values.ids import BlockHash
 
 SECRET = b"the secret of a cluster of samples"
 NAMES = tuple(BlockHash(bytes([i]) * 16) for i in range(1, 4))

@@ -5,13 +5,13 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
-from router import session_wire
-from router.transfer_wire import transfers_from_pb
-from tandem import wire
-from tandem.ids import Incarnation
-from tandem.outputs import FinishReason
-from tandem.pin_wire import order_from_pb, told_from_pb, totals_from_pb
+from router.fleet import session_wire
+from router.fleet.transfer_wire import transfers_from_pb
+from tandem.protocol import wire
+from tandem.protocol.pin_wire import order_from_pb, told_from_pb, totals_from_pb
 from tandem.v1 import common_pb2, session_pb2
+from tandem.values.ids import Incarnation
+from tandem.values.outputs import FinishReason
 
 from .filling import filled, kinds_of
 from .sample import OF_ONE_VERSION, Sample, facts, without_versions

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 
-from router.shared_limits import tenant_tags
-from router.stream_ids import ChoicePosition, StreamHead, StreamIds, request_digest
-from tandem.block_hash import BlockHasher, root_hash
-from tandem.board import entries
-from tandem.board.keys import BoardKeys
-from tandem.ids import BlockHash, Incarnation, WorkerId
-from tandem.roles import WorkerRole
+from router.tenants.shared_rate_limits import tenant_tags
+from router.types.stream_ids import ChoicePosition, StreamHead, StreamIds, request_digest
+from tandem.cluster_state import entries
+from tandem.cluster_state.keys import BoardKeys
+from tandem.values.block_hash import BlockHasher, root_hash
+from tandem.values.ids import BlockHash, Incarnation, WorkerId
+from tandem.values.roles import WorkerRole
 
 from .sample import NAMES, SECRET, Sample, facts
 

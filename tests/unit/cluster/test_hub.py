@@ -12,9 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from cluster.effective import PortDrawer
+from cluster.download_retry import DownloadPatience, will_fail_again
 from cluster.hub import Fetch, Listing
-from cluster.patience import DownloadPatience, will_fail_again
+from cluster.processes.effective_config import PortDrawer
 from tandem.errors import ConfigError
 
 FILES = {"config.json": 4, "tokenizer.json": 4, "model.safetensors": 40, "model.bin": 40}

@@ -10,7 +10,7 @@ import pytest
 from cluster.kv_arithmetic import Asked, layout_of, main, num_parameters, read_model, room
 from decode_worker.config import engine_spec
 from engine.assembly import assemble
-from tandem.config import load
+from tandem.config.cluster import load
 
 ROOT = Path(__file__).parents[3]
 LONE = {"prefill.replicas": 0, "secret": "0123456789abcdef", "engine.device": "cpu", "engine.num_threads": 1}

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from cluster import probe
-from tandem.health import HEALTH_METHOD, SERVING
+from tandem.rpc.health import HEALTH_METHOD, SERVING
 
 _PATHS: list[str] = []
 

@@ -1,17 +1,17 @@
 import pytest
 
 from decode_worker.orders import request_from_pb, route_from_pb
+from decode_worker.sent_tokens import ToldTokens
 from decode_worker.task import DecodeTask, TaskPhase
-from decode_worker.taskbook import TaskBook
-from decode_worker.told import ToldTokens
-from fabric.destinations import Destinations
+from decode_worker.task_index import TaskBook
 from tandem.errors import InvalidRequest, InvariantError
-from tandem.ids import BlockId, Incarnation, RequestId, TransferId
-from tandem.session_port import SessionPort
 from tandem.v1 import common_pb2 as common
 from tandem.v1 import session_pb2 as pb
-from tests.unit.engine import ledger
-from tests.unit.engine.ledger_host import parts
+from tandem.values.ids import BlockId, Incarnation, RequestId, TransferId
+from tests.support.engine import ledger
+from tests.support.engine.ledger_host import parts
+from worker.decisions.destinations import Destinations
+from worker.session_port import SessionPort
 
 A, B = TransferId("a"), TransferId("b")
 

@@ -7,14 +7,14 @@ from types import SimpleNamespace
 import pytest
 
 from decode_worker.worker import DecodeWorker
-from engine.host import EngineHost
-from engine.request import Request
-from tandem.ids import RequestId
-from tandem.prefix_holder import PrefixHolder
+from engine.types.request import Request
 from tandem.v1 import common_pb2 as common
 from tandem.v1 import session_pb2 as pb
+from tandem.values.ids import RequestId
+from tandem.values.prefix_holder import PrefixHolder
+from tests.support.engine.ledger_host import parts
 from tests.unit.decode_worker.test_worker import IDENTITY, Bench
-from tests.unit.engine.ledger_host import parts
+from worker.engine_host import EngineHost
 
 
 class Fetcher:

@@ -2,17 +2,17 @@
 
 import asyncio
 
-from engine.host import EngineHost
 from prefill_worker.worker import PrefillWorker
 from tandem.errors import TransferError
-from tandem.ids import TransferId
 from tandem.v1 import session_pb2 as pb
+from tandem.values.ids import TransferId
+from tests.support.engine import ledger
+from tests.support.engine.ledger_host import parts, settled
 from tests.unit.decode_worker.test_worker import PROMPT, TRANSFER, WAIT_S, bench
 from tests.unit.decode_worker.test_worker import Bench as DecodeBench
-from tests.unit.engine import ledger
-from tests.unit.engine.ledger_host import parts, settled
 from tests.unit.prefill_worker.test_worker import IDENTITY, job
 from tests.unit.prefill_worker.test_worker import Bench as PrefillBench
+from worker.engine_host import EngineHost
 
 __all__ = ["bench"]
 

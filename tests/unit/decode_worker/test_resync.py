@@ -6,11 +6,11 @@ from collections.abc import AsyncIterator
 import pytest
 
 from decode_worker.worker import DecodeWorker
-from engine.host import EngineHost
 from tandem.v1 import session_pb2 as pb
+from tests.support.engine import ledger
+from tests.support.engine.ledger_host import parts
 from tests.unit.decode_worker.test_worker import IDENTITY, PROMPT, Bench
-from tests.unit.engine import ledger
-from tests.unit.engine.ledger_host import parts
+from worker.engine_host import EngineHost
 
 
 @pytest.fixture

@@ -7,16 +7,16 @@ from collections.abc import AsyncIterator
 import pytest
 
 from decode_worker.worker import DecodeWorker
-from engine.host import EngineHost
-from engine.step import StepOutput
+from engine.types.step_output import StepOutput
 from tandem.errors import TransferError
-from tandem.tracing import MAX_TEXT_CHARS
+from tandem.telemetry.tracing import MAX_TEXT_CHARS
 from tandem.v1 import session_pb2 as pb
-from tests.spans import CLIENT, Kept, keeping
-from tests.unit.calls import calls_into
+from tests.support.calls import calls_into
+from tests.support.engine.ledger_host import parts
+from tests.support.spans import CLIENT, Kept, keeping
 from tests.unit.decode_worker.test_worker import IDENTITY, LENGTH, PROMPT, TRANSFER, expected, route_pb, told
 from tests.unit.decode_worker.test_worker import Bench as WorkerBench
-from tests.unit.engine.ledger_host import parts
+from worker.engine_host import EngineHost
 
 TRACE = CLIENT.to_text()
 
@@ -29,7 +29,7 @@ class Bench(WorkerBench):
         self.steps: list[tuple[StepOutput, Counter[str]]] = []
 
     def on_output(self, output: StepOutput) -> None:
-        with calls_into("tandem/tracing.py", "decode_worker/spans.py") as calls:
+        with calls_into("tandem/telemetry/tracing.py", "decode_worker/spans.py") as calls:
             self.worker.on_output(output)
         if output.events:
             self.steps.append((output, calls))

@@ -8,21 +8,21 @@ from typing import Any
 
 import pytest
 
-from decode_worker.orphans import Orphanage
+from decode_worker.orphaned_streams import Orphanage
 from decode_worker.task import DecodeTask, TaskPhase
 from decode_worker.worker import DecodeWorker
-from engine.host import EngineHost
-from engine.request import Batch
+from engine.types.request import Batch
 from tandem.errors import TransferError
-from tandem.ids import Incarnation, RequestId
-from tandem.outputs import SampledToken
-from tandem.session_port import SessionPort
 from tandem.v1 import common_pb2 as common
 from tandem.v1 import session_pb2 as pb
+from tandem.values.ids import Incarnation, RequestId
+from tandem.values.outputs import SampledToken
+from tests.support.engine import ledger
+from tests.support.engine.ledger_host import parts
 from tests.unit.decode_worker.test_bookkeeping import task
 from tests.unit.decode_worker.test_worker import IDENTITY, LENGTH, PROMPT, TRANSFER, WAIT_S, Bench, expected, told
-from tests.unit.engine import ledger
-from tests.unit.engine.ledger_host import parts
+from worker.engine_host import EngineHost
+from worker.session_port import SessionPort
 
 LONG = 60
 PLENTY = 1 << 20

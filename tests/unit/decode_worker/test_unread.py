@@ -3,13 +3,13 @@
 import pytest
 
 from decode_worker.reports import StepReports
-from tandem.ids import Incarnation
-from tandem.outputs import FinishReason, SampledToken
-from tandem.session_port import SessionPort
 from tandem.v1 import session_pb2 as pb
+from tandem.values.ids import Incarnation
+from tandem.values.outputs import FinishReason, SampledToken
 from tests.unit.decode_worker.test_bookkeeping import task
 from tests.unit.decode_worker.test_takeover import LONG, PLENTY, adopt, leave, worker
 from tests.unit.decode_worker.test_worker import Bench, bench, expected  # noqa: F401  # the fixture
+from worker.session_port import SessionPort
 
 TOGETHER = 4
 

@@ -8,23 +8,23 @@ from typing import Any
 import pytest
 
 from decode_worker.worker import DecodeWorker
-from engine.blocks import PoolExhausted
-from engine.host import EngineHost
-from kv_transfer.actions import CommitInfo
-from kv_transfer.messages import FirstToken, PrefillJob
-from kv_transfer.peer import Route
-from kv_transfer.stats import TransferStats
+from engine.kv_cache.pool import PoolExhausted
+from kv_transfer.protocol.actions import CommitInfo
+from kv_transfer.protocol.messages import FirstToken, PrefillJob
+from kv_transfer.session.peer import Route
+from kv_transfer.session.stats import TransferStats
 from tandem.errors import TransferError
-from tandem.ids import BlockId, Incarnation, TransferId, WorkerId
-from tandem.outputs import PhaseTimes, SampledToken
-from tandem.roles import WorkerRole
-from tandem.sampling import SamplingParams
-from tandem.session_port import SessionPort
 from tandem.v1 import common_pb2 as common
 from tandem.v1 import session_pb2 as pb
-from tandem.worker_identity import WorkerIdentity
-from tests.unit.engine import ledger
-from tests.unit.engine.ledger_host import parts, settled
+from tandem.values.ids import BlockId, Incarnation, TransferId, WorkerId
+from tandem.values.outputs import PhaseTimes, SampledToken
+from tandem.values.roles import WorkerRole
+from tandem.values.sampling import SamplingParams
+from tandem.values.worker_identity import WorkerIdentity
+from tests.support.engine import ledger
+from tests.support.engine.ledger_host import parts, settled
+from worker.engine_host import EngineHost
+from worker.session_port import SessionPort
 
 WAIT_S = 20.0
 PROMPT = [(7 * i) % 90 for i in range(60)]

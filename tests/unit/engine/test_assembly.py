@@ -8,14 +8,14 @@ import torch
 from engine import assembly
 from engine.assembly import _engine_config, _is_pipelined, assemble
 from engine.backends.options import BackendOptions
-from engine.models.decoder import Decoder
-from engine.ranks import follower
-from engine.ranks.messages import RankFacts, RankSetup
-from engine.ranks.ranks import SoloRanks
+from engine.distributed.ranks import follower
+from engine.distributed.ranks.messages import RankFacts, RankSetup
+from engine.distributed.ranks.ranks import SoloRanks
+from engine.model.decoder import Decoder
 from engine.spec import EngineSpec
 from tandem.errors import ConfigError
 from tandem.model_path import BUILTIN, model_directory
-from tests.integration.nodes import group
+from tests.support.node_processes import group
 
 SPEC = EngineSpec(
     model_path=model_directory(BUILTIN),

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from engine.assembly import assemble
-from engine.kv_cache import PagedKVCache
-from engine.request import Request
-from tandem.block_hash import root_hash
-from tandem.ids import RequestId
-from tandem.kv_layout import KVLayout
-from tandem.sampling import SamplingParams
+from engine.kv_storage.paged_cache import PagedKVCache
+from engine.types.request import Request
+from tandem.values.block_hash import root_hash
+from tandem.values.ids import RequestId
+from tandem.values.kv_layout import KVLayout
+from tandem.values.sampling import SamplingParams
 from tests.unit.engine.test_assembly import SPEC
 
 ROOT = root_hash(secret=SPEC.secret, model_fingerprint="choices")

@@ -7,14 +7,14 @@ from queue import SimpleQueue
 import pytest
 
 from engine.engine import Engine
-from engine.request import Batch, SampledToken
-from engine.runner import Runner
-from engine.scheduler import Scheduler
-from engine.step import StepOutput
+from engine.scheduler.scheduler import Scheduler
+from engine.types.request import Batch, SampledToken
+from engine.types.runner import Runner
+from engine.types.step_output import StepOutput
 from tandem.errors import InternalError, InvalidRequest, InvariantError, Unavailable
-from tandem.sampling import SamplingParams
-from tests.unit.engine import ledger
-from tests.unit.engine.ledger import LedgerRunner
+from tandem.values.sampling import SamplingParams
+from tests.support.engine import ledger
+from tests.support.engine.ledger import LedgerRunner
 
 WAIT_S = 60.0
 

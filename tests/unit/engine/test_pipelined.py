@@ -9,13 +9,13 @@ import torch
 from engine.backends.options import BackendOptions
 from engine.backends.select import select_backend
 from engine.engine import Engine
-from engine.models.loader import load_model
-from engine.request import FinishReason
-from tandem.sampling import SamplingParams
-from tests.unit.engine import ledger
-from tests.unit.engine.delayed import DelayedRunner, DelayedStep
-from tests.unit.engine.paged_harness import random_tokens, reference_model
-from tests.unit.engine.serve import Serve, every_way_to_sample
+from engine.model.loader import load_model
+from engine.types.request import FinishReason
+from tandem.values.sampling import SamplingParams
+from tests.support.engine import ledger
+from tests.support.engine.delayed import DelayedRunner, DelayedStep
+from tests.support.engine.paged_harness import random_tokens, reference_model
+from tests.support.engine.serve import Serve, every_way_to_sample
 from tests.unit.engine.test_engine_loop import WAIT_S, running
 
 KERNELS = ("torch", "auto")

@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from engine.host import EngineHost
-from engine.rates import RateMeter
-from engine.request import Batch
+from engine.scheduler.step_rates import RateMeter
 from engine.stall import EngineStalled, StallWatch, Turn
-from engine.step import StepTimings
-from tandem.outputs import SampledToken
-from tests.unit.engine import ledger
-from tests.unit.engine.delayed import DelayedRunner, DelayedStep
-from tests.unit.engine.ledger import LedgerRunner
-from tests.unit.engine.ledger_host import parts, settled, stopping
+from engine.types.request import Batch
+from engine.types.step_output import StepTimings
+from tandem.values.outputs import SampledToken
+from tests.support.engine import ledger
+from tests.support.engine.delayed import DelayedRunner, DelayedStep
+from tests.support.engine.ledger import LedgerRunner
+from tests.support.engine.ledger_host import parts, settled, stopping
+from worker.engine_host import EngineHost
 
 WAIT_S = 60.0
 

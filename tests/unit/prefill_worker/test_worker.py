@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 
-from engine.host import EngineHost
-from kv_transfer.messages import PrefillJob
+from kv_transfer.protocol.messages import PrefillJob
 from prefill_worker.worker import PrefillWorker
 from tandem.errors import ContextLengthExceeded, DeadlineExceeded, InvalidRequest, RequestTooLarge, ServingError
-from tandem.ids import BlockHash, BlockId, Incarnation, RequestId, TransferId, WorkerId
-from tandem.outputs import CachedTokens, PhaseTimes, SampledToken
-from tandem.roles import WorkerRole
-from tandem.sampling import SamplingParams
-from tandem.session_port import SessionPort
 from tandem.v1 import session_pb2 as pb
-from tandem.worker_identity import WorkerIdentity
-from tests.unit.engine import ledger
-from tests.unit.engine.ledger_host import parts, settled
+from tandem.values.ids import BlockHash, BlockId, Incarnation, RequestId, TransferId, WorkerId
+from tandem.values.outputs import CachedTokens, PhaseTimes, SampledToken
+from tandem.values.roles import WorkerRole
+from tandem.values.sampling import SamplingParams
+from tandem.values.worker_identity import WorkerIdentity
+from tests.support.engine import ledger
+from tests.support.engine.ledger_host import parts, settled
+from worker.engine_host import EngineHost
+from worker.session_port import SessionPort
 
 WAIT_S = 20.0
 PROMPT = tuple((7 * i) % 90 for i in range(75))

@@ -1,4 +1,4 @@
-// Keys and values as int8 codes with a float scale per token and head; engine/kv_codes.py defines them.
+// Keys and values as int8 codes with a float scale per token and head; engine/kv_storage/kv_codes.py defines them.
 #pragma once
 
 #include <cmath>

@@ -1,5 +1,5 @@
-// Draws one token per row: temperature, min-p, top-k, top-p, counter-based Gumbel noise, argmax; see engine/sampler.py
-// for the meaning of each step, which this file must match, and engine/philox.py for the noise.
+// Draws one token per row: temperature, min-p, top-k, top-p, counter-based Gumbel noise, argmax; see engine/sampling/sampler.py
+// for the meaning of each step, which this file must match, and engine/sampling/philox.py for the noise.
 //
 // Cut-offs are found without sorting: floats are mapped to integers of the same order, and three passes of eleven bits
 // (radix selection) narrow the cut-off value down, counting (top-k) or adding up probabilities (top-p).
@@ -290,7 +290,7 @@ int64_t largest(const float* x, int64_t size) {
 
 }  // namespace
 
-// logits: float32 [num_rows, size]; the parameters, each [num_rows], as in engine/sampling_kernels.py: DrawParams;
+// logits: float32 [num_rows, size]; the parameters, each [num_rows], as in engine/sampling/backend.py: DrawParams;
 // tokens: int64 [num_rows], out.
 TANDEM_EXPORT void tandem_draw(const float* logits, int64_t num_rows, int64_t size, const float* temperature,
                                const float* min_p, const float* top_p, const int64_t* top_k, const int64_t* seed,

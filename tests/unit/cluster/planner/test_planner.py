@@ -10,7 +10,7 @@ from cluster.planner.planner import Planner
 from cluster.planner.values import ActionKind, Decision, FleetView, Observation, PlannerPolicy, Sizes
 from cluster.planner.values import other as other_pool
 from tandem.errors import ConfigError
-from tests.unit.cluster.planned_worker import PERIOD_S, demand, staffing
+from tests.support.cluster.planned_worker import PERIOD_S, demand, staffing
 
 POLICY = PlannerPolicy(
     start_s=60.0,

@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from cluster.planner.staffing import chance_to_wait, late_share
-from tests.unit.cluster.planned_worker import demand, staffing
+from tests.support.cluster.planned_worker import demand, staffing
 
 
 def waited(count: int, rate: float, left_s: float, seed: int, num: int = 120_000) -> tuple[float, float]:

@@ -9,9 +9,9 @@ import torch
 from engine.kernels.cpu.attention import AttentionShape
 from engine.kernels.cpu.elementwise import CpuElementwise
 from engine.kernels.cpu.library import load_kernels
-from engine.layers.norm import HeadNorm
-from engine.layers.rope import RotaryEmbedding, rotate_
-from engine.rope_config import parse_rope
+from engine.model.layers.norm import HeadNorm
+from engine.model.layers.rope import RotaryEmbedding, rotate_
+from engine.model.rope_config import parse_rope
 from tandem.errors import ConfigError, InvariantError
 
 DTYPES = [torch.float32, torch.bfloat16]

@@ -11,7 +11,7 @@ from engine.kernels.cpu.gemm import Arithmetic, Epilogue, PackedLinear, supports
 from engine.kernels.cpu.library import CpuFeatures, load_kernels
 from engine.kernels.cpu.measure import REFERENCE_SHAPES, ProjectionShape, measure_ceilings, measure_projection
 from engine.kernels.cpu.onednn import OneDnnLinear, onednn_bf16
-from tests.unit.engine.paged_harness import needs
+from tests.support.engine.paged_harness import needs
 
 ROWS = (1, 2, 5, 12, 13, 16, 17, 32, 33, 48, 300)
 SHAPES = ((64, 96), (100, 70), (32, 1000), (200, 1100), (34, 65), (96, 2100))

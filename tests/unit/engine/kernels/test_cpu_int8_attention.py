@@ -14,12 +14,12 @@ from engine.kernels.cpu.attention_int8 import CodedLayer, PagedInt8Attention
 from engine.kernels.cpu.elementwise import CpuElementwise
 from engine.kernels.cpu.library import CpuFeatures, load_kernels
 from engine.kernels.cpu.measure_attention import step_over
-from engine.kv_cache import PagedKVCache
-from engine.kv_codes import restored, token_codes
-from engine.layers.norm import HeadNorm
-from engine.layers.rope import rotate_
+from engine.kv_storage.kv_codes import restored, token_codes
+from engine.kv_storage.paged_cache import PagedKVCache
+from engine.model.layers.norm import HeadNorm
+from engine.model.layers.rope import rotate_
 from tandem.errors import ConfigError, InvariantError
-from tandem.kv_layout import KVLayout
+from tandem.values.kv_layout import KVLayout
 
 HEAD_DIMS = (32, 40, 64, 72, 80, 96, 128, 256)
 GROUPS = (1, 2, 3, 4, 5, 7, 8, 16)

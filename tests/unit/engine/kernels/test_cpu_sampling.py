@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from engine.guide import num_words
 from engine.kernels.cpu.library import load_kernels
 from engine.kernels.cpu.sampling import CpuSampling
-from engine.sampling_kernels import UNUSABLE, DrawParams, TorchSampling, forbid_by_torch_
+from engine.sampling.backend import UNUSABLE, DrawParams, TorchSampling, forbid_by_torch_
+from engine.types.token_guide import num_words
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from engine.kernels.cpu.elementwise import CpuElementwise
 from engine.kernels.cpu.gemm import FEW_ROWS, Arithmetic, Epilogue, PackedLinear, Tiles, whole_tiles
 from engine.kernels.cpu.library import load_kernels
 from tandem.errors import InvariantError
-from tests.unit.engine.paged_harness import needs
+from tests.support.engine.paged_harness import needs
 
 EPS = 1e-6
 NAN = float("nan")

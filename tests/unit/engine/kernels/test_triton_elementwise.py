@@ -13,8 +13,8 @@ from engine.kernels.triton.norm import add_rms_norm
 from engine.kernels.triton.pages import LayerPages
 from engine.kernels.triton.rope_kv import rope_kv
 from engine.kernels.triton.tuning import GemmLaunch
-from engine.layers.norm import HeadNorm, RMSNorm
-from engine.layers.rope import rotate_
+from engine.model.layers.norm import HeadNorm, RMSNorm
+from engine.model.layers.rope import rotate_
 
 __all__ = ["interpreted"]
 

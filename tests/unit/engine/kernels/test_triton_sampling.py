@@ -13,13 +13,13 @@ import triton.language as tl
 from engine.kernels.triton.cutoffs import kth_largest
 from engine.kernels.triton.noise import accurate_log, gumbel_tile, philox_words
 from engine.kernels.triton.sampling import TritonSampling
-from engine.philox import gumbel_noise, philox4x32
-from engine.request import Request
-from engine.sampler import Sampler, SampleRow
-from engine.sampling_kernels import UNUSABLE, DrawParams, LogitEdits, TorchSampling
-from engine.token_counts import Penalties, TokenCounts
-from tandem.ids import BlockHash, RequestId
-from tandem.sampling import SamplingParams
+from engine.sampling.backend import UNUSABLE, DrawParams, LogitEdits, TorchSampling
+from engine.sampling.philox import gumbel_noise, philox4x32
+from engine.sampling.sampler import Sampler, SampleRow
+from engine.sampling.token_counts import Penalties, TokenCounts
+from engine.types.request import Request
+from tandem.values.ids import BlockHash, RequestId
+from tandem.values.sampling import SamplingParams
 
 __all__ = ["interpreted"]
 

@@ -17,23 +17,23 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from bench.gpu.sources import RandomSource
-from bench.shapes import SHAPES
-from engine import dry_run
-from engine.backends import cuda_attention
-from engine.backends.cuda_backend import CudaBackend
+from engine.backends.cuda import attention as cuda_attention
+from engine.backends.cuda.backend import CudaBackend
 from engine.backends.options import BackendOptions
 from engine.kernels.triton.aot import source_of
 from engine.kernels.triton.aot_cases import all_cases
 from engine.kernels.triton.sampling import compile_for
 from engine.kernels.triton.tuning import load_table
-from engine.kv_cache import PagedKVCache
-from engine.memory import kv_layout
-from engine.model_runner import ModelRunner
-from engine.models.loader import build_model
-from engine.request import Batch, BatchItem, BlockTable, Request
-from tandem.ids import BlockHash, BlockId, RequestId
-from tandem.sampling import SamplingParams
+from engine.kv_storage.paged_cache import PagedKVCache
+from engine.model.loader import build_model
+from engine.model.memory_budget import kv_layout
+from engine.runner import dry_run
+from engine.runner.model_runner import ModelRunner
+from engine.types.request import Batch, BatchItem, BlockTable, Request
+from tandem.values.ids import BlockHash, BlockId, RequestId
+from tandem.values.sampling import SamplingParams
+from tandem_bench.gpu.sources import RandomSource
+from tandem_bench.shapes import SHAPES
 
 CPU = torch.device("cpu")
 CONTEXT, ROWS, CHUNK, BLOCK_SIZE = 600, 9, 48, 16

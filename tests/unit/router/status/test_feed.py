@@ -9,10 +9,10 @@ import pytest
 
 from router.status import feed as feed_module
 from router.status.feed import StatusFeed
-from router.worker_view import TransferEnds, TransferReport, TransferSide, WorkerLoad
+from router.types.worker_view import TransferEnds, TransferReport, TransferSide, WorkerLoad
 from tandem.errors import Overloaded, Unavailable
-from tests.unit.router.status.whole_status import answer, feed_of, sources_of, status_of
-from tests.unit.router.whole_router import NUM_BLOCKS, TENANTS, Fate, Listener, WholeRouter
+from tests.support.router.whole_router import NUM_BLOCKS, TENANTS, Fate, Listener, WholeRouter
+from tests.support.router.whole_status import answer, feed_of, sources_of, status_of
 
 
 def moved(num_bytes: int) -> TransferReport:

@@ -1,0 +1,150 @@
+"""`tandem autoscale` against a running cluster: looks once a period, and carries out what is decided.
+
+It only carries facts to `cluster.planner.controller` and its orders to a scaler. An order takes its time; meanwhile
+the looks go on. Whoever ends the planner changes nothing: the fleet stays as it is.
+"""
+
+import asyncio
+import signal
+import ssl
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from prometheus_client import start_http_server
+
+from cluster.autoscaler.report import Account, PlannerMetrics
+from cluster.autoscaler.routers import Routers
+from cluster.planner.controller import Controller, Outcome
+from cluster.planner.load_watch import LoadWatch, live_workers
+from cluster.planner.orders import Order, OrderFailed, Scaler
+from cluster.planner.planner import Planner
+from cluster.planner.router_figures import RouterFigures
+from cluster.planner.speed import SpeedWatch
+from cluster.planner.staffing import Margins, Promise, Staffing, WorkerModel
+from cluster.planner.values import FleetView, PlannerPolicy
+from tandem.errors import ConfigError
+from tandem.process.hangup import on_hangup
+
+_FORGET_PERIODS = 4.0
+"""For so many a silent router is waited for; after that its clients are the others'."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveOptions:
+    """What a planner of a live cluster is told."""
+
+    urls: Sequence[str]
+    worker: WorkerModel
+    promise: Promise
+    policy: PlannerPolicy
+    period_s: float = 15.0
+    margins: Margins = field(default_factory=Margins)
+    is_dry_run: bool = False
+    as_json: bool = False
+    api_key_file: Path | None = None
+    tls: ssl.SSLContext | None = None
+    metrics_address: tuple[str, int] | None = None
+    turns: int | None = None
+    """After which it ends; None: never."""
+
+
+class LivePlanner:
+    """One cluster's planner."""
+
+    def __init__(self, options: LiveOptions, scaler: Scaler | None, say: Callable[[str], None]) -> None:
+        """`scaler`: None: what routers know of workers is the fleet, and it cannot be changed. Raises ConfigError."""
+        if scaler is None and not options.is_dry_run:
+            raise ConfigError("to change a fleet takes --socket PATH or --kubernetes NAME; --dry-run changes none")
+        self._options = options
+        self._scaler = scaler
+        self._routers = Routers(options.urls, api_key_file=options.api_key_file, tls=options.tls)
+        self.metrics = PlannerMetrics(period_s=options.period_s)
+        self._account = Account(say, self.metrics, as_json=options.as_json)
+        self._speed = SpeedWatch(options.worker)
+        self._watch = LoadWatch(self._speed, ttft_s=options.promise.ttft_s, forget_s=_FORGET_PERIODS * options.period_s)
+        self._staffing = Staffing(options.worker, options.promise, options.margins)
+        planner = Planner(self._staffing, options.policy, period_s=options.period_s)
+        retry_s = max(options.period_s, options.policy.cooldown_s)
+        self._controller = Controller(planner, is_dry_run=options.is_dry_run, retry_s=retry_s)
+        self._order: asyncio.Task[None] | None = None
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Until `stop`, or for as many turns as there are to be. An order under way is then left to whoever has it."""
+        options, loop, left = self._options, asyncio.get_running_loop(), self._options.turns
+        async with self._routers as routers:
+            due_s = loop.time()
+            try:
+                while not stop.is_set() and left != 0:
+                    await self._turn(routers)
+                    left = None if left is None else left - 1
+                    # After a late look the next is no mere instant later: so short a period would say nothing.
+                    due_s = max(due_s + options.period_s, loop.time() + options.period_s / 2)
+                    try:
+                        async with asyncio.timeout_at(due_s):
+                            await stop.wait()
+                    except TimeoutError:
+                        continue
+            finally:
+                if self._order is not None:
+                    self._order.cancel()
+                    await asyncio.wait([self._order])
+
+    async def _turn(self, routers: Routers) -> None:
+        if self._order is not None and self._order.done():
+            self._order.result()  # what no scaler may raise ends the planner, and is not waited for in silence
+        told = await routers.ask()
+        fleet = await self._fleet(told)
+        now_s = asyncio.get_running_loop().time()
+        seen = self._watch.look(now_s, told)
+        self._staffing.worker = self._speed.decode_worker
+        turn = self._controller.turn(now_s, seen, fleet)
+        self._account.turn(turn)
+        if turn.outcome is Outcome.ORDERED and turn.order is not None:
+            self._order = asyncio.create_task(self._carry_out(turn.order))
+
+    async def _fleet(self, told: dict[str, RouterFigures | str]) -> FleetView | str:
+        if self._scaler is None:
+            answered = [said for said in told.values() if isinstance(said, RouterFigures)]
+            return FleetView(sizes=live_workers(answered)) if answered else "no router answers"
+        try:
+            return await self._scaler.fleet()
+        except OrderFailed as error:
+            return str(error)
+
+    async def _carry_out(self, order: Order) -> None:
+        assert self._scaler is not None  # noqa: S101  # narrows: without one nothing is ordered
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        try:
+            await self._scaler.carry_out(order)
+        except OrderFailed as error:
+            self._controller.failed(loop.time())
+            self._account.failed(str(error))
+        else:
+            self._controller.done()
+            self._account.done(loop.time() - began_s, order.after)
+
+
+async def autoscale_live(options: LiveOptions, scaler: Scaler | None, say: Callable[[str], None]) -> int:
+    """Until SIGINT or SIGTERM; the exit code."""
+    planner = LivePlanner(options, scaler, say)
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    async with AsyncExitStack() as stack:
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(signum, stop.set)
+            stack.callback(loop.remove_signal_handler, signum)
+        if on_hangup(loop, closed=stop.set, reread=lambda: None):  # keys and tokens are read for every look anyway
+            stack.callback(loop.remove_signal_handler, signal.SIGHUP)
+        if options.metrics_address is not None:
+            host, port = options.metrics_address
+            try:
+                server, thread = start_http_server(port, host, registry=planner.metrics.registry)
+            except OSError as error:
+                raise ConfigError(f"--metrics {host}:{port}: {error.strerror or error}") from None
+            stack.callback(server.server_close)
+            stack.callback(thread.join)
+            stack.callback(server.shutdown)
+        await planner.run(stop)
+    return 0

@@ -1,0 +1,90 @@
+"""A cluster of `tandem up` on this host, sized through its control socket. It can flip: its workers are its own."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from cluster.control.wire import ControlMessage, FlipAsked, ProcessTold, ScaleAsked, StatusAsked, Told, written
+from cluster.planner.orders import Order, OrderFailed
+from cluster.planner.values import FleetView, Sizes
+from tandem.process.runtime_folder import answers_as_us
+from tandem.values.roles import WorkerRole
+
+_ANSWER_S = 5.0
+_MOST_LINE_BYTES = 1 << 20
+_LEAVES = frozenset({"retiring", "abandoned", "exited"})
+_COMES = frozenset({"pending", "starting", "backoff"})
+
+
+class ControlScaler:
+    """Whoever may open the socket may scale."""
+
+    can_flip = True
+
+    def __init__(self, path: Path) -> None:
+        """`path`: of the socket."""
+        self._path = path
+
+    async def fleet(self) -> FleetView:
+        """Raises OrderFailed, also while the cluster is being changed: then its sizes are of no meaning."""
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                told = await self._ask(StatusAsked())
+        except TimeoutError:
+            raise OrderFailed(f"the cluster at {self._path} says nothing for {_ANSWER_S:g} s") from None
+        if told.processes is None:
+            raise OrderFailed(f"the cluster at {self._path} does not say what it runs")
+        if told.changing:
+            raise OrderFailed("somebody is changing the cluster")
+        return FleetView(sizes=_count(told.processes, _LEAVES, counted=False), starting=_count(told.processes, _COMES))
+
+    async def carry_out(self, order: Order) -> None:
+        """One flip after the other, then the sizes. Raises OrderFailed."""
+        for role in order.flips:
+            await self._order(FlipAsked(to=role.value, yields=True))
+        if order.flipped != order.after:
+            sizes = order.after
+            await self._order(ScaleAsked(prefill=sizes.prefill, decode=sizes.decode, yields=True))
+
+    async def _order(self, asked: FlipAsked | ScaleAsked) -> None:
+        try:
+            await self._ask(asked)
+        except OrderFailed as error:
+            if ".yields: " not in str(error):
+                raise
+            # A parent of an older version has not understood the field, and done nothing.
+            await self._ask(asked.model_copy(update={"yields": None}))
+
+    async def _ask(self, asked: ControlMessage) -> Told:
+        """The line that has most to tell: that with the processes, or the last. Raises OrderFailed."""
+        try:
+            reader, writer = await asyncio.open_unix_connection(self._path, limit=_MOST_LINE_BYTES)
+        except OSError as error:
+            raise OrderFailed(f"no cluster answers at {self._path}: {error.strerror or error}") from None
+        try:
+            if not answers_as_us(writer.get_extra_info("socket")):
+                raise OrderFailed(f"another user answers at {self._path}")
+            writer.write(written(asked))
+            processes: tuple[ProcessTold, ...] | None = None
+            changing: bool | None = None
+            while line := await reader.readline():
+                told = Told.model_validate_json(line)
+                if told.processes is not None:
+                    processes, changing = told.processes, told.changing
+                if told.done is not None:
+                    if not told.done:
+                        raise OrderFailed(told.reason or "the cluster does not say why")
+                    return told.model_copy(update={"processes": processes, "changing": changing})
+        except (OSError, ValueError, ValidationError) as error:
+            raise OrderFailed(f"{self._path}: {error}") from None
+        finally:
+            writer.close()
+        raise OrderFailed("the cluster ended before it was done")
+
+
+def _count(processes: Sequence[ProcessTold], states: frozenset[str], *, counted: bool = True) -> Sizes:
+    """Workers that are in one of these states, or in none of them."""
+    found = [process.role for process in processes if (process.state in states) is counted]
+    return Sizes(prefill=found.count(WorkerRole.PREFILL.value), decode=found.count(WorkerRole.DECODE.value))

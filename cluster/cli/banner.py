@@ -1,0 +1,202 @@
+"""What `tandem up` prints once everything serves: model, pools, memory in blocks, addresses, settings, a curl line."""
+
+import json
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import BaseModel, SecretStr
+from rich import box
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from cluster.control.server import control_path
+from cluster.supervisor.process_view import ProcessView
+from cluster.supervisor.supervisor import Role
+from cluster.terminal_text import format_bytes
+from tandem.config.cluster import ClusterConfig
+from tandem.config.pools import PoolConfig
+from tandem.rpc.hosts import join, reachable
+from tandem.values.kv_layout import AUTO_DTYPE, may_differ_after_failover
+
+STOP_HINT = "Ctrl-C drains and stops; a second Ctrl-C kills"
+EXAMPLE_QUESTION = "Tell me a short story about a fox."
+EXAMPLE_TOKENS = 96
+FAILOVER_NOTE = "a text resumed after a failover may differ; engine.deterministic prevents it"
+
+
+def show(console: Console, asked: ClusterConfig, effective: ClusterConfig, processes: Sequence[ProcessView]) -> None:
+    """Print the banner. `asked` is what the user configured, `effective` what runs."""
+    model = model_name(effective, processes)
+    body = Group(
+        _summary(asked, effective, processes, model),
+        Text(""),
+        _pools(processes),
+        Text(""),
+        _urls(effective),
+        *_settings(asked),
+    )
+    console.print(Panel(body, title="[bold]Tandem[/bold]", box=box.ROUNDED, expand=False, padding=(1, 2)))
+    for warning in warnings(effective):
+        console.print(Text(f"warning: {warning}", style="bold yellow"), soft_wrap=True)
+    dtype = served_dtype(effective, processes)
+    if may_differ_after_failover(dtype, deterministic=effective.engine.deterministic):
+        console.print(Text(f"note: in {dtype} {FAILOVER_NOTE}", style="dim"), soft_wrap=True)
+    # Outside the panel and unwrapped, so that it can be pasted as it is.
+    console.print("\nTry it:", style="bold")
+    console.out(curl_line(effective, model), highlight=False)
+    console.print(f"\n{STOP_HINT}", style="dim")
+
+
+def model_name(config: ClusterConfig, processes: Sequence[ProcessView]) -> str:
+    """The name that clients use: as the workers report it, else as configured."""
+    reported = next((str(p.ready["model"]) for p in processes if p.ready.get("model")), None)
+    return config.model.name or reported or config.model.path.rstrip("/").rpartition("/")[2]
+
+
+def served_dtype(config: ClusterConfig, processes: Sequence[ProcessView]) -> str:
+    """What the workers compute in: as they report it, else as configured."""
+    reported = next((str(p.ready["dtype"]) for p in processes if p.ready.get("dtype")), None)
+    return reported or config.model.dtype
+
+
+def base_url(config: ClusterConfig, port: int) -> str:
+    """host:port to type on this machine: a wildcard address is not one to connect to."""
+    return join(reachable(config.router.host), port)
+
+
+def http_url(config: ClusterConfig) -> str:
+    """Of the HTTP door, to type on this machine."""
+    scheme = "http" if config.router.tls is None else "https"
+    return f"{scheme}://{base_url(config, config.router.port)}"
+
+
+def curl_line(config: ClusterConfig, model: str) -> str:
+    """A streaming chat request that works when pasted into a shell; a key is never shown."""
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": EXAMPLE_QUESTION}],
+        "max_tokens": EXAMPLE_TOKENS,
+        "stream": True,
+    }
+    url = f"{http_url(config)}/v1/chat/completions"
+    parts = ["curl -N", shlex.quote(url), "-H 'Content-Type: application/json'"]
+    if (tls := config.router.tls) is not None:
+        parts.append("--cacert ca.pem" if tls.client_ca is None else "--cacert ca.pem --cert client.pem")
+    if config.router.api_keys or config.router.api_keys_file:
+        parts.append('-H "Authorization: Bearer $API_KEY"')
+    return " ".join([*parts, "-d", shlex.quote(json.dumps(body, ensure_ascii=False))])
+
+
+def warnings(config: ClusterConfig) -> list[str]:
+    """What somebody should know of doors like these."""
+    found = [] if config.router.warning is None else [config.router.warning]
+    if any(key.is_plain for key in config.router.api_keys):
+        found.append("router.api_keys holds keys themselves; `tandem key digest` makes what may be kept in their place")
+    return found
+
+
+def changed_settings(config: BaseModel, defaults: BaseModel | None, prefix: str = "") -> dict[str, str]:
+    """Dotted names of the settings that differ from their defaults; secrets stay hidden.
+
+    `defaults` is None for a section that is absent by default.
+    """
+    found: dict[str, str] = {}
+    for name in type(config).model_fields:
+        value, default = getattr(config, name), None if defaults is None else getattr(defaults, name)
+        if isinstance(value, BaseModel):
+            found |= changed_settings(value, default, f"{prefix}{name}.")
+        elif value != default:
+            found[f"{prefix}{name}"] = _shown(value)
+    return found
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, (tuple, list)):
+        return ", ".join(_shown(item) for item in value)
+    if isinstance(value, SecretStr):
+        return "(hidden)"
+    if isinstance(value, BaseModel):
+        return " of ".join(_shown(part) for _, part in value if part is not None)
+    if isinstance(value, dict):
+        return ", ".join(f"{key}: {_shown(part)}" for key, part in value.items())
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _summary(asked: ClusterConfig, config: ClusterConfig, processes: Sequence[ProcessView], model: str) -> Table:
+    table = Table.grid(padding=(0, 2))
+    context = next((p.ready["max_model_len"] for p in processes if p.ready.get("max_model_len")), None)
+    table.add_row("model", Text(model, style="bold cyan"))
+    dtype = served_dtype(config, processes)
+    chosen = " (auto)" if asked.model.dtype == AUTO_DTYPE != dtype else ""
+    table.add_row("", Text(f"{config.model.path} · {dtype}{chosen}", style="dim"))
+    if context is not None:
+        table.add_row("context", Text(f"{context} tokens"))
+    pools = {"prefill": config.prefill, "decode": config.decode}
+    counts = [f"{pool.replicas} {name}{_ranks(pool)}" for name, pool in pools.items()]
+    table.add_row("pools", Text(f"{' + '.join(counts)}, KV by {config.transfer.transport}"))
+    return table
+
+
+def _ranks(pool: PoolConfig) -> str:
+    return f" of {pool.tensor_parallel_size} ranks each" if pool.tensor_parallel_size > 1 else ""
+
+
+def _pools(processes: Sequence[ProcessView]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    # Fits a terminal of 80 columns: whatever is cut here cannot be read anywhere else.
+    table.add_column("process", overflow="fold")
+    table.add_column("pid", no_wrap=True, min_width=7)
+    table.add_column("address", no_wrap=True)
+    has_gpus = any(view.ready.get("gpus") for view in processes)
+    for column in (*(("GPU",) if has_gpus else ()), "blocks", "KV", "weights"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for view in processes:
+        name = view.name if view.worker_id == view.name else f"{view.name} ({view.worker_id})"
+        table.add_row(
+            Text(name), str(view.pid), Text(view.address), *([_gpus(view)] if has_gpus else []), *_memory(view)
+        )
+    return table
+
+
+def _gpus(view: ProcessView) -> str:
+    """`0,1`, and `0 1/2` of one that two workers share."""
+    gpus, sharers = view.ready.get("gpus") or [], int(view.ready.get("gpu_sharers", 1))
+    return ",".join(map(str, gpus)) + (f" 1/{sharers}" if gpus and sharers > 1 else "")
+
+
+def _memory(view: ProcessView) -> list[str]:
+    ready = view.ready
+    if view.role is Role.ROUTER or "num_blocks" not in ready:
+        return [""] * 3
+    blocks, size = int(ready["num_blocks"]), int(ready.get("block_size", 0))
+    return [
+        f"{blocks} × {size}",
+        format_bytes(float(ready.get("kv_bytes", 0))),
+        format_bytes(float(ready.get("weights_bytes", 0))),
+    ]
+
+
+def _urls(config: ClusterConfig) -> Table:
+    http = http_url(config)
+    table = Table.grid(padding=(0, 2))
+    table.add_row("HTTP", Text(f"{http}/v1", style="cyan"))
+    table.add_row("gRPC", Text(base_url(config, config.router.grpc_port), style="cyan"))
+    table.add_row("page", Text(f"{http}/", style="cyan"))
+    table.add_row("metrics", Text(f"{http}/metrics", style="cyan"))
+    table.add_row("control", Text(str(control_path(config)), style="cyan"))
+    return table
+
+
+def _settings(asked: ClusterConfig) -> list[Text | Table]:
+    changed = changed_settings(asked, ClusterConfig())
+    if not changed:
+        return []
+    table = Table.grid(padding=(0, 2))
+    for name, value in changed.items():
+        table.add_row(Text(name, style="dim"), Text(value))
+    return [Text(""), Text("settings that differ from the defaults", style="bold"), table]

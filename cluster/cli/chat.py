@@ -1,0 +1,191 @@
+"""`tandem chat`: a conversation in the terminal with a running cluster; also one question per line from a pipe."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.text import Text
+
+from cluster.router_client import Answer, ChatClient, ClientError
+from cluster.terminal_text import without_controls
+
+if TYPE_CHECKING:
+    from prompt_toolkit import PromptSession
+
+HELP = "/clear forgets the conversation, /stats counts it, /exit or Ctrl-D leaves; Ctrl-C stops an answer"
+
+
+@dataclass(slots=True)
+class Conversation:
+    """The turns so far, and what they cost."""
+
+    system: str | None = None
+    turns: list[dict[str, str]] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
+
+    def asking(self, question: str) -> list[dict[str, str]]:
+        """The messages to send for this question; the conversation itself grows only with `add`."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return [*system, *self.turns, {"role": "user", "content": question}]
+
+    def add(self, question: str, answer: Answer) -> None:
+        """A question that was answered to its end."""
+        self.turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer.text}]
+        self.answers.append(answer)
+
+    def clear(self) -> None:
+        """Forget the turns; the counts go on."""
+        self.turns.clear()
+
+    def stats(self) -> str:
+        """One line over all answers."""
+        if not self.answers:
+            return "no answers yet"
+        prompt = sum(a.prompt_tokens for a in self.answers)
+        cached = sum(a.cached_tokens for a in self.answers)
+        made = sum(a.completion_tokens for a in self.answers)
+        seconds = sum(a.total_s for a in self.answers)
+        rate = f", {made / seconds:.1f} tokens/s" if seconds > 0 else ""
+        return (
+            f"{len(self.answers)} answers · {prompt} prompt tokens, {cached} from the cache · "
+            f"{made} tokens answered in {seconds:.1f} s{rate}"
+        )
+
+
+async def chat(client: ChatClient, conversation: Conversation, *, max_tokens: int | None, temperature: float) -> int:
+    """Talk until the input ends; the exit code. Raises ClientError when no cluster answers at the start."""
+    out, err = Console(highlight=False), Console(stderr=True, highlight=False)
+    model = await client.model()
+    interactive = sys.stdin.isatty()
+    if interactive:
+        err.print(Text(f"{model} at {client.url}\n{HELP}", style="dim"))
+    body = {"model": model, "temperature": temperature}
+    if max_tokens is not None:
+        body["max_tokens"] = max_tokens
+    failed = False
+    async for line in _typed() if interactive else _piped():
+        match line.strip():
+            case "":
+                continue
+            case "/exit" | "/quit":
+                break
+            case "/clear":
+                conversation.clear()
+                err.print("forgotten", style="dim")
+            case "/stats":
+                err.print(Text(conversation.stats(), style="dim"))
+            case "/help":
+                err.print(Text(HELP, style="dim"))
+            case question:
+                failed |= not await _exchange(client, conversation, question, body, out=out, err=err)
+    return 1 if failed and not interactive else 0
+
+
+class _Thought:
+    """What the model thinks before it answers: beside the answer, where somebody watches."""
+
+    def __init__(self, err: Console) -> None:
+        self._err = err
+        self._is_open = False
+
+    def show(self, text: str) -> None:
+        """More of it."""
+        if self._err.is_terminal:
+            self._is_open = True
+            self._err.print(Text(without_controls(text), style="dim italic"), end="", soft_wrap=True)
+
+    def end(self) -> None:
+        """The answer begins on a line of its own."""
+        if self._is_open:
+            self._is_open = False
+            self._err.print()
+
+
+async def _exchange(
+    client: ChatClient,
+    conversation: Conversation,
+    question: str,
+    body: dict[str, object],
+    *,
+    out: Console,
+    err: Console,
+) -> bool:
+    """Ask and show; False when there was no whole answer."""
+
+    thought = _Thought(err)
+
+    def show(text: str) -> None:
+        thought.end()
+        out.out(without_controls(text), end="", highlight=False)
+        out.file.flush()
+
+    task = asyncio.ensure_future(client.ask(conversation.asking(question), show, thought.show, **body))
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGINT, task.cancel)
+    try:
+        answer = await task
+    except asyncio.CancelledError:
+        if not task.cancelled():
+            task.cancel()
+            raise
+        err.print("\nstopped", style="yellow")
+        return False
+    except ClientError as error:
+        err.print(Text(str(error), style="red"))
+        return False
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+        thought.end()
+    conversation.add(question, answer)
+    out.out("")
+    err.print(Text(answer.time_line(), style="dim"), soft_wrap=True)
+    return True
+
+
+async def _piped() -> AsyncIterator[str]:
+    # Blocking the loop harms nobody here, while a thread in readline could not be interrupted by Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    while line := sys.stdin.readline():
+        yield line
+
+
+async def _typed() -> AsyncIterator[str]:
+    session = _session()
+    while True:
+        try:
+            yield await session.prompt_async("> ")
+        except KeyboardInterrupt:
+            continue
+        except EOFError:
+            return
+
+
+def _session() -> "PromptSession[str]":
+    """A prompt with a history that only its user can read; without one where the home is not writable."""
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+
+    path = Path.home() / ".local" / "state" / "tandem" / "chat_history"
+    history: History
+    try:
+        _make_private(path)
+        history = FileHistory(str(path))
+    except OSError:
+        history = InMemoryHistory()
+    return PromptSession(history=history)
+
+
+def _make_private(path: Path) -> None:
+    """There, and readable for its owner alone, whoever made it and under whatever umask. Raises OSError."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        os.fchmod(descriptor, 0o600)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,28 @@
+"""`tandem doctor`, as the command line knows it."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def doctor(
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", help="The cluster's YAML.", rich_help_panel="Configuration")
+    ] = None,
+    router_only: Annotated[bool, typer.Option("--router", help="This machine will have routers alone.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what this machine has and what is wrong with it; exit code 1 when it cannot run Tandem."""
+    from rich.console import Console
+
+    from cluster.doctor import checks
+    from cluster.doctor.findings import as_json, has_failed, show
+    from tandem.config.cluster import load
+
+    findings = checks.examine(load(config), router_only=router_only)
+    if json_:
+        print(as_json(findings))
+    else:
+        show(Console(highlight=False), findings)
+    raise typer.Exit(1 if has_failed(findings) else 0)

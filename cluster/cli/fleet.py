@@ -1,0 +1,133 @@
+"""Commands that change a running cluster, and `tandem ps`."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+
+if TYPE_CHECKING:
+    from cluster.control.wire import Told
+
+PortOption = Annotated[int, typer.Option(help="HTTP port of the cluster, which its control socket is named after.")]
+SocketOption = Annotated[
+    Path | None, typer.Option(help="Its control socket, where [b]control_socket[/b] names another.")
+]
+_ROLES = ("prefill", "decode", "router")
+_EXIT_NOT_DONE = 1
+_EXIT_INTERRUPTED = 130
+
+
+def scale(
+    sizes: Annotated[list[str], typer.Argument(metavar="prefill=N|decode=N ...", help="Workers of each pool.")],
+    port: PortOption = 8000,
+    socket: SocketOption = None,
+) -> None:
+    """Change how many workers a running cluster has; new ones serve before others leave."""
+    from cluster.control.wire import ScaleAsked
+
+    counts = {}
+    for size in sizes:
+        name, _, count = size.partition("=")
+        if name not in ("prefill", "decode") or name in counts or not count.isascii() or not count.isdigit():
+            raise typer.BadParameter(f"{size!r} is not prefill=N or decode=N, each at most once")
+        counts[name] = int(count)
+    _change(ScaleAsked, counts, port, socket)
+
+
+def flip(
+    to: Annotated[str, typer.Argument(metavar="prefill|decode", help="The pool that gets one worker more.")],
+    port: PortOption = 8000,
+    socket: SocketOption = None,
+) -> None:
+    """Make a worker of the other pool one of this, in a running cluster."""
+    from cluster.control.wire import FlipAsked
+
+    if to not in ("prefill", "decode"):
+        raise typer.BadParameter(f"{to!r} is neither prefill nor decode")
+    _change(FlipAsked, {"to": to}, port, socket)
+
+
+def restart(
+    which: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="prefill|decode|router|NAME ...", help="Roles, or single ones as decode-0. All, if none."
+        ),
+    ] = None,
+    in_place: Annotated[
+        bool,
+        typer.Option("--in-place", help="Each worker leaves before its successor starts: for want of room for both."),
+    ] = False,
+    port: PortOption = 8000,
+    socket: SocketOption = None,
+) -> None:
+    """Replace the processes of a running cluster one after another, without losing a request."""
+    from cluster.control.wire import RestartAsked
+
+    roles = tuple(one for one in which or () if one in _ROLES)
+    names = tuple(one for one in which or () if one not in _ROLES)
+    for name in names:
+        role, _, index = name.partition("-")
+        if role not in _ROLES or not index.isascii() or not index.isdigit():
+            raise typer.BadParameter(f"{name!r} is neither {', '.join(_ROLES)} nor a process such as decode-0")
+    _change(RestartAsked, {"roles": roles, "names": names or None, "in_place": in_place or None}, port, socket)
+
+
+def abort(port: PortOption = 8000, socket: SocketOption = None) -> None:
+    """Take back the change that is under way, whoever asked for it; what it has done so far stays."""
+    from cluster.control.wire import AbortAsked
+
+    _change(AbortAsked, {}, port, socket)
+
+
+def ps(port: PortOption = 8000, socket: SocketOption = None) -> None:
+    """Show the processes of a running cluster, with the pids that a signal needs."""
+    from cluster.control.wire import StatusAsked
+
+    for told in _answers(StatusAsked, {}, port, socket):
+        for one in told.processes or ():
+            print(f"{one.name:<12} {one.state:<12} pid {one.pid or '-':<9} {one.address}")
+        if told.changing:
+            print("a change is under way")
+
+
+def _change(kind: type, fields: Mapping[str, object], port: int, socket: Path | None) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    err = Console(stderr=True, highlight=False)
+    try:
+        for told in _answers(kind, fields, port, socket):
+            if told.progress is not None:
+                err.print(Text(told.progress, style="dim"), soft_wrap=True)
+    except KeyboardInterrupt:
+        err.print("the change goes on; `tandem abort` takes it back")
+        raise typer.Exit(_EXIT_INTERRUPTED) from None
+    err.print("done")
+
+
+def _answers(kind: type, fields: Mapping[str, object], port: int, socket: Path | None) -> Iterator["Told"]:
+    """What the cluster says, to the end. Ends the command where it is not done."""
+    from pydantic import ValidationError
+    from rich.console import Console
+    from rich.text import Text
+
+    from cluster.control.client import NoCluster, ask
+    from cluster.control.server import default_path
+    from cluster.control.wire import ControlMessage, NotUnderstood
+
+    reason: str | None = None
+    try:
+        asked = cast("ControlMessage", kind(**fields))
+        for told in ask(socket or default_path(port), asked):
+            yield told
+            reason = told.reason
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        raise typer.BadParameter(f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}") from None
+    except (NoCluster, NotUnderstood) as error:
+        reason = str(error)
+    if reason is not None:
+        Console(stderr=True, highlight=False).print(Text(f"not done: {reason}", style="red"), soft_wrap=True)
+        raise typer.Exit(_EXIT_NOT_DONE)

@@ -1,0 +1,382 @@
+"""The `tandem` command. Only what a command needs is imported, and only when it runs: help must come at once."""
+
+import asyncio
+import os
+import sys
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import urlsplit
+
+import typer
+
+from cluster.cli.autoscale import autoscale
+from cluster.cli.doctor import doctor
+from cluster.cli.fleet import abort, flip, ps, restart, scale
+from cluster.cli.follower import follower
+from cluster.cli.profile import profile
+from cluster.cli.simulate import plan, simulate
+from tandem.config.source.regular_file import read_regular_text
+from tandem.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+_SHOWN = (
+    "everybody on this machine can read the password in --redis off the list of processes: "
+    "redis.password in the YAML is for this user alone, and so is TANDEM_REDIS__PASSWORD__FILE"
+)
+EXIT_CONFIG = 2
+EXIT_INTERRUPTED = 130
+_RUN, _CHANGE, _PROCESSES = "Run a cluster here", "Change a cluster that runs", "Run one process"
+_TALK, _LOOK = "Use a cluster", "Look around"
+
+app = typer.Typer(
+    name="tandem",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+ConfigOption = Annotated[
+    Path | None, typer.Option("--config", "-c", help="The cluster's YAML.", rich_help_panel="Configuration")
+]
+RequiredConfig = Annotated[
+    Path, typer.Option("--config", "-c", exists=True, dir_okay=False, help="The cluster's YAML.")
+]
+IndexOption = Annotated[int, typer.Option("--index", "-i", min=0, help="Which address of the pool this worker is.")]
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        "-m",
+        metavar="DIR_OR_HUB_ID",
+        help="A directory in Hugging Face layout, or a hub id. The built-in model when absent.",
+        rich_help_panel="Model",
+    ),
+]
+DtypeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--dtype",
+        metavar="auto|float32|bfloat16|float16",
+        help="Compute and KV dtype; auto: the checkpoint's.",
+        rich_help_panel="Model",
+    ),
+]
+PrefillOption = Annotated[
+    int | None, typer.Option("--prefill", metavar="N", help="Prefill workers.", rich_help_panel="Pools")
+]
+DecodeOption = Annotated[
+    int | None, typer.Option("--decode", metavar="N", help="Decode workers.", rich_help_panel="Pools")
+]
+TransportOption = Annotated[
+    str | None,
+    typer.Option(
+        "--transport",
+        metavar="NAME",
+        help="How KV travels: auto, shm, tcp, nixl, torch_dist or cuda_ipc.",
+        rich_help_panel="Pools",
+    ),
+]
+KeyFileOption = Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="A file that holds the API key.")]
+CaOption = Annotated[
+    Path | None, typer.Option(exists=True, dir_okay=False, help="PEM file of the router's authority, for https.")
+]
+ClientCertOption = Annotated[
+    Path | None, typer.Option(exists=True, dir_okay=False, help="PEM file of your certificate and its key.")
+]
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        from cluster.cli.version import version_line
+
+        print(version_line())
+        raise typer.Exit
+
+
+@app.callback()
+def tandem(
+    _version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Print the versions and exit.")
+    ] = False,
+) -> None:
+    """Serve a large language model from two pools: one reads prompts, the other writes answers."""
+
+
+@app.command(rich_help_panel=_RUN)
+def up(  # noqa: PLR0913  # one parameter per option
+    *,
+    model: ModelOption = None,
+    dtype: DtypeOption = None,
+    host: Annotated[str | None, typer.Option(help="Where to listen.", rich_help_panel="Doors")] = None,
+    port: Annotated[int | None, typer.Option(help="HTTP port; 0 takes a free one.", rich_help_panel="Doors")] = None,
+    grpc_port: Annotated[int | None, typer.Option(help="gRPC port; 0: a free one.", rich_help_panel="Doors")] = None,
+    prefill: PrefillOption = None,
+    decode: DecodeOption = None,
+    transport: TransportOption = None,
+    redis: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="A Redis that routers and workers share, such as redis://host:6379; rediss:// for TLS.",
+            rich_help_panel="Pools",
+        ),
+    ] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            "--ray",
+            metavar="auto|HOST:PORT|local",
+            help="Workers on the nodes of this Ray cluster; [b]ray[/b] says what each takes.",
+            rich_help_panel="Pools",
+        ),
+    ] = None,
+    config: ConfigOption = None,
+) -> None:
+    """Start a whole cluster on this machine and keep it alive. Ctrl-C drains and stops."""
+    from rich.console import Console
+
+    from cluster.cli.up import serve
+    from tandem.config.cluster import load
+
+    overrides = {
+        **_overrides(model, dtype, prefill, decode, transport),
+        "router.host": host,
+        "router.port": port,
+        "router.grpc_port": grpc_port,
+        "redis.url": redis,
+        "ray.address": ray,
+    }
+    again = partial(load, config, overrides)
+    loaded, out, err = again(), Console(highlight=False), _complaints(redis)
+    if loaded.ray.address is None:
+        raise typer.Exit(asyncio.run(serve(loaded, out=out, err=err, again=again)))
+    from cluster.cli.ray_up import serve_on_ray
+
+    raise typer.Exit(serve_on_ray(loaded, loaded.ray.address, out=out, err=err, again=again))
+
+
+@app.command(rich_help_panel=_RUN)
+def demo(
+    *,
+    model: ModelOption = None,
+    dtype: DtypeOption = None,
+    prefill: PrefillOption = None,
+    decode: DecodeOption = None,
+    transport: TransportOption = None,
+    config: ConfigOption = None,
+) -> None:
+    """Start a cluster on free ports, ask one question through both pools, show where the time went, stop."""
+    from rich.console import Console
+
+    from cluster.cli.demo import demo as run_demo
+    from tandem.config.cluster import load
+
+    overrides = _overrides(model, dtype, prefill, decode, transport) | {"router.port": 0, "router.grpc_port": 0}
+    err = Console(stderr=True, highlight=False)
+    raise typer.Exit(asyncio.run(run_demo(load(config, overrides), out=Console(highlight=False), err=err)))
+
+
+def _complaints(redis: str | None) -> "Console":
+    """Where they go; the first is of a password in `--redis`."""
+    from rich.console import Console
+
+    err = Console(stderr=True, highlight=False)
+    if redis is not None and urlsplit(redis).password is not None:
+        err.print(f"[bold yellow]warning: {_SHOWN}[/]", soft_wrap=True)
+    return err
+
+
+def _overrides(
+    model: str | None, dtype: str | None, prefill: int | None, decode: int | None, transport: str | None
+) -> dict[str, Any]:
+    return {
+        "model.path": model,
+        "model.dtype": dtype,
+        "prefill.replicas": prefill,
+        "decode.replicas": decode,
+        "transfer.transport": transport,
+    }
+
+
+@app.command(rich_help_panel=_PROCESSES)
+def router(
+    config: RequiredConfig,
+    workers: Annotated[
+        int | None,
+        typer.Option("--workers", "-w", min=1, max=64, help="Processes that share the ports; [b]router.processes[/b]."),
+    ] = None,
+) -> None:
+    """Become the router of the cluster that the YAML describes; with several processes, the parent of them."""
+    from tandem.config.cluster import load
+
+    again = partial(load, config, {"router.processes": workers})
+    loaded = again()
+    if loaded.router.processes == 1:
+        return _become(["router", "--config", str(config)])
+    from rich.console import Console
+
+    from cluster.cli.up import serve_routers
+
+    raise typer.Exit(asyncio.run(serve_routers(loaded, console=Console(stderr=True, highlight=False), again=again)))
+
+
+@app.command(rich_help_panel=_PROCESSES)
+def prefill(config: RequiredConfig, index: IndexOption = 0) -> None:
+    """Become a prefill worker: it reads prompts."""
+    _become(["prefill_worker", "--config", str(config), "--index", str(index)])
+
+
+@app.command(rich_help_panel=_PROCESSES)
+def decode(config: RequiredConfig, index: IndexOption = 0) -> None:
+    """Become a decode worker: it writes answers."""
+    _become(["decode_worker", "--config", str(config), "--index", str(index)])
+
+
+app.command(rich_help_panel=_PROCESSES)(follower)
+
+
+@app.command(rich_help_panel=_TALK)
+def chat(
+    url: Annotated[str, typer.Option(help="The router's HTTP address.")] = DEFAULT_URL,
+    system: Annotated[str | None, typer.Option(help="A system prompt.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer in tokens.")] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")] = 0.0,
+    api_key_file: KeyFileOption = None,
+    ca: CaOption = None,
+    client_cert: ClientCertOption = None,
+) -> None:
+    """Talk to a running cluster; with a pipe as input, one question per line."""
+    from cluster.cli.chat import Conversation
+    from cluster.cli.chat import chat as run_chat
+    from cluster.router_client import ChatClient, ClientError, client_tls
+
+    key = _key_of(api_key_file)
+
+    async def talk() -> int:
+        async with ChatClient(url, api_key=key, tls=client_tls(ca, client_cert)) as client:
+            return await run_chat(client, Conversation(system=system), max_tokens=max_tokens, temperature=temperature)
+
+    try:
+        code = asyncio.run(talk())
+    except ClientError as error:
+        _complain(str(error))
+        code = 1
+    raise typer.Exit(code)
+
+
+@app.command(rich_help_panel=_TALK)
+def top(
+    url: Annotated[
+        list[str] | None, typer.Option(help="A router's HTTP address; repeat for several routers of one cluster.")
+    ] = None,
+    interval: Annotated[float, typer.Option(min=0.2, max=60.0, help="Seconds between two looks.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print once; also where the output is no terminal.")] = False,
+    api_key_file: KeyFileOption = None,
+    ca: CaOption = None,
+    client_cert: ClientCertOption = None,
+) -> None:
+    """Watch a running cluster: pools, queues, KV use, hand-offs, throughput. [b]q[/b] quits, [b]s[/b] sorts."""
+    from rich.console import Console
+
+    from cluster.router_client import ChatClient, ClientError, client_tls
+    from cluster.top.app import top as run_top
+
+    console, key = Console(highlight=False), _key_of(api_key_file)
+    once = once or not console.is_terminal
+    try:
+        clients = [ChatClient(one, api_key=key, tls=client_tls(ca, client_cert)) for one in url or [DEFAULT_URL]]
+        code = asyncio.run(run_top(clients, interval_s=interval, once=once, console=console))
+    except ClientError as error:
+        _complain(str(error))
+        code = 1
+    raise typer.Exit(code)
+
+
+@app.command(
+    rich_help_panel=_TALK,
+    add_help_option=False,
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+)
+def bench(context: typer.Context) -> None:
+    """Measure a cluster: the same as [bold]python -m tandem_bench[/bold], which explains its own options."""
+    _become(["tandem_bench", *context.args])
+
+
+for change in (scale, flip, restart, abort, autoscale):
+    app.command(rich_help_panel=_CHANGE)(change)
+for look in (ps, doctor, profile, simulate, plan):
+    app.command(rich_help_panel=_LOOK)(look)
+
+
+@app.command(rich_help_panel=_LOOK)
+def key(
+    action: Annotated[
+        str,
+        typer.Argument(metavar="new|digest", help="Make a key, or print the entry of one read from standard input."),
+    ] = "new",
+    tenant: Annotated[str | None, typer.Option(help="Whose it is, for the entry.")] = None,
+    operator: Annotated[
+        bool, typer.Option("--operator", help="An operator's: it sees all tenants and /metrics, and may profile.")
+    ] = False,
+) -> None:
+    """Make an API key: the key goes to its user, the entry into [b]router.api_keys[/b] or the file of keys."""
+    from cluster.cli.keys import show_digest, show_new
+
+    raise typer.Exit({"new": show_new, "digest": show_digest}.get(action, _no_such_action)(tenant, operator))
+
+
+def _no_such_action(_tenant: str | None, _operator: bool) -> int:
+    _complain("tandem key new, or tandem key digest")
+    return EXIT_CONFIG
+
+
+@app.command(rich_help_panel=_LOOK)
+def version() -> None:
+    """Print the versions of Tandem, Python and torch."""
+    _show_version(asked=True)
+
+
+def _key_of(file: Path | None) -> str | None:
+    try:
+        return read_regular_text(file).strip() if file else None
+    except ConfigError as error:
+        _complain(str(error))
+        raise typer.Exit(EXIT_CONFIG) from None
+
+
+def _become(module_and_arguments: list[str]) -> None:
+    """Replace this process: signals and exit code are then the module's own, as a container expects."""
+    from cluster.processes.effective_config import import_root
+
+    environment = dict(os.environ)
+    if root := import_root():
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH", ""))))
+    sys.stdout.flush()
+    command = [sys.executable, "-m", *module_and_arguments]
+    os.execve(sys.executable, command, environment)  # noqa: S606  # the interpreter that runs us, no shell
+
+
+def _complain(message: str) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    Console(stderr=True, highlight=False).print(Text(f"error: {message}", style="red"), soft_wrap=True)
+
+
+def main() -> None:
+    """Entry point of the `tandem` script."""
+    try:
+        app()
+    except ConfigError as error:
+        _complain(str(error))
+        sys.exit(EXIT_CONFIG)
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
+
+
+if __name__ == "__main__":
+    main()

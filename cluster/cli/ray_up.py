@@ -1,0 +1,30 @@
+"""`tandem up --ray`: the cluster of `tandem up` with its workers on the nodes of a Ray cluster."""
+
+import asyncio
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from cluster.cli.up import Again, serve
+from cluster.ray.launcher import RayLauncher
+from cluster.ray.session import connect
+from tandem.config.cluster import ClusterConfig
+from tandem.model_path import BUILTIN
+
+
+def serve_on_ray(config: ClusterConfig, address: str, *, out: Console, err: Console, again: Again | None = None) -> int:
+    """Run it until the user ends it; the exit code. Raises ConfigError before anything was started.
+
+    Call it on the main thread, outside of any event loop.
+    """
+    with connect(address) as session:
+        if session.warning is not None:
+            err.print(Text(f"warning: {session.warning}", style="bold yellow"), soft_wrap=True)
+        launcher = RayLauncher(session, model_path=_hub_id(config.model.path))
+        return asyncio.run(serve(config, out=out, err=err, launcher=launcher, again=again))
+
+
+def _hub_id(path: str) -> str | None:
+    """Nodes fetch such a model for themselves; a directory must be there already, under the same name."""
+    return None if path == BUILTIN or Path(path).is_dir() else path

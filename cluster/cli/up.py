@@ -1,0 +1,293 @@
+"""`tandem up`: start a cluster here, show how it comes up, keep it alive, and end it as the user asks.
+
+The first Ctrl-C (or SIGTERM, or the terminal's end) drains, the second kills.
+"""
+
+import asyncio
+import signal
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from cluster.cli import banner
+from cluster.control.server import ControlSocket, check_place
+from cluster.doctor.checks import locks
+from cluster.doctor.findings import Status
+from cluster.processes.effective_config import module_command, resolve_model
+from cluster.processes.launcher import Command, Launcher
+from cluster.processes.local_cluster import LocalCluster
+from cluster.supervisor.failures import ClusterFailed, StoppedEarly
+from cluster.supervisor.process_view import ProcessView
+from cluster.supervisor.supervisor import Note, ProcessState, Role
+from cluster.terminal_text import without_controls
+from tandem.config.cluster import ClusterConfig
+from tandem.errors import ConfigError
+from tandem.process.hangup import on_hangup
+from tandem.process.lifetime import OneAtATime
+from tandem.process.load_progress import LoadReport
+
+EXIT_FAILED = 1
+EXIT_KILLED = 130
+LINE_S = 5.0
+"""Between two lines on how weights load, where no bar is shown."""
+_STARTING = "starting; compiles kernels first where they are not yet, a minute or so"
+Body = Callable[[LocalCluster], Awaitable[int]]
+"""What to do while the cluster serves; its result is the exit code."""
+Again = Callable[[], ClusterConfig]
+"""Reads the user's configuration anew. Raises ConfigError and OSError."""
+
+
+class ConsoleWatcher:
+    """Spinners and bars while processes load, then their log lines and what the supervisor does about deaths.
+
+    Log lines written before everything serves are kept back, warnings excepted: a process that fails shows its own.
+    """
+
+    def __init__(self, console: Console, *, show_logs: bool) -> None:
+        self._console = console
+        self._show_logs = show_logs
+        self._starting = True
+        self._tasks: dict[str, TaskID] = {}
+        self._lines_s: dict[str, float] = {}
+        """When a process was last given a line on how its weights load, or began."""
+        self._progress = Progress(
+            SpinnerColumn(finished_text="[green]✓[/green]"),
+            TextColumn("{task.fields[name]:<12}", style="bold", markup=False),
+            BarColumn(bar_width=16),
+            TextColumn("{task.description}", markup=False),
+            TimeElapsedColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, _error: BaseException | None, _traceback: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def all_ready(self) -> None:
+        """The start is over: close the spinners and let log lines through."""
+        self._progress.stop()
+        self._starting = False
+
+    def on_state(self, view: ProcessView) -> None:
+        """Move this process's spinner on."""
+        if not self._starting:
+            return
+        if view.state is ProcessState.STARTING and view.name not in self._tasks:
+            # Without a total the bar only says that something goes on.
+            self._tasks[view.name] = self._progress.add_task("", total=None, name=view.name)
+            self._enter(view.name, "opening the doors" if view.role is Role.ROUTER else _STARTING)
+        elif view.state is ProcessState.READY:
+            text = f"ready, pid {view.pid}, {view.address}"
+            self._progress.update(self._tasks[view.name], description=text, total=1.0, completed=1.0)
+            if not self._console.is_terminal:
+                self._show(Text(f"{view.name} {text}"))
+
+    def on_loading(self, name: str, report: LoadReport) -> None:
+        """Move its bar on; where there is none, a line every few seconds."""
+        if not self._starting or name not in self._tasks:
+            return
+        if report.share == 1.0:
+            self._progress.update(self._tasks[name], total=None, completed=0.0)
+            self._enter(name, "weights are loaded, making room for KV")
+            return
+        self._progress.update(self._tasks[name], description=str(report), total=1.0, completed=report.share)
+        now_s = asyncio.get_running_loop().time()
+        if not self._console.is_terminal and now_s - self._lines_s.setdefault(name, now_s) >= LINE_S:
+            self._lines_s[name] = now_s
+            self._show(Text(f"{name} {report}"))
+
+    def _enter(self, name: str, phase: str) -> None:
+        """Tell what it does from now on; without a bar in a line of its own."""
+        self._progress.update(self._tasks[name], description=phase)
+        if not self._console.is_terminal:
+            self._show(Text(f"{name} {phase}"))
+
+    def on_change(self, text: str) -> None:
+        """How a change goes that somebody has asked for."""
+        self._show(Text(text, style="cyan"))
+
+    def on_note(self, note: Note) -> None:
+        """Always shown: a process died or came back."""
+        self._show(Text(f"{note.name} {note.text}", style="red" if note.is_error else "green"))
+
+    def on_log(self, name: str, line: str) -> None:
+        """Shown dim, with the process's name where the line lacks it."""
+        if self._starting and " WARNING " not in line:
+            return
+        if self._show_logs:
+            text = line if name in line else f"{name} {line}"
+            self._show(Text(without_controls(text), style="dim"))
+
+    def _show(self, text: Text) -> None:
+        # In the turn of whoever tells of a process, which must go on although nobody reads it any more.
+        with suppress(OSError):
+            self._console.print(text, soft_wrap=True)
+
+
+@dataclass(slots=True)
+class _Interrupts:
+    """Counts the user's wishes to end."""
+
+    cluster: LocalCluster
+    console: Console
+    work: asyncio.Task[int] | None = None
+    count: int = 0
+
+    def __call__(self) -> None:
+        """First drain, then kill."""
+        self.count += 1
+        # A terminal that has gone must not keep anybody: first what was asked for, then the word on it.
+        if self.count > 1:
+            self.cluster.request_kill()
+            self._say("killing", "red")
+            return
+        self.cluster.request_stop()
+        if self.work is not None:
+            self.work.cancel()
+        self._say(f"\ndraining; {banner.STOP_HINT.partition('; ')[2]}", "yellow")
+
+    def _say(self, text: str, style: str) -> None:
+        with suppress(OSError):
+            self.console.print(text, style=style)
+
+
+class _Rereads:
+    """What becomes of SIGHUP where there is no terminal: everybody reads again what may change while it runs.
+
+    The user's file is read in a thread: where it hangs, processes are still watched and started again.
+    """
+
+    def __init__(self, cluster: LocalCluster, console: Console, again: Again | None) -> None:
+        self._cluster = cluster
+        self._console = console
+        self._again = again
+        self._loop = asyncio.get_running_loop()
+        self._turns = OneAtATime(self._read)
+
+    def __call__(self) -> None:
+        if self._again is None:
+            self._cluster.request_reread()
+        else:
+            self._turns()
+
+    def _read(self) -> None:
+        assert self._again is not None  # noqa: S101  # narrows
+        fresh: ClusterConfig | Exception
+        try:
+            fresh = self._again()
+        except (ConfigError, OSError) as error:
+            fresh = error
+        with suppress(RuntimeError):  # the loop has ended meanwhile
+            self._loop.call_soon_threadsafe(self._take, fresh)
+
+    def _take(self, fresh: ClusterConfig | Exception) -> None:
+        if self._cluster.is_ending:
+            return
+        try:
+            if isinstance(fresh, Exception):
+                raise fresh
+            self._cluster.shared.watch_as(fresh)
+        except (ConfigError, OSError) as error:
+            with suppress(OSError):
+                self._console.print(Text(f"{error}; the configuration stays as it was", style="bold red"))
+        self._cluster.request_reread()
+
+
+async def serve(
+    config: ClusterConfig,
+    *,
+    out: Console,
+    err: Console,
+    launcher: Launcher | None = None,
+    again: Again | None = None,
+) -> int:
+    """Run a cluster until the user ends it; the exit code. Raises ConfigError before anything was started."""
+    # Before a model is fetched and workers load it: the routers, who need them, come up last.
+    for found in await asyncio.to_thread(locks, config):
+        if found.status is Status.FAIL:
+            raise ConfigError(found.detail)
+    check_place(config)
+    resolved = resolve_model(config)
+
+    async def body(cluster: LocalCluster) -> int:
+        banner.show(out, config, cluster.config, cluster.processes)
+        await cluster.wait_stopped()
+        return 0
+
+    return await run_with(resolved, body, console=err, show_logs=True, launcher=launcher, again=again)
+
+
+async def serve_routers(config: ClusterConfig, *, console: Console, again: Again | None = None) -> int:
+    """Run this host's router processes, and nothing else, until told to end; the exit code. Raises ConfigError."""
+
+    check_place(config)
+
+    async def body(cluster: LocalCluster) -> int:
+        await cluster.wait_stopped()
+        return 0
+
+    resolved = resolve_model(config)
+    return await run_with(resolved, body, console=console, show_logs=True, routers_only=True, again=again)
+
+
+async def run_with(
+    config: ClusterConfig,
+    body: Body,
+    *,
+    console: Console,
+    show_logs: bool,
+    command: Command = module_command,
+    routers_only: bool = False,
+    launcher: Launcher | None = None,
+    again: Again | None = None,
+) -> int:
+    """Run `body` while a cluster serves, then drain it; the exit code. `again`: reads the user's configuration anew."""
+    watcher = ConsoleWatcher(console, show_logs=show_logs)
+    cluster = LocalCluster(config, watcher=watcher, command=command, routers_only=routers_only, launcher=launcher)
+    interrupts = _Interrupts(cluster, console)
+    loop = asyncio.get_running_loop()
+    signals = [signal.SIGINT, signal.SIGTERM]
+    for signum in signals:
+        loop.add_signal_handler(signum, interrupts)
+    if on_hangup(loop, closed=interrupts, reread=_Rereads(cluster, console, again)):
+        signals.append(signal.SIGHUP)
+    try:
+        with watcher:
+            async with cluster, ControlSocket(cluster, tell=watcher.on_change):
+                watcher.all_ready()
+                interrupts.work = asyncio.ensure_future(body(cluster))
+                code = await _result(interrupts)
+    except StoppedEarly:
+        code = 0
+    except ClusterFailed as error:
+        reason, _, details = str(error).partition("\n")
+        console.print(Text(reason, style="bold red"), soft_wrap=True)
+        if details:
+            console.print(Text(without_controls(details)), soft_wrap=True)
+        return EXIT_FAILED
+    finally:
+        for signum in signals:
+            loop.remove_signal_handler(signum)
+    return EXIT_KILLED if interrupts.count > 1 else code
+
+
+async def _result(interrupts: _Interrupts) -> int:
+    assert interrupts.work is not None  # noqa: S101  # narrows
+    try:
+        return await interrupts.work
+    except asyncio.CancelledError:
+        if interrupts.count == 0:
+            raise
+        return 0

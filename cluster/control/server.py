@@ -1,0 +1,146 @@
+"""The control socket of a running cluster: who may enter its folder may scale, flip and restart it.
+
+A Unix socket of mode 0600 in a folder of mode 0700, named after the port of the HTTP door.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from cluster.control.operations import abort, carry_out
+from cluster.control.wire import AbortAsked, NotUnderstood, ProcessTold, StatusAsked, Told, read_asked, written
+from cluster.processes.local_cluster import LocalCluster
+from cluster.supervisor.failures import ChangeFailed
+from cluster.supervisor.rollout import ChangeRefused
+from tandem.config.cluster import ClusterConfig
+from tandem.errors import ConfigError
+from tandem.process.runtime_folder import place_for_socket, runtime_folder, somebody_answers
+
+MAX_LINE_BYTES = 1 << 16
+_log = logging.getLogger(__name__)
+_BACKLOG_LINES = 1024
+
+
+def control_path(config: ClusterConfig) -> Path:
+    """Where a cluster with this configuration is asked."""
+    return default_path(config.router.port) if config.control_socket is None else Path(config.control_socket)
+
+
+def check_place(config: ClusterConfig) -> None:
+    """Before minutes are spent on loading: a stated place that cannot be. Raises ConfigError."""
+    if config.control_socket is not None:
+        _look_at(Path(config.control_socket))
+
+
+def _look_at(path: Path) -> None:
+    place_for_socket(path, "control_socket")
+    if somebody_answers(path):
+        raise ConfigError(f"control_socket: another cluster answers at {path}")
+
+
+def default_path(port: int) -> Path:
+    """Of a cluster that has its HTTP door there."""
+    return runtime_folder() / f"{port}.sock"
+
+
+class ControlSocket:
+    """Answers while entered."""
+
+    def __init__(self, cluster: LocalCluster, *, tell: Callable[[str], None]) -> None:
+        """`tell` hears of every change, whoever asked for it."""
+        self.path = control_path(cluster.config)
+        self._cluster = cluster
+        self._tell = tell
+        self._server: asyncio.Server | None = None
+        self._inode: int | None = None
+        self._changes: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Self:
+        """Without a safe place the cluster serves all the same; raises ConfigError if the place was stated."""
+        try:
+            await self._open()
+        except ConfigError as error:
+            if self._cluster.config.control_socket is not None:
+                raise
+            self._tell(f"nobody can change this cluster: {error}")
+        return self
+
+    async def _open(self) -> None:
+        _look_at(self.path)
+        try:
+            self.path.unlink(missing_ok=True)  # of an earlier life
+            self._server = await asyncio.start_unix_server(self._answer, self.path, limit=MAX_LINE_BYTES)
+            self.path.chmod(0o600)
+            self._inode = self.path.stat().st_ino
+        except OSError as error:
+            raise ConfigError(f"control_socket: {self.path}: {error.strerror or error}") from None
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._server is not None:
+            self._server.close()
+            with contextlib.suppress(OSError):
+                if self.path.stat().st_ino == self._inode:  # what somebody else has put there since stays
+                    self.path.unlink()
+        for change in self._changes:
+            change.cancel()
+        await asyncio.gather(*self._changes, return_exceptions=True)
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            lines: asyncio.Queue[Told] = asyncio.Queue(_BACKLOG_LINES)
+            try:
+                asked = await reader.readline()
+            except ValueError:
+                writer.write(written(Told(done=False, reason=f"a line has at most {MAX_LINE_BYTES} bytes")))
+                return
+            work = asyncio.get_running_loop().create_task(self._serve(asked, lines))
+            self._changes.add(work)  # it goes on when its client leaves
+            work.add_done_callback(self._changes.discard)
+            told = Told()
+            while told.done is None:
+                told = await lines.get()
+                writer.write(written(told))
+                await writer.drain()
+        except OSError:
+            pass  # the client has left
+        finally:
+            writer.close()
+
+    async def _serve(self, line: bytes, lines: "asyncio.Queue[Told]") -> None:
+        def tell(text: str) -> None:
+            self._tell(text)
+            with contextlib.suppress(asyncio.QueueFull):  # the client does not read; the end must have room
+                if lines.qsize() < _BACKLOG_LINES - 1:
+                    lines.put_nowait(Told(progress=text))
+
+        try:
+            asked = read_asked(line)
+            if isinstance(asked, StatusAsked):
+                lines.put_nowait(self._status())
+            elif isinstance(asked, AbortAsked):
+                await abort(self._cluster)
+            else:
+                await carry_out(self._cluster, asked, tell)
+        except (NotUnderstood, ChangeRefused, ChangeFailed) as error:
+            self._tell(f"not done: {error}")
+            lines.put_nowait(Told(done=False, reason=str(error)))
+        except Exception as error:  # noqa: BLE001  # whoever asked, such as the planner, must not wait for an end that never comes
+            _log.exception("a change failed in a way that nobody foresaw")
+            lines.put_nowait(Told(done=False, reason=f"internal error: {type(error).__name__}"))
+        else:
+            lines.put_nowait(Told(done=True))
+
+    def _status(self) -> Told:
+        processes = tuple(
+            ProcessTold(
+                name=view.name, role=view.role.value, state=view.state.value, pid=view.pid, address=view.address
+            )
+            for view in self._cluster.processes
+        )
+        return Told(processes=processes, changing=self._cluster.under_way is not None)

@@ -1,0 +1,74 @@
+"""`tandem doctor`: what this machine has, what is wrong with it, and what to do about that.
+
+Every check is a small function that returns one or more findings. A machine's oddities are findings, never errors.
+"""
+
+import socket
+from pathlib import Path
+
+from cluster.doctor import machine, software
+from cluster.doctor.findings import Check, Finding, Status
+from tandem.config.cluster import ClusterConfig
+from tandem.errors import ConfigError
+
+
+def examine(config: ClusterConfig, *, router_only: bool = False) -> list[Finding]:
+    """Run every check, in the order shown; for a machine that will have no worker, only what a router needs."""
+    doors: tuple[Check, ...] = (software.python, software.router_packages, software.redis, software.tokenizer)
+    all_software: tuple[Check, ...] = (
+        software.python,
+        software.packages,
+        software.torch,
+        software.cuda,
+        software.gpus,
+        software.triton,
+        software.redis,
+        software.compiler,
+        software.model,
+        software.dtype,
+    )
+    here: tuple[Check, ...] = (machine.cores, machine.memory, machine.disk, machine.shared_memory, machine.limits)
+    checks = (*(doors if router_only else all_software), *here, ports, locks)
+    return [finding for check in checks for finding in check(config)]
+
+
+def ports(config: ClusterConfig) -> list[Finding]:
+    """Whether the router's ports are free, and whether loopback works at all."""
+    host, found = config.router.host, []
+    options = (("HTTP port", config.router.port, "--port"), ("gRPC port", config.router.grpc_port, "--grpc-port"))
+    for name, port, option in options:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind((host, port))
+                probe.listen(1)
+        except OSError as error:
+            hint = f"choose another with `tandem up {option} N`, or end what listens there"
+            status = Status.WARN if port else Status.FAIL
+            found.append(Finding(name=name, status=status, detail=f"{host}:{port}: {error.strerror}", hint=hint))
+        else:
+            found.append(Finding(name=name, status=Status.OK, detail=f"{host}:{port} is free"))
+    return found
+
+
+def locks(config: ClusterConfig) -> list[Finding]:
+    """Whether the doors' certificates and keys can be used, where they have any."""
+    from router.access.tls import read_identity
+    from tandem.config.access import read_keys
+
+    router, found = config.router, []
+    try:
+        if router.tls is not None:
+            read_identity(router.tls)
+            found.append(
+                Finding(name="TLS", status=Status.OK, detail=f"{router.tls.cert} is good, and its key is there")
+            )
+        if router.api_keys_file is not None:
+            keys, _ = read_keys(Path(router.api_keys_file), router.limits)
+            found.append(Finding(name="API keys", status=Status.OK, detail=f"{len(keys)} in {router.api_keys_file}"))
+    except ConfigError as error:
+        found.append(Finding(name="locks", status=Status.FAIL, detail=str(error)))
+    if router.warning is not None:
+        found.append(Finding(name="locks", status=Status.WARN, detail=router.warning))
+    return found

@@ -1,0 +1,69 @@
+"""What `tandem doctor` finds of a machine: findings, whether one of them is essential, and how they are shown."""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from enum import Enum
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tandem.config.cluster import ClusterConfig
+
+
+class Status(Enum):
+    """How much a finding matters."""
+
+    OK = "ok"
+    INFO = "info"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One fact about this machine."""
+
+    name: str
+    status: Status
+    detail: str
+    hint: str = ""
+    """What to do, where something can be done."""
+
+
+Check = Callable[[ClusterConfig], list[Finding]]
+
+
+def has_failed(findings: list[Finding]) -> bool:
+    """Whether something essential is wrong."""
+    return any(finding.status is Status.FAIL for finding in findings)
+
+
+def as_json(findings: list[Finding]) -> str:
+    """All findings for a program."""
+    rows = [asdict(finding) | {"status": finding.status.value} for finding in findings]
+    return json.dumps({"ok": not has_failed(findings), "checks": rows}, indent=2)
+
+
+def show(console: Console, findings: list[Finding]) -> None:
+    """All findings for a human."""
+    marks = {
+        Status.OK: Text("✓", style="green"),
+        Status.INFO: Text("·", style="dim"),
+        Status.WARN: Text("!", style="yellow"),
+        Status.FAIL: Text("✗", style="bold red"),
+    }
+    table = Table.grid(padding=(0, 2))
+    for finding in findings:
+        detail = Text(finding.detail)
+        if finding.hint:
+            detail.append(f"\n→ {finding.hint}", style="yellow" if finding.status is not Status.INFO else "dim")
+        table.add_row(marks[finding.status], Text(finding.name, style="bold"), detail)
+    console.print(table)
+    wrong = sum(finding.status is Status.FAIL for finding in findings)
+    warnings = sum(finding.status is Status.WARN for finding in findings)
+    if wrong:
+        console.print(f"\n[bold red]{wrong} essential thing(s) wrong[/bold red], {warnings} warning(s)")
+    else:
+        console.print(f"\n[green]This machine can run Tandem[/green], {warnings} warning(s)")

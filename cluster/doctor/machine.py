@@ -1,0 +1,115 @@
+"""Checks of the machine itself for `tandem doctor`: cores, memory, disk, shared memory, limits."""
+
+import os
+import platform
+import resource
+import shutil
+import tempfile
+from pathlib import Path
+
+import psutil
+
+from cluster.doctor.findings import Finding, Status
+from cluster.terminal_text import format_bytes
+from tandem.config.cluster import ClusterConfig
+
+MIN_MEMORY_BYTES = 2 << 30
+MIN_DISK_BYTES = 1 << 30
+MIN_SHM_BYTES = 64 << 20
+MIN_OPEN_FILES = 4096
+SHM = "/dev/shm"  # noqa: S108  # measured, not written to
+_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+_CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "asimd", "sve")
+
+
+def cores(_config: ClusterConfig) -> list[Finding]:
+    """Cores this process may use, and the instructions that matter for matrices."""
+    usable = len(os.sched_getaffinity(0))
+    found = [flag for flag in _CPU_FLAGS if flag in _cpu_flags()]
+    detail = f"{usable} usable of {os.cpu_count()}, {platform.machine()}, {' '.join(found) or 'no vector flags known'}"
+    status, hint = (Status.OK, "") if usable > 1 else (Status.WARN, "workers will take turns on the one core")
+    return [Finding(name="cores", status=status, detail=detail, hint=hint)]
+
+
+def _cpu_flags() -> set[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return set()
+    return next((set(line.split()) for line in lines if line.startswith(("flags", "Features"))), set())
+
+
+def memory(_config: ClusterConfig) -> list[Finding]:
+    """What is free, and a container's limit where there is one."""
+    machine = psutil.virtual_memory()
+    limit = _cgroup_limit(machine.total)
+    detail = f"{format_bytes(machine.available)} free of {format_bytes(machine.total)}"
+    if limit is not None:
+        detail += f", container limit {format_bytes(limit)}"
+    if min(machine.available, limit or machine.available) < MIN_MEMORY_BYTES:
+        hint = f"three workers need about {format_bytes(MIN_MEMORY_BYTES)}; set engine.memory_bytes lower"
+        return [Finding(name="memory", status=Status.WARN, detail=detail, hint=hint)]
+    return [Finding(name="memory", status=Status.OK, detail=detail)]
+
+
+def _cgroup_limit(total_bytes: int) -> int | None:
+    for path in _CGROUP_LIMITS:
+        try:
+            text = path.read_text(encoding="ascii").strip()
+        except OSError:
+            continue
+        if text.isdigit() and int(text) < total_bytes:
+            return int(text)
+    return None
+
+
+def disk(_config: ClusterConfig) -> list[Finding]:
+    """Room here and where temporary files go."""
+    found = []
+    for name, path in (("disk here", Path.cwd()), ("disk for temporary files", Path(tempfile.gettempdir()))):
+        free = shutil.disk_usage(path).free
+        status, hint = (Status.OK, "") if free >= MIN_DISK_BYTES else (Status.WARN, "models and logs need room")
+        found.append(Finding(name=name, status=status, detail=f"{format_bytes(free)} free in {path}", hint=hint))
+    return found
+
+
+def shared_memory(_config: ClusterConfig) -> list[Finding]:
+    """memfd carries KV between the processes of one host; /dev/shm is what PyTorch and NCCL use."""
+    try:
+        os.close(os.memfd_create("tandem-doctor", os.MFD_CLOEXEC))
+        found = [Finding(name="memfd", status=Status.OK, detail="works: KV can go by shared memory")]
+    except (AttributeError, OSError) as error:
+        hint = "start with `--transport tcp`; memfd needs Linux 3.17 and a seccomp profile that allows it"
+        found = [Finding(name="memfd", status=Status.WARN, detail=f"does not work: {error}", hint=hint)]
+    try:
+        usage = shutil.disk_usage(SHM)
+    except OSError as error:
+        return [
+            *found,
+            Finding(name=SHM, status=Status.WARN, detail=str(error.strerror), hint="mount a tmpfs there"),
+        ]
+    detail = f"{format_bytes(usage.free)} free of {format_bytes(usage.total)}"
+    if usage.free < MIN_SHM_BYTES:
+        hint = "in Docker: --shm-size=1g; in Kubernetes: an emptyDir with medium Memory"
+        return [*found, Finding(name=SHM, status=Status.WARN, detail=detail, hint=hint)]
+    return [*found, Finding(name=SHM, status=Status.OK, detail=detail)]
+
+
+def limits(_config: ClusterConfig) -> list[Finding]:
+    """Open files (one per client connection) and locked memory (RDMA registers its pools)."""
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    status, hint = Status.OK, ""
+    if files != resource.RLIM_INFINITY and files < MIN_OPEN_FILES:
+        status, hint = Status.WARN, f"`ulimit -n {MIN_OPEN_FILES}`, or more for many clients"
+    detail = f"{_limit(files)}, at most {_limit(most)}"
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    locked_text = "unlimited" if locked == resource.RLIM_INFINITY else format_bytes(locked)
+    locked_hint = "" if locked == resource.RLIM_INFINITY else "only RDMA needs more: `ulimit -l unlimited`"
+    return [
+        Finding(name="open files", status=status, detail=detail, hint=hint),
+        Finding(name="locked memory", status=Status.INFO, detail=locked_text, hint=locked_hint),
+    ]
+
+
+def _limit(value: int) -> str:
+    return "unlimited" if value == resource.RLIM_INFINITY else str(value)

@@ -1,0 +1,249 @@
+"""Checks of what is installed for `tandem doctor`: Python, packages, torch, CUDA, Redis, a compiler, the model."""
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from cluster.doctor.findings import Finding, Status
+from cluster.processes.effective_config import plan_processes
+from cluster.processes.worker_gpus import WorkerGpus
+from tandem.config.cluster import ClusterConfig
+from tandem.errors import ConfigError
+from tandem.model_path import BUILTIN, model_directory
+from tandem.process.gpu_host import GpuHost, NvidiaHost
+from tandem.values.kv_layout import AUTO_DTYPE, may_differ_after_failover
+
+MIN_PYTHON = (3, 11)
+COMMAND_TIMEOUT_S = 10.0
+_ROUTERS_NEED = (
+    "starlette",
+    "google.protobuf",
+    "grpc",
+    "grpc_health",
+    "grpc_reflection",
+    "httpx",
+    "jinja2",
+    "numpy",
+    "orjson",
+    "prometheus_client",
+    "prompt_toolkit",
+    "pydantic",
+    "tokenizers",
+    "uvicorn",
+    "yaml",
+)
+_WORKERS_NEED = ("safetensors",)
+
+
+def python(_config: ClusterConfig) -> list[Finding]:
+    """The interpreter's version."""
+    detail = f"{platform.python_version()} at {sys.executable}"
+    if sys.version_info[:2] < MIN_PYTHON:
+        hint = f"Tandem needs Python {'.'.join(map(str, MIN_PYTHON))} or newer"
+        return [Finding(name="Python", status=Status.FAIL, detail=detail, hint=hint)]
+    return [Finding(name="Python", status=Status.OK, detail=detail)]
+
+
+def packages(_config: ClusterConfig) -> list[Finding]:
+    """Whether the packages that every process needs are installed."""
+    return _installed((*_ROUTERS_NEED, *_WORKERS_NEED))
+
+
+def router_packages(_config: ClusterConfig) -> list[Finding]:
+    """Whether those that a router needs are."""
+    return _installed(_ROUTERS_NEED)
+
+
+def _installed(modules: tuple[str, ...]) -> list[Finding]:
+    missing = [name for name in modules if not _is_installed(name)]
+    if missing:
+        detail, hint = f"missing: {', '.join(missing)}", "`make setup`, or `pip install tandem-serve`"
+        return [Finding(name="packages", status=Status.FAIL, detail=detail, hint=hint)]
+    return [Finding(name="packages", status=Status.OK, detail=f"all {len(modules)} there")]
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the parent package of a dotted name
+        return False
+
+
+def torch(_config: ClusterConfig) -> list[Finding]:
+    """Whether torch loads, its threads, and the best instructions it will use."""
+    try:
+        import torch as module
+    except ImportError as error:
+        hint = "`make setup`, or `pip install torch`"
+        return [Finding(name="torch", status=Status.FAIL, detail=str(error), hint=hint)]
+    detail = f"{module.__version__}, {module.get_num_threads()} threads, {module.backends.cpu.get_cpu_capability()}"
+    return [Finding(name="torch", status=Status.OK, detail=detail)]
+
+
+def cuda(_config: ClusterConfig) -> list[Finding]:
+    """GPUs that torch sees, or why it sees none; NCCL with them."""
+    try:
+        import torch as module
+    except ImportError:
+        return []
+    if not module.cuda.is_available():
+        driver = shutil.which("nvidia-smi") is not None or Path("/dev/nvidiactl").exists()
+        if driver and module.version.cuda is None:
+            detail, hint = "an NVIDIA driver is here, but this torch is built for CPUs", "install a CUDA build of torch"
+            return [Finding(name="CUDA", status=Status.WARN, detail=detail, hint=hint)]
+        if driver:
+            detail, hint = f"torch for CUDA {module.version.cuda} sees no GPU", "is the driver new enough for it?"
+            return [Finding(name="CUDA", status=Status.WARN, detail=detail, hint=hint)]
+        return [
+            Finding(name="CUDA", status=Status.INFO, detail="no GPU: workers compute on the CPU"),
+            Finding(name="NCCL", status=Status.INFO, detail="not used without a GPU"),
+        ]
+    gpus = []
+    for index in range(module.cuda.device_count()):
+        of = module.cuda.get_device_properties(index)
+        gpus.append(f"{of.name} ({of.total_memory / 2**30:.0f} GiB, sm_{of.major}{of.minor})")
+    return [
+        Finding(name="CUDA", status=Status.OK, detail=f"{module.version.cuda}: {', '.join(gpus)}"),
+        _nccl(),
+    ]
+
+
+def gpus(config: ClusterConfig) -> list[Finding]:
+    """Which of this machine's GPUs each worker of `tandem up` would get, and how much of each."""
+    return gpu_table(config, NvidiaHost(os.environ))
+
+
+def gpu_table(config: ClusterConfig, host: GpuHost) -> list[Finding]:
+    """The same, of a machine with these GPUs."""
+    num_gpus = len(host.names())
+    if config.engine.device == "cpu" or not num_gpus:
+        return []
+    try:
+        seats = WorkerGpus(host).seats(config, plan_processes(config))
+    except ConfigError as error:
+        return [Finding(name="GPUs", status=Status.FAIL, detail=str(error))]
+    shared = (
+        "; workers on one GPU divide 80 % of its memory" if any(seat.sharers > 1 for seat in seats.values()) else ""
+    )
+    placed = (f"{name} on GPU {', '.join(map(str, seat.gpus))}" for name, seat in seats.items())
+    detail = f"{num_gpus} visible: {'; '.join(placed)}{shared}"
+    idle = set(range(num_gpus)) - {gpu for seat in seats.values() for gpu in seat.gpus}
+    if not idle:
+        return [Finding(name="GPUs", status=Status.OK, detail=detail)]
+    hint = f"GPU {', '.join(map(str, sorted(idle)))} would idle: more prefill.replicas or decode.replicas use them"
+    return [Finding(name="GPUs", status=Status.INFO, detail=detail, hint=hint)]
+
+
+def _nccl() -> Finding:
+    import torch as module
+
+    if not module.distributed.is_available() or not module.distributed.is_nccl_available():
+        hint = "tensor parallelism over GPUs needs it"
+        return Finding(name="NCCL", status=Status.WARN, detail="not in this torch", hint=hint)
+    version = ".".join(map(str, module.cuda.nccl.version()))  # type: ignore[no-untyped-call]  # torch's own
+    return Finding(name="NCCL", status=Status.OK, detail=version)
+
+
+def triton(_config: ClusterConfig) -> list[Finding]:
+    """GPU kernels need it; a CPU does not."""
+    version = _version("triton")
+    detail = version or "not installed: only GPU kernels need it"
+    return [Finding(name="Triton", status=Status.OK if version else Status.INFO, detail=detail)]
+
+
+def redis(_config: ClusterConfig) -> list[Finding]:
+    """Several routers share what they know through Redis; one router needs none."""
+    server = shutil.which("redis-server")
+    client = _version("redis")
+    parts = [f"server {server}" if server else "no server", f"client {client}" if client else "no client"]
+    return [
+        Finding(
+            name="Redis",
+            status=Status.OK if server and client else Status.INFO,
+            detail=", ".join(parts),
+            hint="" if server and client else "only needed with several routers: `apt install redis-server`",
+        )
+    ]
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def compiler(_config: ClusterConfig) -> list[Finding]:
+    """The first C compiler on the path."""
+    for name in ("cc", "gcc", "clang"):
+        path = shutil.which(name)
+        if path is None:
+            continue
+        lines = _output([path, "--version"]).splitlines()
+        return [Finding(name="C compiler", status=Status.OK, detail=lines[0] if lines else path)]
+    hint = "Triton compiles its launchers with one: `apt install gcc`"
+    return [Finding(name="C compiler", status=Status.WARN, detail="none found", hint=hint)]
+
+
+def _output(command: list[str]) -> str:
+    try:
+        done = subprocess.run(  # noqa: S603  # a program that `which` found, no shell
+            command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout
+
+
+def model(config: ClusterConfig) -> list[Finding]:
+    """Whether the configured model's files are where the workers will look."""
+    needed = {"config.json": "config.json", "tokenizer.json": "tokenizer.json", "weights": "*.safetensors"}
+    return _model_files(config, needed)
+
+
+def dtype(config: ClusterConfig) -> list[Finding]:
+    """What the model is computed in, where `model.dtype: auto` leaves it to the checkpoint; and what follows."""
+    if config.model.path != BUILTIN and not Path(config.model.path).is_dir():
+        return []  # its files are not here yet
+    try:
+        from engine.model.dtype import resolve_dtype
+
+        found = resolve_dtype(config.model.dtype, config.model.path)
+    except ImportError:
+        return []  # said by `torch`
+    except ConfigError as error:
+        return [Finding(name="dtype", status=Status.FAIL, detail=str(error), hint="state model.dtype")]
+    chosen = f" ({_whose_dtype(config)})" if config.model.dtype == AUTO_DTYPE else ""
+    if may_differ_after_failover(found, deterministic=config.engine.deterministic):
+        detail = f"{found}{chosen}: a text resumed after a failover may differ from an undisturbed one"
+        hint = "`engine.deterministic: true` or `model.dtype: float32` prevents that, at a cost in speed"
+        return [Finding(name="dtype", status=Status.INFO, detail=detail, hint=hint)]
+    return [Finding(name="dtype", status=Status.OK, detail=f"{found}{chosen}")]
+
+
+def _whose_dtype(config: ClusterConfig) -> str:
+    return "auto: the built-in model's" if config.model.path == BUILTIN else "auto: the checkpoint's"
+
+
+def tokenizer(config: ClusterConfig) -> list[Finding]:
+    """Whether those of them that a router reads are there."""
+    return _model_files(config, {"config.json": "config.json", "tokenizer.json": "tokenizer.json"})
+
+
+def _model_files(config: ClusterConfig, needed: dict[str, str]) -> list[Finding]:
+    name = config.model.path
+    directory = model_directory(BUILTIN) if name == BUILTIN else Path(name)
+    if not directory.is_dir():
+        hint = "its files are fetched at the first start, if the network allows it"
+        return [Finding(name="model", status=Status.WARN, detail=f"{name} is not a directory here", hint=hint)]
+    missing = [what for what, pattern in needed.items() if not any(directory.glob(pattern))]
+    if missing:
+        hint = "train it: see training/README.md" if name == BUILTIN else "a directory in Hugging Face layout has them"
+        detail = f"{directory} lacks {', '.join(missing)}"
+        return [Finding(name="model", status=Status.FAIL, detail=detail, hint=hint)]
+    return [Finding(name="model", status=Status.OK, detail=f"{name} in {directory}")]

@@ -1,0 +1,180 @@
+"""From what routers tell, look by look, to what a period was. Pure.
+
+Counts are compared with those of the last good look, so a look that fails costs no requests: the next period is longer.
+A router that is silent makes the look fail, until it has been silent for so long that its clients are the others'. So
+does one whose counts have fallen: either a process of it did not answer just now, and then they come back, or it has
+begun anew, and then they are counted from there.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from cluster.planner.histogram import Histogram
+from cluster.planner.router_figures import RouterFigures
+from cluster.planner.speed import SpeedWatch
+from cluster.planner.staffing import WorkerModel
+from cluster.planner.values import Demand, Observation, Sizes
+
+_REMEMBERED = 0.8
+"""Of lengths of prompts, from one period to the next: answers are of prompts that came before."""
+_HIT_WEIGHT = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unseen:
+    """A look that cannot be used."""
+
+    why: str
+
+
+@dataclass(slots=True, kw_only=True)
+class _Known:
+    figures: RouterFigures
+    heard_s: float
+    has_fallen: bool = False
+
+
+class LoadWatch:
+    """Of one cluster's routers."""
+
+    def __init__(self, speed: SpeedWatch, *, ttft_s: float, forget_s: float) -> None:
+        """`ttft_s`: what is promised. `forget_s`: for so long a silent router is waited for."""
+        self._speed = speed
+        self._ttft_s = ttft_s
+        self._forget_s = forget_s
+        self._known: dict[str, _Known] = {}
+        self._looked_s: float | None = None
+        self._prompts = Histogram()
+        self._hit_rate = 0.0
+
+    def look(self, now_s: float, told: Mapping[str, RouterFigures | str]) -> Observation | Unseen:
+        """By router what it says, or why it says nothing."""
+        answered = {name: said for name, said in told.items() if isinstance(said, RouterFigures)}
+        self._forget(now_s, told, answered)
+        if trouble := self._trouble(told, answered):
+            return Unseen(why=trouble)
+        if not answered:
+            return Unseen(why="no router is known")
+        before, since_s = self._known, self._looked_s
+        self._known = {name: _Known(figures=figures, heard_s=now_s) for name, figures in answered.items()}
+        self._looked_s = now_s
+        pairs = [(before[name].figures, figures) for name, figures in answered.items() if name in before]
+        if since_s is None or not pairs:
+            return Unseen(why="a first look: there is nothing yet to compare it with")
+        return self._observation(now_s - since_s, pairs, list(answered.values()))
+
+    def _forget(self, now_s: float, told: Mapping[str, object], answered: Mapping[str, RouterFigures]) -> None:
+        """Who is not listed any more, and who has been silent for long."""
+        for name in list(self._known):
+            known = self._known[name]
+            if name in answered:
+                known.heard_s = now_s
+            elif name not in told or now_s - known.heard_s > self._forget_s:
+                del self._known[name]
+
+    def _trouble(self, told: Mapping[str, RouterFigures | str], answered: Mapping[str, RouterFigures]) -> str:
+        """Why this look is of no use; empty where it is."""
+        silent = [f"{name}: {said}" for name, said in told.items() if isinstance(said, str)]
+        if silent and (not answered or any(name in self._known for name in told.keys() - answered.keys())):
+            return "; ".join(silent)
+        fallen = []
+        for name, known in self._known.items():
+            if not answered[name].began_anew(known.figures):
+                known.has_fallen = False
+            elif known.has_fallen:
+                known.figures = answered[name]
+                fallen.append(f"{name} counts anew")
+            else:
+                known.has_fallen = True
+                fallen.append(f"{name}: its counts have fallen")
+        return "; ".join(fallen)
+
+    def _observation(
+        self, period_s: float, pairs: Sequence[tuple[RouterFigures, RouterFigures]], now: Sequence[RouterFigures]
+    ) -> Observation:
+        prompts = _sum([after.prompts.minus(before.prompts) for before, after in pairs])
+        answers = _sum([after.answers.minus(before.answers) for before, after in pairs])
+        first = _sum([after.first_tokens.minus(before.first_tokens) for before, after in pairs])
+        queried = sum(after.queried_tokens - before.queried_tokens for before, after in pairs)
+        hits = sum(after.hit_tokens - before.hit_tokens for before, after in pairs)
+        num_lost = sum(after.num_lost - before.num_lost for before, after in pairs)
+        if queried > 0.0:
+            self._hit_rate += _HIT_WEIGHT * (max(0.0, min(1.0, hits / queried)) - self._hit_rate)
+        # Of other buckets, such as another version's, nothing is remembered: it would be as rough as both.
+        known = self._prompts if self._prompts.bounds == prompts.bounds else Histogram()
+        self._prompts = known.plus(prompts, kept=_REMEMBERED)
+        answered = _answered(answers, self._prompts, hits)
+        context = answered.context_tokens / answered.output_tokens if answered.output_tokens else None
+        self._speed.look(now, prompt_tokens=self._prompts.moment(1), context_tokens=context)
+        worker = self._speed.prefill_worker
+        demand = self._arrived(prompts, worker).plus(answered)
+        num_decoding, taken_pools = fullness(now, self._speed.decode_worker.kv_tokens)
+        return Observation(
+            period_s=period_s,
+            demand=demand,
+            waiting_prompt_seconds=waiting_tokens(now) * worker.prompt_token_s,
+            num_late=round(first.above(self._ttft_s) + num_lost),
+            num_first=round(first.num + num_lost),
+            num_decoding=num_decoding,
+            taken_pools=taken_pools,
+        )
+
+    def _arrived(self, prompts: Histogram, worker: WorkerModel) -> Demand:
+        seconds = [
+            (worker.prompt_seconds(int(self._hit_rate * length), max(1, round(length))), count)
+            for length, count in prompts.values()
+        ]
+        return Demand(
+            num_requests=prompts.num,
+            prompt_tokens=prompts.total * (1.0 - self._hit_rate),
+            prompt_seconds=sum(count * one for one, count in seconds),
+            prompt_seconds_squared=sum(count * one * one for one, count in seconds),
+        )
+
+
+def waiting_tokens(now: Sequence[RouterFigures]) -> float:
+    """Of prompts that nobody has computed: at the doors, and on workers, of whom every router tells."""
+    backlog: dict[str, float] = {}
+    for figures in now:
+        for worker, tokens in figures.backlog_tokens.items():
+            backlog[worker] = max(tokens, backlog.get(worker, 0.0))
+    return sum(backlog.values()) + sum(figures.queued_tokens for figures in now)
+
+
+def fullness(now: Sequence[RouterFigures], pool_tokens: int) -> tuple[int, float]:
+    """Decode workers, of whom every router tells, and what is taken of their KV, in pools: the doors' prompts too."""
+    taken: dict[str, float] = {}
+    for figures in now:
+        for worker, share in figures.taken_kv.items():
+            taken[worker] = max(share, taken.get(worker, 0.0))
+    if not taken:
+        return 0, 0.0
+    return len(taken), sum(taken.values()) + sum(figures.door_tokens for figures in now) / max(1, pool_tokens)
+
+
+def live_workers(now: Sequence[RouterFigures]) -> Sizes:
+    """Whom routers can send work to; the one that knows most is right, for others may have just begun."""
+    return Sizes(
+        prefill=max((figures.live.prefill for figures in now), default=0),
+        decode=max((figures.live.decode for figures in now), default=0),
+    )
+
+
+def _answered(answers: Histogram, prompts: Histogram, cached_tokens: float) -> Demand:
+    """Which prompt an answer had is not told: their lengths are taken to know nothing of each other."""
+    prompt, prompt_squared = prompts.moment(1), prompts.moment(2)
+    output, squared, cubed = (answers.moment(power) for power in (1, 2, 3))
+    return Demand(
+        num_answers=answers.num,
+        output_tokens=answers.total,
+        cached_tokens=cached_tokens,
+        context_tokens=answers.num * (output * prompt + squared),
+        context_tokens_squared=answers.num * (output * prompt_squared + 2.0 * squared * prompt + cubed),
+    )
+
+
+def _sum(parts: Sequence[Histogram]) -> Histogram:
+    whole = Histogram()
+    for part in parts:
+        whole = whole.plus(part)
+    return whole

@@ -1,0 +1,194 @@
+"""What one router's `/metrics` tells a planner. Pure: text in, values out.
+
+Requests, answers, first tokens and what became of them are counts since the router began; queues, workers and their
+backlog are of now. Of workers every router tells alike.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from math import inf
+
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from cluster.planner.histogram import Histogram
+from cluster.planner.values import Sizes
+from tandem.errors import Code
+from tandem.values.roles import WorkerRole
+
+_PROMPTS = "vllm:request_prompt_tokens"
+_ANSWERS = "vllm:request_generation_tokens"
+_FIRST = "vllm:time_to_first_token_seconds"
+_QUERIED = "vllm:prefix_cache_queries_total"
+_HITS = "vllm:prefix_cache_hits_total"
+_FAILURES = "tandem_request_failures_total"
+_REJECTIONS = "tandem_rejections_total"
+_QUEUE = "tandem_queue_tokens"
+_BACKLOG = "tandem_worker_backlog_tokens"
+_WORKERS = "tandem_workers"
+_STEPS = "tandem_worker_step"
+_POOL = "vllm:cache_config_info"
+_BLOCKS = "tandem_worker_kv_blocks"
+_PINNED = "tandem_worker_pinned_blocks"
+_TO_DECODE = "tandem_queue_tokens whom no reader helps"
+_READ = (
+    _PROMPTS, _ANSWERS, _FIRST, _QUERIED, _HITS, _FAILURES, _REJECTIONS, _QUEUE, _BACKLOG, _WORKERS, _STEPS, _POOL,
+    _BLOCKS, _PINNED,
+)  # fmt: skip
+_OURS = {Code.INTERNAL.value, Code.UNAVAILABLE.value, Code.DEADLINE_EXCEEDED.value, Code.RESOURCE_EXHAUSTED.value}
+"""Failures that more workers might have spared: the others are the client's."""
+_OF_LIMITS = {"concurrent_requests", "requests_per_minute", "tokens_per_minute", "draining"}
+"""Turned away whatever workers there are."""
+_FOR_READERS = {"prefill", "both"}
+"""What those in the routers' queues lack where more prefill workers would read them sooner."""
+_LARGEST = float(1 << 63)
+"""Nobody has counted further: beyond it, or below 0, or no number at all, is no word to plan by."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCounts:
+    """One worker's steps of one kind since it began."""
+
+    steps: float = 0.0
+    seconds: float = 0.0
+    tokens: float = 0.0
+    requests: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterFigures:
+    """One router's word at one moment."""
+
+    prompts: Histogram
+    answers: Histogram
+    first_tokens: Histogram
+    queried_tokens: float = 0.0
+    hit_tokens: float = 0.0
+    num_lost: float = 0.0
+    """Requests that got no answer and are no client's fault."""
+    queued_tokens: float = 0.0
+    """Of prompts that wait at the door for somebody to read them, not for a place to decode."""
+    door_tokens: float = 0.0
+    """Of all prompts that wait there, whatever they lack."""
+    taken_kv: Mapping[str, float] = field(default_factory=dict)
+    """By decode worker: the share of its KV that is neither free nor kept for pins, which give way."""
+    backlog_tokens: Mapping[str, float] = field(default_factory=dict)
+    """By worker."""
+    live: Sizes = field(default_factory=lambda: Sizes(prefill=0, decode=0))
+    steps: Mapping[tuple[str, str, str], StepCounts] = field(default_factory=dict)
+    """By worker, its role, and kind of step."""
+    decode_kv_tokens: int | None = None
+    """That the smallest pool of a decode worker holds; None: nobody said."""
+
+    def began_anew(self, earlier: "RouterFigures") -> bool:
+        """Whether this router, or a process of it, is another one than before."""
+        pairs = (
+            (self.prompts, earlier.prompts),
+            (self.answers, earlier.answers),
+            (self.first_tokens, earlier.first_tokens),
+        )
+        return self.num_lost < earlier.num_lost or any(now.fell_below(before) for now, before in pairs)
+
+
+def read_figures(text: str) -> RouterFigures:
+    """From the text format. ValueError for what no router of ours says."""
+    buckets: dict[str, dict[float, float]] = {_PROMPTS: {}, _ANSWERS: {}, _FIRST: {}}
+    sums: dict[str, float] = {}
+    backlog: dict[str, float] = {}
+    roles: dict[str, str] = {}
+    kv_tokens: dict[str, int] = {}
+    blocks: dict[str, dict[str, float]] = {}
+    live = {"prefill": 0, "decode": 0}
+    steps: dict[tuple[str, str, str], dict[str, float]] = {}
+    try:
+        for name, labels, value in ((sample.name, sample.labels, sample.value) for sample in _samples(text)):
+            base = name.removesuffix("_bucket")
+            if base in buckets:
+                buckets[base][inf if labels["le"] == "+Inf" else float(labels["le"])] = value
+            elif (what := _step_field(name)) is not None:
+                steps.setdefault((labels["worker"], labels["role"], labels["kind"]), {})[what] = value
+            elif name == _BACKLOG:
+                backlog[labels["worker"]] = value
+                roles[labels["worker"]] = labels["role"]
+            elif name == _POOL:
+                tokens = int(labels["block_size"]) * int(labels["num_gpu_blocks"])
+                kv_tokens[labels["engine"]] = int(_sane(name, tokens))
+            elif (state := _state_of_blocks(name, labels)) is not None:
+                blocks.setdefault(labels["worker"], {})[state] = value
+            elif name == _WORKERS and labels["state"] == "live" and labels["role"] in live:
+                live[labels["role"]] = int(value)
+            elif (key := _key(name, labels)) is not None:
+                sums[key] = sums.get(key, 0.0) + value
+    except KeyError as error:
+        raise ValueError(f"a metric lacks its label {error}") from None
+    if not all(buckets.values()):
+        raise ValueError("histograms of requests are not among its metrics: no router of this version answers there")
+    made = {name: Histogram.of(found, sums.get(f"{name}_sum", 0.0)) for name, found in buckets.items()}
+    return RouterFigures(
+        prompts=made[_PROMPTS],
+        answers=made[_ANSWERS],
+        first_tokens=made[_FIRST],
+        queried_tokens=sums.get(_QUERIED, 0.0),
+        hit_tokens=sums.get(_HITS, 0.0),
+        num_lost=max(0.0, sums.get(_FAILURES, 0.0) - sums.get(_REJECTIONS, 0.0)),
+        queued_tokens=sums.get(_QUEUE, 0.0),
+        door_tokens=sums.get(_QUEUE, 0.0) + sums.get(_TO_DECODE, 0.0),
+        taken_kv={worker: _taken(states) for worker, states in blocks.items()},
+        backlog_tokens=backlog,
+        live=Sizes(prefill=live["prefill"], decode=live["decode"]),
+        steps={key: StepCounts(**counts) for key, counts in steps.items()},
+        decode_kv_tokens=_smallest_of_decode(kv_tokens, roles),
+    )
+
+
+def _smallest_of_decode(kv_tokens: Mapping[str, int], roles: Mapping[str, str]) -> int | None:
+    """Both by worker."""
+    pools = (tokens for worker, tokens in kv_tokens.items() if roles.get(worker) == WorkerRole.DECODE.value)
+    return min(pools, default=None)
+
+
+def _samples(text: str) -> Iterator[Sample]:
+    # Most of what a router tells is of no use here, and parsing is what costs.
+    lines = "\n".join(line for line in text.splitlines() if line.startswith(_READ))
+    for family in text_string_to_metric_families(lines + "\n"):
+        for sample in family.samples:
+            _sane(sample.name, sample.value)
+            yield sample
+
+
+def _sane(name: str, value: float) -> float:
+    if not 0.0 <= value <= _LARGEST:  # not a number is neither
+        raise ValueError(f"{name} is {value:g}")
+    return value
+
+
+def _key(name: str, labels: Mapping[str, str]) -> str | None:
+    """Under what a plain number is added up; None: it is not."""
+    if name == _FAILURES and labels["code"] not in _OURS:
+        return None
+    if name == _REJECTIONS and labels["reason"] not in _OF_LIMITS:
+        return None
+    if name == _QUEUE and labels.get("lacks", "prefill") not in _FOR_READERS:
+        return _TO_DECODE
+    return name
+
+
+def _state_of_blocks(name: str, labels: Mapping[str, str]) -> str | None:
+    """Of a decode worker's KV; None: it tells of something else."""
+    if name not in (_BLOCKS, _PINNED) or labels["role"] != WorkerRole.DECODE.value:
+        return None
+    return labels["state"] if name == _BLOCKS else _PINNED
+
+
+def _taken(blocks: Mapping[str, float]) -> float:
+    """Share of a pool's blocks that sequences have."""
+    used = blocks.get("used", 0.0)
+    total = blocks.get("free", 0.0) + used
+    return max(0.0, used - blocks.get(_PINNED, 0.0)) / total if total > 0.0 else 0.0
+
+
+def _step_field(name: str) -> str | None:
+    if name == f"{_STEPS}s_total":
+        return "steps"
+    what = name.removeprefix(f"{_STEPS}_").removesuffix("_total")
+    return what if what in ("seconds", "tokens", "requests") and name == f"{_STEPS}_{what}_total" else None

@@ -1,0 +1,196 @@
+"""One OS process of ours: started, listened to, signalled and reaped, all through callbacks on the running loop.
+
+A child says that it serves by one JSON line on a pipe (`--ready-fd`). It may say there how its weights load before
+(`tandem.process.lifetime.load_progress`), and from then on that it is alive (`tandem.process.heartbeat`); stdout and
+stderr come back as log lines. It leads its own session, so that a terminal's Ctrl-C reaches only the supervisor, and
+it asks the kernel for SIGKILL should the supervisor vanish. Signals go through `subprocess.Popen`, which never signals
+a pid that was reaped.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from tandem.process.lifetime import LOADING
+from tandem.process.load_progress import LoadReport
+
+READ_BYTES = 1 << 16
+MAX_LINE_BYTES = 1 << 14
+"""A longer log line is cut in pieces."""
+MAX_READY_BYTES = 1 << 16
+_BEATS = b"."
+
+# Run by an isolated interpreter that then becomes the child: a preexec_fn would do the same, but it forces a full
+# fork of a process with threads. The check of getppid covers a supervisor that died before prctl was called.
+# SIGHUP comes from the supervisor alone, also where `nohup` had that ignore it: it says that a file has changed.
+_SHIM = (
+    "import _signal, ctypes, os, sys\n"
+    "parent = int(sys.argv[1])\n"
+    "PR_SET_PDEATHSIG, SIGKILL = 1, 9\n"
+    "ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)\n"
+    "_signal.signal(_signal.SIGHUP, _signal.SIG_DFL)\n"
+    "os._exit(1) if os.getppid() != parent else os.execv(sys.argv[2], sys.argv[2:])\n"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Callbacks:
+    """Whom a child tells what; each is called on the event loop."""
+
+    on_loading: Callable[[LoadReport], None]
+    on_ready: Callable[[Mapping[str, Any]], None]
+    on_beat: Callable[[], None]
+    on_news: Callable[[Mapping[str, Any]], None]
+    """What a process that serves tells further (`tandem.process.heartbeat`)."""
+    on_log: Callable[[str], None]
+    on_exit: Callable[[int], None]
+    """Last of all, after every log line that was written before the end."""
+    on_room: Callable[[bool], None] = lambda _: None
+    """Whether there is room for it, of one that may have to wait for that; a child has it at once and says nothing."""
+
+
+class Child:
+    """A running process. Needs a running event loop; raises OSError when it cannot be started.
+
+    The kernel ties the child to the *thread* that started it: use the thread that lives longest.
+    """
+
+    def __init__(self, argv: Callable[[int], Sequence[str]], env: Mapping[str, str], callbacks: Callbacks) -> None:
+        self._callbacks = callbacks
+        self._loop = asyncio.get_running_loop()
+        self._ready = bytearray()
+        self._is_announced = False
+        self._log = bytearray()
+        with ExitStack() as theirs, ExitStack() as ours:
+            self._ready_fd, ready_child = _pipe(ours, theirs)
+            self._log_fd, log_child = _pipe(ours, theirs)
+            command = [sys.executable, "-I", "-S", "-c", _SHIM, str(os.getpid()), *argv(ready_child)]
+            self._process = subprocess.Popen(  # noqa: S603  # our own modules, no shell
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log_child,
+                stderr=log_child,
+                env=dict(env),
+                pass_fds=(ready_child,),
+                start_new_session=True,
+            )
+            ours.callback(self._process.wait)
+            ours.callback(self._process.kill)
+            self._pid_fd = os.pidfd_open(self._process.pid)
+            ours.pop_all()  # nothing has failed: they are kept
+        self._open_fds = {self._ready_fd, self._log_fd, self._pid_fd}
+        os.set_blocking(self._ready_fd, False)
+        os.set_blocking(self._log_fd, False)
+        self._loop.add_reader(self._ready_fd, self._read_ready)
+        self._loop.add_reader(self._log_fd, self._read_log)
+        self._loop.add_reader(self._pid_fd, self._exited)
+
+    @property
+    def pid(self) -> int:
+        """Of the process itself: the shim replaces itself."""
+        return self._process.pid
+
+    def send(self, signum: signal.Signals) -> None:
+        """Signal it; does nothing once it has ended."""
+        self._process.send_signal(signum)
+
+    def _read_ready(self) -> None:
+        data = _read(self._ready_fd)
+        if data is None:
+            return
+        if not data:
+            self._close(self._ready_fd)
+        if self._is_announced and data:
+            self._callbacks.on_beat()
+        self._ready += data
+        while b"\n" in self._ready:
+            line, _, self._ready = self._ready.partition(b"\n")
+            (self._hear if self._is_announced else self._take)(bytes(line))
+        if self._is_announced:
+            self._ready = self._ready.lstrip(_BEATS)
+        if data and len(self._ready) > MAX_READY_BYTES:
+            self._close(self._ready_fd)
+
+    def _take(self, line: bytes) -> None:
+        """A word on loading, or that the child serves."""
+        info, report = None, None
+        try:
+            info = json.loads(line)
+            report = LoadReport.read(info[LOADING]) if info.keys() == {LOADING} else None
+        except (LookupError, TypeError, ValueError, AttributeError):
+            info = None
+        if report is not None:
+            self._callbacks.on_loading(report)
+            return
+        self._is_announced = True
+        if info is not None:
+            self._callbacks.on_ready(info)
+        else:
+            self._callbacks.on_log("the ready line is not a JSON object")
+            self.send(signal.SIGKILL)
+
+    def _hear(self, line: bytes) -> None:
+        """News, or beats, of a child that serves."""
+        try:
+            news = json.loads(line.strip(_BEATS) or b"{}")
+        except ValueError:
+            return
+        if isinstance(news, dict) and news:
+            self._callbacks.on_news(news)
+
+    def _read_log(self) -> bool:
+        """Pass on whole lines; True when there may be more."""
+        data = _read(self._log_fd)
+        if data is None:
+            return False
+        self._log += data
+        *lines, rest = self._log.split(b"\n")
+        if not data or len(rest) > MAX_LINE_BYTES:
+            lines, rest = [*lines, rest], bytearray()
+        self._log = bytearray(rest)
+        if not data:
+            self._close(self._log_fd)
+        for line in lines:
+            if line.strip():
+                self._callbacks.on_log(line.decode(errors="replace").rstrip())
+        return bool(data)
+
+    def _exited(self) -> None:
+        status = self._process.wait()
+        if self._ready_fd in self._open_fds and not self._is_announced:
+            self._read_ready()
+        while self._log_fd in self._open_fds and self._read_log():
+            pass
+        if self._log:  # a grandchild may hold the pipe open, so its end is not waited for
+            self._callbacks.on_log(self._log.decode(errors="replace").rstrip())
+        for fd in tuple(self._open_fds):
+            self._close(fd)
+        self._callbacks.on_exit(status)
+
+    def _close(self, fd: int) -> None:
+        self._loop.remove_reader(fd)
+        os.close(fd)
+        self._open_fds.discard(fd)
+
+
+def _pipe(ours: ExitStack, theirs: ExitStack) -> tuple[int, int]:
+    """The end that reads and the child's; each is closed with its stack."""
+    read, write = os.pipe()
+    ours.callback(os.close, read)
+    theirs.callback(os.close, write)
+    return read, write
+
+
+def _read(fd: int) -> bytes | None:
+    """Bytes, empty at the end of the file, None when there is nothing now."""
+    try:
+        return os.read(fd, READ_BYTES)
+    except BlockingIOError:
+        return None

@@ -1,0 +1,291 @@
+"""From the configuration that a user wrote to the one that the processes of this machine run with.
+
+Everything left open is decided here, once: the workers' loopback addresses, router ports given as 0, the cluster's
+secret, the directory of a model named by its hub id. The result is written as YAML that only the user can read.
+"""
+
+import contextlib
+import os
+import re
+import secrets
+import socket
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from pydantic import SecretStr
+
+from cluster.hub import download
+from cluster.supervisor.supervisor import ProcessPlan, Role
+from engine.model.dtype import resolve_dtype
+from tandem.config.cluster import ClusterConfig, ModelConfig, RouterConfig, dump
+from tandem.config.pools import PoolConfig
+from tandem.config.source.environment import ENV_PREFIX
+from tandem.errors import ConfigError
+from tandem.model_path import BUILTIN
+from tandem.rpc.hosts import hold, join, split
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+ROUTER_NAME = "router"
+STOP_MARGIN_S = 5.0
+"""A process that drains to its own bound needs a little more to close what it opened."""
+
+_FIRST_PORT = 10_240
+_MAX_DRAWS = 64
+_EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+
+def _first_ephemeral_port() -> int:
+    try:
+        return int(_EPHEMERAL_RANGE.read_text(encoding="ascii").split()[0])
+    except (OSError, ValueError, IndexError):
+        return 32_768  # Linux's default
+
+
+class PortDrawer:
+    """Draws free ports; holds each one until `release`, so that none is drawn twice."""
+
+    def __init__(self) -> None:
+        self._held: list[socket.socket] = []
+
+    def __enter__(self) -> "PortDrawer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for held in self._held:
+            held.close()
+
+    def draw(self, host: str, what: str) -> int:
+        """A port that nobody listens on. Raises ConfigError when the host is not of this machine.
+
+        From below the range that the kernel takes outgoing connections' ports from: between this moment and the
+        process's own bind, one of those could otherwise take it.
+        """
+        for _ in range(_MAX_DRAWS):
+            port = _FIRST_PORT + secrets.randbelow(max(1, _first_ephemeral_port() - _FIRST_PORT))
+            with contextlib.suppress(ConfigError):
+                return self.claim(host, port, what)
+        return int(self._bind(host, 0, what).getsockname()[1])
+
+    def claim(self, host: str, port: int, what: str) -> int:
+        """This very port (0: any). Raises ConfigError when it is taken, naming the setting."""
+        return int(self._bind(host, port, what).getsockname()[1]) if port else self.draw(host, what)
+
+    def _bind(self, host: str, port: int, what: str) -> socket.socket:
+        try:
+            held = hold(host, port)
+        except OSError as error:
+            raise ConfigError(f"{what}: {error}") from None
+        self._held.append(held)
+        return held
+
+
+def make_effective(config: ClusterConfig) -> ClusterConfig:
+    """Every address, port, the secret and the dtype filled in.
+
+    Raises ConfigError when a port is taken, a count contradicts, or the model here cannot be read.
+    """
+    with PortDrawer() as ports:
+        # First, so that none of these is drawn for another.
+        _claim_rank_ports(config.prefill, "prefill", ports)
+        _claim_rank_ports(config.decode, "decode", ports)
+        return config.model_copy(
+            update={
+                "model": _with_dtype(config.model),
+                "router": _with_ports(config.router, ports),
+                "prefill": _with_addresses(config.prefill, "prefill", ports),
+                "decode": _with_addresses(config.decode, "decode", ports),
+                "secret": config.secret or SecretStr(secrets.token_urlsafe(32)),
+            }
+        )
+
+
+def _with_dtype(model: ModelConfig) -> ModelConfig:
+    """What `auto` stands for, decided once for all workers; workers of the version before know no `auto`."""
+    if model.path != BUILTIN and not Path(model.path).is_dir():
+        return model  # each worker looks for itself
+    return model.model_copy(update={"dtype": resolve_dtype(model.dtype, model.path)})
+
+
+def with_router_ports(config: ClusterConfig) -> ClusterConfig:
+    """The doors' ports alone, on a host that may have no workers. Raises ConfigError when one is taken."""
+    with PortDrawer() as ports:
+        return config.model_copy(update={"router": _with_ports(config.router, ports)})
+
+
+def _with_ports(router: RouterConfig, ports: PortDrawer) -> RouterConfig:
+    http = ports.claim(router.host, router.port, "router.port")
+    grpc = ports.claim(router.host, router.grpc_port, "router.grpc_port")
+    return router.model_copy(update={"port": http, "grpc_port": grpc})
+
+
+def _claim_rank_ports(pool: PoolConfig, name: str, ports: PortDrawer) -> None:
+    """Where workers of several nodes listen for their ranks on the others."""
+    if pool.nodes == 1:
+        return
+    hosts = [split(address)[0] for address in pool.addresses] or [pool.host] * pool.replicas
+    for index, host in enumerate(hosts):
+        ports.claim(host, pool.rank_port + index, f"{name}.rank_port")
+
+
+def _with_addresses(pool: PoolConfig, name: str, ports: PortDrawer) -> PoolConfig:
+    if not pool.addresses:
+        drawn = tuple(join(pool.host, ports.draw(pool.host, f"{name}.host")) for _ in range(pool.replicas))
+        return pool.model_copy(update={"addresses": drawn})
+    if len(pool.addresses) != pool.replicas:
+        raise ConfigError(
+            f"{name}.addresses names {len(pool.addresses)} workers, but {name}.replicas is {pool.replicas}"
+        )
+    for address in pool.addresses:
+        ports.claim(*split(address), f"{name}.addresses")
+    return pool
+
+
+def with_addresses(config: ClusterConfig, *, prefill: tuple[str, ...], decode: tuple[str, ...]) -> ClusterConfig:
+    """The workers that routers are to know from now on."""
+    pools = {"prefill": (config.prefill, prefill), "decode": (config.decode, decode)}
+    update = {name: pool.model_copy(update={"addresses": found}) for name, (pool, found) in pools.items()}
+    return config.model_copy(update=update)
+
+
+def with_sizes(config: ClusterConfig, sizes: Mapping[str, int]) -> ClusterConfig:
+    """So many workers in each pool named."""
+    pools = {"prefill": config.prefill, "decode": config.decode}
+    update = {name: pools[name].model_copy(update={"replicas": size}) for name, size in sizes.items()}
+    return config.model_copy(update=update)
+
+
+def with_watching(config: ClusterConfig, fresh: ClusterConfig) -> ClusterConfig:
+    """All that `fresh` may say while processes run: how they log, and how much is traced."""
+    telemetry = config.telemetry.model_copy(update={"sample_ratio": fresh.telemetry.sample_ratio})
+    logs = {"log_level": fresh.log_level, "log_format": fresh.log_format}
+    return config.model_copy(update={**logs, "telemetry": telemetry})
+
+
+def plan_processes(config: ClusterConfig) -> list[ProcessPlan]:
+    """The processes of this cluster, workers first."""
+    pools = ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode))
+    workers = [
+        plan_worker(config, role, i, pool.addresses[i] if pool.addresses else "")
+        for role, pool in pools
+        for i in range(pool.replicas)
+    ]
+    return [*workers, *plan_routers(config)]
+
+
+def plan_worker(config: ClusterConfig, role: Role, index: int, address: str) -> ProcessPlan:
+    """One worker of a pool."""
+    pool = config.prefill if role is Role.PREFILL else config.decode
+    return ProcessPlan(
+        name=f"{role.value}-{index}",
+        role=role,
+        index=index,
+        address=address,
+        drain_s=pool.drain_s + STOP_MARGIN_S,
+        join_s=pool.join_s if pool.nodes > 1 else 0.0,
+    )
+
+
+def plan_routers(config: ClusterConfig) -> list[ProcessPlan]:
+    """Those that open the doors of this host."""
+    return [plan_router(config, index) for index in range(config.router.processes)]
+
+
+def plan_router(config: ClusterConfig, index: int) -> ProcessPlan:
+    """One router process among those that share the doors."""
+    count = config.router.processes
+    return ProcessPlan(
+        name=ROUTER_NAME if count == 1 and index == 0 else f"{ROUTER_NAME}-{index}",
+        role=Role.ROUTER,
+        index=index,
+        count=count,
+        drain_s=config.decode.drain_s + STOP_MARGIN_S,
+        beats=count > 1,
+    )
+
+
+def module_command(plan: ProcessPlan, config_path: Path, ready_fd: int) -> list[str]:
+    """How a process of this plan is started: `python -m MODULE --config FILE …`."""
+    return [*module_prefix(plan.role), *place_arguments(plan, config_path), "--ready-fd", str(ready_fd)]
+
+
+def place_arguments(plan: ProcessPlan, config_path: Path) -> list[str]:
+    """What a process is told of its place in the cluster."""
+    arguments = ["--config", str(config_path), "--index", str(plan.index)]
+    if plan.role is Role.ROUTER:
+        # Also one that is alone: its successor will share the doors with it for a while.
+        return [*arguments, "--siblings", str(config_path.parent)]
+    return [*arguments, "--address", plan.address] if plan.address else arguments
+
+
+def module_prefix(role: Role) -> list[str]:
+    """The interpreter and module of a role."""
+    module = "router" if role is Role.ROUTER else f"{role.value}_worker"
+    return [sys.executable, "-m", module]
+
+
+def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """What a child inherits.
+
+    `TANDEM_*` is left out: it is already in the effective file, where the command line has overruled it. A checkout
+    that is not installed is put on the path, so that children run this code from any directory.
+    """
+    kept = {name: value for name, value in environment.items() if not name.startswith(ENV_PREFIX)}
+    if root := import_root():
+        kept["PYTHONPATH"] = os.pathsep.join(filter(None, (root, kept.get("PYTHONPATH", ""))))
+    return kept | {"PYTHONUNBUFFERED": "1"}
+
+
+def import_root() -> str | None:
+    """The checkout to put on the path of a process; None when Tandem is installed where Python looks anyway."""
+    root = str(Path(__file__).resolve().parents[2])
+    return None if root in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")) else root
+
+
+@contextlib.contextmanager
+def written(config: ClusterConfig, directory: Path) -> Iterator[Path]:
+    """The configuration as a file that only its owner can read; removed in the end."""
+    path = directory / "cluster.yaml"
+    _write_privately(path, dump(config))
+    try:
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def rewrite(config: ClusterConfig, path: Path) -> None:
+    """The same file with another configuration; whoever reads it finds the one or the other, whole."""
+    fresh = path.with_suffix(".new")
+    fresh.unlink(missing_ok=True)
+    _write_privately(fresh, dump(config))
+    fresh.replace(path)
+
+
+def _write_privately(path: Path, text: str) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(fd, "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def resolve_model(config: ClusterConfig) -> ClusterConfig:
+    """A hub id becomes a directory (downloaded once, with a progress bar); a directory becomes absolute.
+
+    Raises ConfigError when the model is neither.
+    """
+    path = config.model.path
+    if path == BUILTIN:
+        return config
+    if Path(path).is_dir():
+        directory = Path(path).absolute()
+        # Workers check everything; this much is said before any process is started.
+        if lacking := [name for name in ("config.json", "tokenizer.json") if not (directory / name).is_file()]:
+            raise ConfigError(f"model.path: {directory} has no {' and no '.join(lacking)}")
+        return _with_model(config, str(directory), config.model.name or directory.name)
+    if not _HUB_ID.fullmatch(path):
+        raise ConfigError(f"model.path: {path} is neither a directory nor a hub id such as Qwen/Qwen3-0.6B")
+    return _with_model(config, download(path), config.model.name or path.rpartition("/")[2])
+
+
+def _with_model(config: ClusterConfig, path: str, name: str) -> ClusterConfig:
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": path, "name": name})})

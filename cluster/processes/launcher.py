@@ -1,0 +1,165 @@
+"""Where processes run: the seam between what is supervised and how it is started.
+
+`LocalLauncher` starts them on this machine (`cluster.processes.child`). Whoever starts them elsewhere answers to the
+same callbacks, and says where a worker listens in the line that says that it serves.
+"""
+
+import os
+import signal
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+from cluster.processes.child import Callbacks, Child
+from cluster.processes.effective_config import (
+    PortDrawer,
+    child_environment,
+    make_effective,
+    module_command,
+    plan_processes,
+    plan_router,
+    plan_worker,
+    rewrite,
+    with_router_ports,
+    written,
+)
+from cluster.processes.worker_gpus import WorkerGpus
+from cluster.supervisor.supervisor import ProcessPlan, Role
+from tandem.config.cluster import ClusterConfig
+from tandem.errors import ConfigError
+from tandem.process.gpu_host import GpuHost, NvidiaHost
+from tandem.process.runtime_folder import enter_privately
+from tandem.rpc.hosts import join
+
+Command = Callable[[ProcessPlan, Path, int], Sequence[str]]
+"""The command line of a process: its plan, the configuration's path, the descriptor for its ready line."""
+EXIT_NOT_STARTED = 127
+"""The status of a process that could not be started, as shells tell it."""
+
+
+class Launched(Protocol):
+    """One process that was started."""
+
+    @property
+    def pid(self) -> int | None:
+        """Where it runs; None when that is not known (yet)."""
+        ...
+
+    def send(self, signum: signal.Signals) -> None:
+        """Signal it; does nothing once it has ended."""
+        ...
+
+
+class Launcher(Protocol):
+    """Starts the processes of one cluster. Called on the event loop, on one thread."""
+
+    @property
+    def config_path(self) -> Path:
+        """Where the configuration stands, once `open`."""
+        ...
+
+    def settle(self, config: ClusterConfig) -> ClusterConfig:
+        """Whatever the user left open, such as ports. Raises ConfigError for what cannot be."""
+        ...
+
+    def open(self, config: ClusterConfig) -> None:
+        """Before the first process: what they will read."""
+        ...
+
+    def configure(self, config: ClusterConfig) -> None:
+        """What processes read from now on, upon SIGHUP or when they start."""
+        ...
+
+    def address(self, config: ClusterConfig, role: Role) -> str:
+        """Where one more worker is to listen; empty where that turns out when it serves."""
+        ...
+
+    def replace(self, name: str, retired: str) -> None:
+        """Whoever is started next by this name takes the place of the other, which leaves or has left."""
+        ...
+
+    def start(self, plan: ProcessPlan, callbacks: Callbacks) -> Launched:
+        """Raises OSError when it cannot."""
+        ...
+
+    def close(self) -> None:
+        """Every process has ended."""
+        ...
+
+
+def plan_one_more(launcher: Launcher, config: ClusterConfig, role: Role, index: int) -> ProcessPlan:
+    """One process beside those that there are. Raises ConfigError."""
+    if role is Role.ROUTER:
+        return plan_router(config, index)
+    return plan_worker(config, role, index, launcher.address(config, role))
+
+
+class LocalLauncher:
+    """On this machine, each in a session of its own. Use it on the thread that lives longest (see Child)."""
+
+    def __init__(
+        self, command: Command = module_command, *, routers_only: bool = False, gpus: GpuHost | None = None
+    ) -> None:
+        """`routers_only`: the workers are elsewhere, as the configuration says. `gpus`: this machine's."""
+        self._command = command
+        self._routers_only = routers_only
+        self._gpus = WorkerGpus(gpus or NvidiaHost(os.environ))
+        self._files = ExitStack()
+        self._config = ClusterConfig()
+        self.config_path = Path()
+        """What every process reads, once `open`."""
+
+    def settle(self, config: ClusterConfig) -> ClusterConfig:
+        """Free ports in place of those that are 0. Raises ConfigError."""
+        return with_router_ports(config) if self._routers_only else make_effective(config)
+
+    def open(self, config: ClusterConfig) -> None:
+        """Write the file that all of them read, in a folder that only this user can enter."""
+        directory = self._files.enter_context(tempfile.TemporaryDirectory(prefix="tandem-"))
+        self.config_path = self._files.enter_context(written(config, Path(directory)))
+        self._config = config
+        if not self._routers_only:
+            self._gpus.plan(config, plan_processes(config))
+
+    def configure(self, config: ClusterConfig) -> None:
+        """Replace that file at once: nobody reads half of it. Raises OSError."""
+        try:
+            enter_privately(self.config_path.parent, "configuration")
+        except ConfigError as error:
+            raise OSError(str(error)) from None
+        rewrite(config, self.config_path)
+        self._config = config
+
+    def address(self, config: ClusterConfig, role: Role) -> str:
+        """A free port of the pool's host. Raises ConfigError."""
+        pool = config.prefill if role is Role.PREFILL else config.decode
+        with PortDrawer() as ports:
+            return join(pool.host, ports.draw(pool.host, f"{role.value}.host"))
+
+    def replace(self, name: str, retired: str) -> None:
+        """On the same GPUs."""
+        self._gpus.replace(name, retired)
+
+    def start(self, plan: ProcessPlan, callbacks: Callbacks) -> Child:
+        """Raises OSError when the machine is out of processes, descriptors or memory."""
+        if not self.config_path.exists():  # temporary folders are tidied of what nobody has read for days
+            self.configure(self._config)
+        environment = child_environment(os.environ)
+        place = self._gpus.arguments(self._config, plan)
+
+        def ended(status: int) -> None:
+            self._gpus.leave(plan.name)
+            callbacks.on_exit(status)
+
+        return Child(
+            lambda ready_fd: [*self._command(plan, self.config_path, ready_fd), *place],
+            environment,
+            replace(callbacks, on_exit=ended),
+        )
+
+    def close(self) -> None:
+        """Remove what was written."""
+        self._files.close()

@@ -1,0 +1,132 @@
+"""What is known of each process of a running cluster: its plan, and what it has said and written since it began."""
+
+import signal
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from cluster.processes.launcher import Launched
+from cluster.supervisor.process_view import ProcessView
+from cluster.supervisor.rollout import Member
+from cluster.supervisor.supervisor import ProcessPlan, ProcessState, Role
+from tandem.process.lifetime import REACHES
+
+LOG_TAIL_LINES = 20
+
+
+@dataclass(slots=True)
+class _Known:
+    """One process."""
+
+    plan: ProcessPlan
+    child: Launched | None = None
+    """While it is alive."""
+    ready: Mapping[str, Any] | None = None
+    """Its last ready line."""
+    reaches: frozenset[str] | None = None
+    """Of a router: the addresses of the workers that answer it."""
+    tail: deque[str] = field(default_factory=lambda: deque(maxlen=LOG_TAIL_LINES))
+
+
+class ProcessBook:
+    """Facts of all processes; their states are the supervisor's. Takes no decision."""
+
+    def __init__(self, plans: Iterable[ProcessPlan], state_of: Callable[[str], ProcessState]) -> None:
+        """`plans`: of those that there are from the beginning."""
+        self._known = {plan.name: _Known(plan) for plan in plans}
+        self._state_of = state_of
+
+    def __iter__(self) -> Iterator[str]:
+        """Names, workers first."""
+        return iter(list(self._known))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._known
+
+    def plan(self, name: str) -> ProcessPlan:
+        """Raises KeyError."""
+        return self._known[name].plan
+
+    def view(self, name: str, *, door: str) -> ProcessView:
+        """As a user is shown it; `door`: the address of every router."""
+        known = self._known[name]
+        return ProcessView(
+            name=name,
+            role=known.plan.role,
+            state=self._state_of(name),
+            pid=None if known.child is None else known.child.pid,
+            address=door if known.plan.role is Role.ROUTER else known.plan.address,
+            ready=known.ready or {},
+        )
+
+    def member(self, name: str) -> Member:
+        """As a change sees it."""
+        known, plan = self._known[name], self._known[name].plan
+        state = self._state_of(name)
+        return Member(role=plan.role, index=plan.index, state=state, address=plan.address, reaches=known.reaches)
+
+    def members(self) -> dict[str, Member]:
+        """All of them."""
+        return {name: self.member(name) for name in self._known}
+
+    def router_facts(self) -> Mapping[str, Any]:
+        """The ready line of any router process: they share their doors. Empty before there is one."""
+        routers = (known.ready for known in self._known.values() if known.plan.role is Role.ROUTER)
+        return next((ready for ready in routers if ready is not None), {})
+
+    def tail(self, name: str) -> tuple[str, ...]:
+        """The last lines that it wrote."""
+        return tuple(self._known[name].tail) if name in self._known else ()
+
+    def add(self, plan: ProcessPlan) -> None:
+        """One more."""
+        self._known[plan.name] = _Known(plan)
+
+    def forget(self, name: str) -> None:
+        """It is of the set no more."""
+        del self._known[name]
+
+    def launching(self, name: str) -> None:
+        """It is started (again): what it wrote and reached before is another process's."""
+        known = self._known[name]
+        known.tail.clear()
+        known.reaches = None
+
+    def launched(self, name: str, child: Launched) -> None:
+        """It lives."""
+        self._known[name].child = child
+
+    def serves(self, name: str, info: Mapping[str, Any]) -> None:
+        """Its ready line; a worker that a launcher placed says there where it listens."""
+        known = self._known[name]
+        known.ready = info
+        if known.plan.role is not Role.ROUTER and (told := str(info.get("address") or "")):
+            known.plan = replace(known.plan, address=told)
+
+    def learns(self, name: str, news: Mapping[str, Any]) -> bool:
+        """What it says while it serves; False: nothing that is known here."""
+        if not isinstance(reached := news.get(REACHES), list) or name not in self._known:
+            return False
+        self._known[name].reaches = frozenset(map(str, reached))
+        return True
+
+    def wrote(self, name: str, line: str) -> None:
+        """A line to stdout or stderr."""
+        if name in self._known:
+            self._known[name].tail.append(line)
+
+    def exited(self, name: str) -> None:
+        """It lives no more."""
+        if name in self._known:
+            self._known[name].child = None
+
+    def send(self, name: str, signum: signal.Signals) -> None:
+        """Signal it. Raises KeyError where there is none of that name, or none alive."""
+        if (child := self._known[name].child) is None:
+            raise KeyError(name)
+        child.send(signum)
+
+    def is_alive(self, name: str) -> bool:
+        """Whether it can be signalled."""
+        return name in self._known and self._known[name].child is not None

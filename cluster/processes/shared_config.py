@@ -1,0 +1,41 @@
+"""The configuration that every process of a cluster reads, and how it changes while they run."""
+
+from collections.abc import Mapping
+
+from cluster.processes.effective_config import with_addresses, with_sizes, with_watching
+from cluster.processes.launcher import Launcher
+from cluster.supervisor.failures import ChangeFailed
+from cluster.supervisor.supervisor import Role
+from tandem.config.cluster import ClusterConfig
+
+
+class SharedConfig:
+    """What was written last is what `config` says: what cannot be written changes nothing."""
+
+    def __init__(self, launcher: Launcher, config: ClusterConfig) -> None:
+        """`config` as the user wrote it. Raises ConfigError for what cannot be."""
+        self._launcher = launcher
+        self.config = launcher.settle(config)
+
+    def resize(self, sizes: Mapping[Role, int]) -> None:
+        """So many workers each pool is to have: what is started shares the machine by that. Raises ChangeFailed."""
+        try:
+            self._write(with_sizes(self.config, {role.value: size for role, size in sizes.items()}))
+        except OSError as error:  # a full disk, or somebody tidied the temporary folder
+            raise ChangeFailed(f"the configuration cannot be written: {error.strerror or error}") from None
+
+    def name_workers(self, *, prefill: tuple[str, ...], decode: tuple[str, ...]) -> bool:
+        """The addresses that routers are to know; False: they do. Raises OSError."""
+        named = with_addresses(self.config, prefill=prefill, decode=decode)
+        if named == self.config:
+            return False
+        self._write(named)
+        return True
+
+    def watch_as(self, fresh: ClusterConfig) -> None:
+        """What of it needs no restart is to hold from the next SIGHUP on. Raises OSError."""
+        self._write(with_watching(self.config, fresh))
+
+    def _write(self, config: ClusterConfig) -> None:
+        self._launcher.configure(config)
+        self.config = config

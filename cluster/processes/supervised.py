@@ -1,0 +1,237 @@
+"""Carries facts of running processes to their supervisor and to a rollout, and carries out what these decide."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from cluster.processes.child import Callbacks
+from cluster.processes.launcher import EXIT_NOT_STARTED, Launcher, plan_one_more
+from cluster.processes.process_table import ProcessBook
+from cluster.processes.shared_config import SharedConfig
+from cluster.supervisor.process_view import ProcessView, Watcher
+from cluster.supervisor.rollout import Add, Progress, Retire, Rollout, RolloutState
+from cluster.supervisor.supervisor import Action, Gone, Launch, Note, Phase, Role, Send, Supervisor
+from tandem.errors import ConfigError
+from tandem.rpc.hosts import join
+
+_WRITE_AGAIN_S = 5.0
+"""After the configuration could not be written."""
+
+
+class SupervisedProcesses:
+    """The processes of one cluster while it lives. Use it on the event loop."""
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        launcher: Launcher,
+        shared: SharedConfig,
+        watcher: Watcher,
+        *,
+        names_workers: bool,
+    ) -> None:
+        """`names_workers`: routers are told where the workers are, since those are among these processes."""
+        self.supervisor = supervisor
+        self.book = ProcessBook(supervisor.plans, supervisor.state)
+        self.rollout: Rollout | None = None
+        """The change that is under way."""
+        self._tell: Callable[[str], None] = _nobody
+        self._launcher = launcher
+        self._shared = shared
+        self._watcher = watcher
+        self._names_workers = names_workers
+        self._timer: asyncio.TimerHandle | None = None
+        self._publish_at: float | None = None
+        """When to try that again, where it has failed."""
+        self._changed = asyncio.Event()
+
+    def view(self, name: str) -> ProcessView:
+        """What a user is shown of it. Raises KeyError."""
+        router = self._shared.config.router
+        return self.book.view(name, door=join(router.host, router.port))
+
+    async def until(self, reached: Callable[[], bool]) -> None:
+        """Wait; it is asked whenever something has changed."""
+        while not reached():
+            self._changed.clear()
+            await self._changed.wait()
+
+    def start(self) -> None:
+        """All of them, workers first."""
+        self.apply(self.supervisor.start(_now()))
+
+    def stop(self) -> None:
+        """Begin to drain, routers first."""
+        self.apply(self.supervisor.stop(_now()))
+
+    def kill(self) -> None:
+        """SIGKILL to all."""
+        self.apply(self.supervisor.kill(_now()))
+
+    def reread(self) -> None:
+        """Have all look at what may change while they run."""
+        self.apply(self.supervisor.reread())
+
+    def begin(self, rollout: Rollout, tell: Callable[[str], None]) -> None:
+        """Go on with this change from now on; `tell` hears how it goes."""
+        self.rollout, self._tell = rollout, tell
+        try:
+            self.apply([])
+        except BaseException:
+            self.rollout, self._tell = None, _nobody
+            raise
+
+    def apply(self, actions: list[Action]) -> None:
+        """Carry out, then wake whoever waits and set the alarm for what is due next."""
+        self._carry_out(actions)
+        self._advance()
+        self.cancel_alarm()
+        of_change = None if self.rollout is None else self.rollout.next_wake()
+        wakes = (self.supervisor.next_wake(), of_change, self._publish_at)
+        wake = min((at for at in wakes if at is not None), default=None)
+        self._timer = None if wake is None else asyncio.get_running_loop().call_at(wake, self._tick)
+        self._changed.set()
+
+    def cancel_alarm(self) -> None:
+        """Nothing is due."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _carry_out(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Launch():
+                    self._launch(action.name)
+                case Send():
+                    if self.book.is_alive(action.name):
+                        self.book.send(action.name, action.signum)
+                case Note():
+                    self._watcher.on_note(action)
+                case Gone():
+                    self._forget(action)
+
+    def _advance(self) -> None:
+        """Go on with the change that is under way, as far as it goes by now."""
+        if (rollout := self.rollout) is None:
+            return
+        if self.supervisor.phase is not Phase.RUNNING:
+            rollout.abandon(f"the cluster is {self.supervisor.phase.value}")
+        while orders := rollout.advance(self.book.members(), _now()):
+            for order in orders:
+                match order:
+                    case Add():
+                        self._add(order, rollout)
+                    case Retire():
+                        self._retire(order.name)
+                    case Progress():
+                        # In a turn of its own: whoever hears it may want something of us.
+                        asyncio.get_running_loop().call_soon(self._tell, order.text)
+        if rollout.state is not RolloutState.UNDER_WAY:
+            self.rollout, self._tell = None, _nobody
+
+    def _add(self, order: Add, rollout: Rollout) -> None:
+        try:
+            plan = plan_one_more(self._launcher, self._shared.config, order.role, order.index)
+        except ConfigError as error:  # no free port
+            rollout.abandon(str(error))
+            return
+        if order.replaces is not None:
+            self._launcher.replace(plan.name, order.replaces)
+        self.book.add(plan)
+        rollout.started(plan.name)
+        self._carry_out(self.supervisor.add(plan, _now(), is_needed=order.is_needed))
+        self._publish()  # whom it replaces has left: who waits for a worker knows that one comes
+
+    def _retire(self, name: str) -> None:
+        actions = self.supervisor.retire(name, _now())
+        self._carry_out([action for action in actions if isinstance(action, Gone)])  # it was dead: ask no more of it
+        # Routers keep the session that is up; they will not look for another one at this address.
+        self._publish()
+        self._carry_out([action for action in actions if not isinstance(action, Gone)])
+
+    def _forget(self, gone: Gone) -> None:
+        name, last_line = gone.name, self.book.tail(gone.name)[-1:]
+        failure = None if gone.failure is None else ": ".join([gone.failure, *last_line])
+        self.book.forget(name)
+        if failure is not None:
+            self._watcher.on_note(Note(name=name, text=f"is given up: {failure}", is_error=True))
+        elif self.rollout is None or not self.rollout.tells_end(name):
+            self._watcher.on_note(Note(name=name, text="has left"))
+        if self.rollout is not None:
+            self.rollout.gone(name, failure)
+
+    def _publish(self) -> None:
+        """Where the workers are, for routers to read."""
+        if not self._names_workers:
+            return
+        prefill, decode = self._addresses(Role.PREFILL), self._addresses(Role.DECODE)
+        tried_at, self._publish_at = self._publish_at, None
+        try:
+            if not self._shared.name_workers(prefill=prefill, decode=decode):
+                return
+        except OSError as error:  # routers go on with what they know, and hear of it when it can be written again
+            self._publish_at = _now() + _WRITE_AGAIN_S
+            if tried_at is None:
+                self._watcher.on_note(Note(name="configuration", text=f"cannot be written: {error}", is_error=True))
+            return
+        self._carry_out(self.supervisor.reread(Role.ROUTER))
+
+    def _addresses(self, role: Role) -> tuple[str, ...]:
+        plans = [self.book.plan(name) for name in self.book if self.supervisor.is_member(name)]
+        return tuple(plan.address for plan in plans if plan.role is role and plan.address)
+
+    def _launch(self, name: str) -> None:
+        callbacks = Callbacks(
+            on_loading=lambda report: self._watcher.on_loading(name, report),
+            on_ready=lambda info: self._on_ready(name, info),
+            on_beat=lambda: self.supervisor.on_beat(name, _now()),
+            on_news=lambda news: self._on_news(name, news),
+            on_log=lambda line: self._on_log(name, line),
+            on_exit=lambda status: self._on_exit(name, status),
+            on_room=lambda has_room: self._on_room(name, has_room),
+        )
+        self.book.launching(name)
+        try:
+            self.book.launched(name, self._launcher.start(self.book.plan(name), callbacks))
+        except OSError as error:  # out of processes, descriptors or memory: an exit like any other
+            self._on_log(name, f"cannot start: {error}")
+            asyncio.get_running_loop().call_soon(self._on_exit, name, EXIT_NOT_STARTED)
+        self._watcher.on_state(self.view(name))
+
+    def _on_room(self, name: str, has_room: bool) -> None:
+        self.supervisor.on_room(name, has_room, _now())
+        self.apply([])
+
+    def _on_ready(self, name: str, info: Mapping[str, Any]) -> None:
+        self.book.serves(name, info)
+        actions = self.supervisor.on_ready(name, _now())
+        self._publish()
+        self.apply(actions)
+        self._watcher.on_state(self.view(name))
+
+    def _on_news(self, name: str, news: Mapping[str, Any]) -> None:
+        if self.book.learns(name, news):
+            self.apply([])
+
+    def _on_log(self, name: str, line: str) -> None:
+        self.book.wrote(name, line)
+        self._watcher.on_log(name, line)
+
+    def _on_exit(self, name: str, status: int) -> None:
+        self.book.exited(name)
+        self.apply(self.supervisor.on_exited(name, status, _now()))
+        if name in self.book:
+            self._watcher.on_state(self.view(name))
+
+    def _tick(self) -> None:
+        if self._publish_at is not None and self._publish_at <= _now():
+            self._publish()
+        self.apply(self.supervisor.tick(_now()))
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _nobody(_text: str) -> None:
+    """Until somebody asks for a change."""

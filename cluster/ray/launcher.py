@@ -1,0 +1,241 @@
+"""The launcher of `tandem up --ray`: workers as processes on the nodes of a Ray cluster, routers as processes here.
+
+It carries facts between the actors (`cluster.ray.host`), the pure `cluster.supervisor.ray_placement` and the callbacks
+that a local process would call (`cluster.processes.child`). A worker whose node is gone has ended like any other, and
+is placed anew when the supervisor starts it again. Where a worker listens is known when it serves.
+"""
+
+import asyncio
+import secrets
+import signal
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from pydantic import SecretStr
+
+from cluster.processes.child import Callbacks
+from cluster.processes.effective_config import with_router_ports
+from cluster.processes.launcher import EXIT_NOT_STARTED, Launched, LocalLauncher
+from cluster.ray.session import HostHandle, NodeLost, RaySession
+from cluster.supervisor.ray_placement import GPU, Node, Placement, bundle_of, told, worker_config
+from cluster.supervisor.supervisor import ProcessPlan, Role
+from router.workers.silence import SilenceWatch
+from tandem.config.cluster import ClusterConfig, dump
+from tandem.errors import ConfigError
+from tandem.process.load_progress import LoadReport
+from tandem.rpc.hosts import join
+
+LEASE_S = 60.0
+"""An actor of which `tandem up` has asked nothing for so long ends, and its worker with it."""
+_ROOM_S = 5.0
+"""A worker that finds no room for so long says so, then after twice as long, and so on."""
+_MAX_ROOM_S = 600.0
+"""Most time between two such words."""
+_LOOKS = 8
+"""So often within `ray.silence_s` it is looked whether an actor is silent."""
+
+
+class RayLauncher:
+    """Use it on the thread that lives longest: routers are children of it."""
+
+    def __init__(self, session: RaySession, *, model_path: str | None = None) -> None:
+        """`model_path`: how nodes are to find the model, if not as this machine does; a hub id is fetched there."""
+        self._session = session
+        self._model_path = model_path
+        self._local = LocalLauncher()
+        self.placement = Placement()
+        self.config = ClusterConfig()
+
+    def settle(self, config: ClusterConfig) -> ClusterConfig:
+        """The routers' ports and the secret; workers find their own. Raises ConfigError for addresses."""
+        for name, pool in (("prefill", config.prefill), ("decode", config.decode)):
+            if pool.addresses:
+                raise ConfigError(f"{name}.addresses: with Ray, workers are where Ray has room for them")
+        secret = config.secret or SecretStr(secrets.token_urlsafe(32))
+        return with_router_ports(config).model_copy(update={"secret": secret})
+
+    @property
+    def config_path(self) -> Path:
+        """What routers read."""
+        return self._local.config_path
+
+    def open(self, config: ClusterConfig) -> None:
+        """The file that routers read."""
+        self.config = config
+        self._local.open(config)
+
+    def configure(self, config: ClusterConfig) -> None:
+        """Of the routers at once; a worker has it before it is told to read again."""
+        self._local.configure(config)  # what cannot be written changes nothing
+        self.config = config
+
+    def address(self, config: ClusterConfig, role: Role) -> str:
+        """It turns out when the worker serves."""
+        return ""
+
+    def replace(self, name: str, retired: str) -> None:
+        """Ray says where it goes."""
+
+    def start(self, plan: ProcessPlan, callbacks: Callbacks) -> Launched:
+        """A router here; a worker wherever there is room, as soon as there is."""
+        if plan.role is Role.ROUTER:
+            return self._local.start(plan, callbacks)
+        return RayProcess(self, self._session, plan, callbacks)
+
+    def close(self) -> None:
+        """Remove what was written."""
+        self._local.close()
+
+    def config_on(self, role: Role, node: Node) -> str:
+        """What a worker on this node reads."""
+        return dump(worker_config(self.config, role, node, self._model_path or self.config.model.path))
+
+
+class RayProcess:
+    """One worker, from the search for a node to its end."""
+
+    def __init__(self, launcher: RayLauncher, session: RaySession, plan: ProcessPlan, callbacks: Callbacks) -> None:
+        self._launcher = launcher
+        self._session = session
+        self._plan = plan
+        self._callbacks = callbacks
+        self._host: HostHandle | None = None
+        self._node: Node | None = None
+        self._is_started = self._has_ended = False
+        self._orders: set[asyncio.Task[None]] = set()
+        self.pid: int | None = None
+        """On its node."""
+        self._life = asyncio.get_running_loop().create_task(self._live())
+        # Not the end of `_live`: a task that is cancelled in the turn that made it never begins.
+        self._life.add_done_callback(self._ended)
+
+    def send(self, signum: signal.Signals) -> None:
+        """A worker without a process has nothing to drain: whatever is to end it does so at once."""
+        if self._has_ended:
+            return
+        if not self._is_started:
+            if signum is not signal.SIGHUP:
+                self._life.cancel()
+            return
+        order = asyncio.get_running_loop().create_task(self._signal(signum))
+        self._orders.add(order)
+        order.add_done_callback(self._orders.discard)
+
+    async def _signal(self, signum: signal.Signals) -> None:
+        assert self._host is not None and self._node is not None  # noqa: S101, PT018  # narrows
+        with suppress(NodeLost, ConfigError, OSError):  # its end is told by whoever listens
+            if signum is signal.SIGHUP:
+                await self._host.configure(self._launcher.config_on(self._plan.role, self._node))
+            await asyncio.wait_for(self._host.send(signum), self._silence_s)
+            return
+        if signum is signal.SIGKILL:
+            self._life.cancel()
+
+    async def _live(self) -> int:
+        """Until its end; the exit status."""
+        try:
+            return await self._run()
+        except NodeLost as error:
+            self._callbacks.on_log(f"lost with its node: {error}")
+            self._launcher.placement.lost(self._plan.name, asyncio.get_running_loop().time())
+            return -signal.SIGKILL if self._is_started else EXIT_NOT_STARTED
+        except (ConfigError, OSError) as error:
+            self._callbacks.on_log(f"cannot start: {error}")
+            return EXIT_NOT_STARTED
+
+    def _ended(self, life: asyncio.Task[int]) -> None:
+        """Tell of its end, whatever it was."""
+        self._has_ended = True
+        self._launcher.placement.leave(self._plan.name)
+        if not life.cancelled() and (error := life.exception()) is not None:
+            self._callbacks.on_log(f"is lost to trouble with Ray: {type(error).__name__}: {error}")
+        is_told = not life.cancelled() and life.exception() is None
+        self._callbacks.on_exit(life.result() if is_told else -signal.SIGKILL)
+
+    async def _run(self) -> int:
+        role, launcher = self._plan.role, self._launcher
+        nodes = await self._session.nodes()
+        bundle = bundle_of(launcher.config, role, has_gpus=any(GPU in node.total for node in nodes))
+        now = asyncio.get_running_loop().time()
+        near = launcher.placement.choose(self._plan.name, role, bundle, nodes, now)
+        self._callbacks.on_room(False)
+        telling = asyncio.get_running_loop().create_task(self._tell_want(bundle))
+        try:
+            async with self._session.host(self._plan.name, bundle, near, LEASE_S) as host:
+                telling.cancel()
+                self._callbacks.on_room(True)
+                node_id, address = await host.where()
+                self._host, self._node = host, await self._node_of(node_id)
+                launcher.placement.settle(self._plan.name, role, bundle, node_id)
+                text = launcher.config_on(role, self._node)
+                self.pid = await host.start(role.value, self._plan.index, join(address, 0), text)
+                self._is_started = True
+                return await self._listen(host)
+        finally:
+            telling.cancel()
+
+    async def _node_of(self, node_id: str) -> Node:
+        found = [node for node in await self._session.nodes() if node.node_id == node_id]
+        if not found:
+            raise NodeLost("the node was gone before the worker began")
+        return found[0]
+
+    async def _listen(self, host: HostHandle) -> int:
+        """Pass on what the actor tells; the exit status."""
+        loop, look_s = asyncio.get_running_loop(), self._silence_s / _LOOKS
+        watch = SilenceWatch(silence_s=self._silence_s, period_s=look_s, now_s=loop.time())
+        listening = loop.create_task(host.listen())
+        try:
+            while True:
+                await asyncio.wait({listening}, timeout=look_s)
+                is_silent = watch.is_silent(loop.time())
+                if not listening.done():
+                    if is_silent:
+                        raise NodeLost(f"nothing is heard of it for {self._silence_s:g} s")
+                    continue
+                watch.heard(loop.time())
+                for kind, value in listening.result():
+                    if kind == "exit":
+                        return int(value)
+                    self._pass_on(kind, value)
+                listening = loop.create_task(host.listen())
+        finally:
+            listening.cancel()
+
+    def _pass_on(self, kind: str, value: Any) -> None:
+        match kind:
+            case "log":
+                self._callbacks.on_log(value)
+            case "beat":
+                self._callbacks.on_beat()
+            case "loading":
+                self._callbacks.on_loading(LoadReport.read(value))
+            case "ready":
+                self._callbacks.on_ready(value)
+            case "news":
+                self._callbacks.on_news(value)
+
+    async def _tell_want(self, bundle: Mapping[str, float]) -> None:
+        """While it waits for room: what it waits for and what there is, less and less often."""
+        wait_s = _ROOM_S
+        while True:
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, _MAX_ROOM_S)
+            with suppress(NodeLost):
+                self._callbacks.on_log(_want(bundle, await self._session.nodes()))
+
+    @property
+    def _silence_s(self) -> float:
+        return self._launcher.config.ray.silence_s
+
+
+def _want(bundle: Mapping[str, float], nodes: list[Node]) -> str:
+    room = "; ".join(f"{node.host} has {told(_shown(node.free, bundle)) or 'none of that'}" for node in nodes)
+    hopeless = "" if any(node.could_hold(bundle) for node in nodes) else ", and no node is that large"
+    return f" WARNING waits for a Ray node with {told(bundle)} free ({room}){hopeless}"
+
+
+def _shown(free: Mapping[str, float], bundle: Mapping[str, float]) -> dict[str, float]:
+    return {name: amount for name, amount in free.items() if name in bundle}

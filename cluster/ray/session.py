@@ -1,0 +1,268 @@
+"""This process as a driver of a Ray cluster: how it comes in, which nodes there are, and one actor in its place.
+
+Ray itself waits half a minute and more for a head that is not there or that refuses its token, and then says neither.
+So the head is asked first, once.
+"""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Mapping, MutableMapping
+from contextlib import asynccontextmanager, suppress
+from typing import Any, Self
+
+from cluster.ray.blocking_call import held
+from cluster.ray.host import WorkerHost
+from cluster.supervisor.ray_placement import CPU, GPU, MEMORY, STRATEGY, Node
+from tandem.errors import ConfigError
+
+LOCAL, AUTO = "local", "auto"
+_CLIENT_SCHEME = "ray://"
+_MIN_VERSION = (2, 52)
+_ASK_S = 5.0
+"""For the head's answer."""
+_END_S = 5.0
+"""For the head to end an actor, and to take a placement group back, before whoever wants that goes on without it."""
+_AUTH_MODE = "RAY_AUTH_MODE"
+_CLUSTER_ID = "/ray.rpc.NodeInfoGcsService/GetClusterId"
+_TOKEN_HINT = "RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token"  # noqa: S105  # names of places
+
+
+class NodeLost(Exception):
+    """An actor's node, or the actor itself, is gone or answers no more."""
+
+
+class HostHandle:
+    """An actor (`cluster.ray.host`) to be talked with. Every call raises NodeLost once it cannot answer."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    async def where(self) -> tuple[str, str]:
+        """Id and address of its node."""
+        node_id, host = await self._call("where")
+        return node_id, host
+
+    async def start(self, role: str, index: int, address: str, config: str) -> int:
+        """Raises ConfigError or OSError, too."""
+        return int(await self._call("start", role, index, address, config))
+
+    async def configure(self, config: str) -> None:
+        """Replace what its worker reads."""
+        await self._call("configure", config)
+
+    async def listen(self) -> list[tuple[str, Any]]:
+        """What has happened."""
+        words: list[tuple[str, Any]] = await self._call("listen")
+        return words
+
+    async def send(self, signum: int) -> None:
+        """Signal its worker."""
+        await self._call("send", signum)
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        from ray.exceptions import RayError, RayTaskError
+
+        try:
+            return await getattr(self._actor, method).remote(*arguments)
+        except RayTaskError as error:  # the actor's own word
+            cause = getattr(error, "cause", None)
+            if isinstance(cause, (ConfigError, OSError)):
+                raise cause from None
+            raise NodeLost(_last_line(error)) from None
+        except RayError as error:
+            raise NodeLost(_reason(error)) from None
+
+
+class RaySession:
+    """A connection to a Ray cluster. `with connect(address) as session:`; leaving it ends every actor of ours."""
+
+    def __init__(self, address: str, *, warning: str | None) -> None:
+        self.address = address
+        self.warning = warning
+        """What the user should know of this cluster's doors."""
+        self._num_placed = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        import ray
+
+        ray.shutdown()
+
+    async def nodes(self) -> list[Node]:
+        """Those that are alive. Raises NodeLost where the head does not say."""
+        from ray.exceptions import RayError
+
+        try:
+            return await asyncio.to_thread(_nodes)
+        except RayError as error:
+            raise NodeLost(_last_line(error)) from None
+
+    @asynccontextmanager
+    async def host(
+        self, what: str, bundle: Mapping[str, float], near: Node | None, lease_s: float
+    ) -> AsyncIterator[HostHandle]:
+        """An actor in a placement group of its own; both are gone at the end. Waits until some node has room.
+
+        `near`: where it should be; Ray takes another node if that one is gone or full by then.
+        """
+        from ray.exceptions import RayError
+
+        self._num_placed += 1
+        name = f"tandem {what} #{self._num_placed}"
+        try:
+            async with held(lambda: _reserved(name, bundle, near), _give_back, end_s=_END_S) as group:
+                await (await asyncio.to_thread(group.ready))
+                async with held(lambda: _actor(group, bundle, lease_s), _dismiss, end_s=_END_S) as actor:
+                    yield HostHandle(actor)
+        except RayError as error:
+            raise NodeLost(_last_line(error)) from None
+
+
+def _reserved(name: str, bundle: Mapping[str, float], near: Node | None) -> Any:
+    from ray.util.placement_group import placement_group
+
+    near_id = None if near is None else near.node_id
+    return placement_group([dict(bundle)], strategy=STRATEGY, name=name, _soft_target_node_id=near_id)
+
+
+def _actor(group: Any, bundle: Mapping[str, float], lease_s: float) -> Any:
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    host = ray.remote(WorkerHost).options(
+        num_cpus=bundle[CPU],
+        num_gpus=bundle.get(GPU, 0),
+        memory=bundle.get(MEMORY),
+        resources={name: amount for name, amount in bundle.items() if name not in (CPU, GPU, MEMORY)},
+        max_restarts=0,  # the supervisor decides that
+        max_concurrency=8,
+        scheduling_strategy=PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=0),
+    )
+    return host.remote(lease_s)
+
+
+def _dismiss(actor: Any) -> None:
+    import ray
+
+    with suppress(ray.exceptions.RayError, RuntimeError, ValueError):  # it has ended, or Ray has
+        ray.kill(actor)
+
+
+def _give_back(group: Any) -> None:
+    import ray
+    from ray.util.placement_group import remove_placement_group
+
+    with suppress(ray.exceptions.RayError, RuntimeError, ValueError):  # it is gone, or Ray is
+        remove_placement_group(group)
+
+
+def connect(address: str, environment: MutableMapping[str, str] = os.environ) -> RaySession:
+    """Join a Ray cluster, or start one here (`local`). Raises ConfigError at once for whatever stands in the way.
+
+    Call it on the main thread, before signals are handled: Ray takes SIGTERM, and whoever comes later has it.
+    """
+    if address.startswith(_CLIENT_SCHEME):
+        raise ConfigError(
+            "ray.address: ray:// is for interactive clients; run `tandem up` on a node of the Ray cluster"
+        )
+    # Before Ray is imported, which reads it then. Not said is not the same as not wanted.
+    mode = environment.setdefault(_AUTH_MODE, "token")
+    ray = _module()
+    if address != LOCAL:
+        address = _head_of(address)
+        _ask(ray, address)
+    try:
+        ray.init(address=address, log_to_driver=False, configure_logging=False, **_own_cluster(address))
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        raise ConfigError(f"ray.address: {_last_line(error)}") from None
+    warning = None
+    if mode != "token":
+        warning = f"{_AUTH_MODE} is {mode}: whoever reaches the Ray cluster can run anything on it and read its secrets"
+    return RaySession(address, warning=warning)
+
+
+def _module() -> Any:
+    try:
+        import ray
+    except ImportError:
+        raise ConfigError("--ray needs the `ray` extra: pip install 'tandem-serve[ray]'") from None
+    version = tuple(int(part) for part in ray.__version__.split(".")[:2])
+    if version < _MIN_VERSION:
+        needed = ".".join(map(str, _MIN_VERSION))
+        raise ConfigError(f"--ray needs Ray {needed} or newer, which asks for a token; this is {ray.__version__}")
+    return ray
+
+
+def _own_cluster(address: str) -> dict[str, Any]:
+    """What is asked for where a cluster is started; one that runs has its own mind."""
+    return {"include_dashboard": False} if address == LOCAL else {}
+
+
+def _head_of(address: str) -> str:
+    """host:port of the head."""
+    from ray._private.services import canonicalize_bootstrap_address_or_die
+
+    try:
+        return str(canonicalize_bootstrap_address_or_die(address))
+    except (ConnectionError, ValueError) as error:
+        raise ConfigError(f"ray.address: {_last_line(error)}") from None
+
+
+def _ask(ray: Any, address: str) -> None:
+    """Whether there is a head, and whether it takes our token. Raises ConfigError."""
+    import grpc
+
+    if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+        return  # with certificates of its own; Ray will say
+    try:
+        headers = ray._raylet.AuthenticationTokenLoader.instance().get_token_for_http_header()
+    except (ray.exceptions.RayError, RuntimeError) as error:
+        raise ConfigError(f"no Ray token: {_last_line(error)}; it is looked for in {_TOKEN_HINT}") from None
+    if os.environ[_AUTH_MODE] == "token" and not headers:
+        raise ConfigError(f"no Ray token: it is looked for in {_TOKEN_HINT}")
+    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        ask = channel.unary_unary(_CLUSTER_ID, request_serializer=bytes, response_deserializer=bytes)
+        try:
+            ask(b"", timeout=_ASK_S, metadata=tuple(headers.items()))
+        except grpc.RpcError as error:
+            raise ConfigError(_refusal(address, error.code().name, error.details())) from None
+
+
+def _refusal(address: str, code: str, details: str | None) -> str:
+    if code in ("UNAUTHENTICATED", "PERMISSION_DENIED"):
+        return f"the Ray cluster at {address} refuses this token; it is the one in {_TOKEN_HINT}"
+    if code in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
+        return f"ray.address: no Ray head answers at {address}"
+    return f"ray.address: the Ray head at {address} answers {code}: {details}"
+
+
+def _nodes() -> list[Node]:
+    import ray
+    from ray._private.state import available_resources_per_node
+
+    free = available_resources_per_node()
+    return [
+        Node(
+            node_id=told["NodeID"],
+            host=told["NodeManagerAddress"],
+            total=dict(told["Resources"]),
+            free=dict(free.get(told["NodeID"], {})),
+        )
+        for told in ray.nodes()
+        if told["Alive"]
+    ]
+
+
+def _last_line(error: BaseException) -> str:
+    """Ray's messages are long; of a traceback the end says what happened."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
+
+
+def _reason(error: BaseException) -> str:
+    """Of an actor's death, the sentence that says why."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    why = [line for line in lines if "died because" in line or "node was" in line or "Error" in line]
+    return " ".join(why[:2]) or (lines[0] if lines else type(error).__name__)

@@ -1,0 +1,116 @@
+"""Load made from a seed: conversations of several turns that begin with one of a few shared prefixes.
+
+Conversations begin by a Poisson process, or a gamma one that is more or less bursty; each turn's prompt is everything
+before it and some new tokens. Open loop: the next turn comes when the answer is likely to have been read, whether or
+not the cluster was quick.
+"""
+
+from dataclasses import dataclass, fields
+from math import log
+from random import Random
+
+from cluster.simulator.inputs.block_names import trace_name
+from cluster.simulator.inputs.trace import Trace, TraceRequest
+from tandem.errors import ConfigError
+from tandem.values.ids import BlockHash
+
+_MAX_TURNS = 64
+_SPREAD = 0.8
+"""Of the logarithm of lengths: the longest percent is some six times the median."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadSpec:
+    """What is generated."""
+
+    requests: int = 1_000
+    rate: float = 4.0
+    """Requests a second, over all conversations."""
+    cv: float = 1.0
+    """Coefficient of variation of the time between two conversations: 1 is Poisson."""
+    prefixes: int = 8
+    """Shared beginnings (system prompts); 0: none."""
+    prefix: int = 1_024
+    """Tokens of each."""
+    prompt: float = 512.0
+    """Mean new tokens of a turn."""
+    output: float = 128.0
+    """Mean tokens of an answer."""
+    turns: float = 3.0
+    """Mean turns of a conversation."""
+    think: float = 20.0
+    """Mean seconds from an answer to the next turn."""
+    block: int = 64
+    """Tokens of a named block."""
+
+    @classmethod
+    def parse(cls, text: str) -> "LoadSpec":
+        """From `rate=8,requests=2000,…`. ConfigError names what is wrong."""
+        kinds = {field.name: int if field.type is int or field.type == "int" else float for field in fields(cls)}
+        values: dict[str, float] = {}
+        for part in filter(None, text.split(",")):
+            name, _, value = part.partition("=")
+            try:
+                values[name] = kinds[name](value)
+            except KeyError:
+                raise ConfigError(f"--generate: {name!r} is none of {', '.join(kinds)}") from None
+            except ValueError:
+                raise ConfigError(f"--generate: {name} must be a number, not {value!r}") from None
+        return cls(**values)  # type: ignore[arg-type]
+
+    def __post_init__(self) -> None:
+        for name in ("requests", "rate", "cv", "prompt", "output", "think"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"--generate: {name} must be above 0, not {getattr(self, name)}")
+        if self.turns < 1 or self.prefixes < 0 or self.prefix < 0 or self.block < 16 or self.block % 16:
+            raise ConfigError("--generate: turns >= 1, prefixes >= 0, prefix >= 0, block a multiple of 16")
+
+
+def generate(spec: LoadSpec, seed: int) -> Trace:
+    """The same requests for the same seed."""
+    rng = Random(seed)
+    requests: list[TraceRequest] = []
+    # In the beginning nobody is at a later turn yet: what is kept begins when the load has grown to its rate.
+    grown_s = spec.turns * spec.think
+    begun_s, number, enough_s = 0.0, 0, grown_s
+    while True:
+        requests += _conversation(spec, rng, begun_s, number)
+        begun_s += rng.gammavariate(1.0 / spec.cv**2, spec.cv**2 * spec.turns / spec.rate)
+        number += 1
+        if begun_s >= enough_s:
+            kept = sorted((r for r in requests if grown_s <= r.arrival_s <= begun_s), key=lambda r: r.arrival_s)
+            if len(kept) >= spec.requests:
+                break
+            enough_s = begun_s + (spec.requests - len(kept)) / spec.rate
+    return Trace(name="generated", block_tokens=spec.block, requests=tuple(kept[: spec.requests])).stretched(1.0)
+
+
+def _conversation(spec: LoadSpec, rng: Random, begun_s: float, number: int) -> list[TraceRequest]:
+    prefix = rng.randrange(spec.prefixes) if spec.prefixes else 0
+    num_tokens = spec.prefix if spec.prefixes else 0
+    num_shared = num_tokens // spec.block
+    names: list[BlockHash] = [trace_name(prefix << 64 | index) for index in range(num_shared)]
+    turns: list[TraceRequest] = []
+    arrival_s = begun_s
+    while True:
+        num_prompt = num_tokens + _length(rng, spec.prompt)
+        num_output = _length(rng, spec.output)
+        num_tokens = num_prompt + num_output
+        names += [trace_name(1 << 96 | number << 32 | index) for index in range(len(names), num_tokens // spec.block)]
+        turns.append(
+            TraceRequest(
+                arrival_s=arrival_s,
+                num_prompt_tokens=num_prompt,
+                num_output_tokens=num_output,
+                names=tuple(names),
+                tail=number % 2**31,
+            )
+        )
+        if len(turns) == _MAX_TURNS or rng.random() < 1.0 / spec.turns:
+            return turns
+        arrival_s += rng.expovariate(1.0 / spec.think)
+
+
+def _length(rng: Random, mean: float) -> int:
+    """Lognormal, at least 1."""
+    return max(1, round(rng.lognormvariate(log(mean) - _SPREAD**2 / 2, _SPREAD)))

@@ -1,0 +1,74 @@
+"""How long a worker's step takes: the only thing about a worker that is not the real one.
+
+A step costs a fixed time, and so much for each prompt token, for each pair of a prompt token and a token before it
+(attention), for each sequence that decodes and for each token of their contexts (reading the cache). Affine in each of
+them, so that a run of equal steps has a closed form.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from engine.types.request import BatchItem
+
+
+class StepWork(NamedTuple):
+    """What one step computes."""
+
+    num_prompt_tokens: int
+    num_pairs: int
+    """Of a prompt token and one at or before it."""
+    num_rows: int
+    """Sequences that compute one token."""
+    num_context_tokens: int
+    """Of all rows."""
+
+
+def work_of(items: Iterable[BatchItem]) -> StepWork:
+    """What a batch computes."""
+    num_prompt_tokens = num_pairs = num_rows = num_context_tokens = 0
+    for _, start, num_tokens, _ in items:
+        if num_tokens == 1:
+            num_rows += 1
+            num_context_tokens += start + 1
+        else:
+            num_prompt_tokens += num_tokens
+            num_pairs += num_tokens * (2 * start + num_tokens + 1) // 2
+    return StepWork(num_prompt_tokens, num_pairs, num_rows, num_context_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLatency:
+    """Seconds of a step, by what it computes; and what moving KV takes."""
+
+    step_s: float = 0.0
+    prompt_token_s: float
+    pair_s: float = 0.0
+    row_s: float = 0.0
+    context_token_s: float = 0.0
+    kv_bytes_per_token: int = 131_072
+    """131,072: a model of 8 billion parameters with 8 KV heads of 128, 32 layers, bfloat16."""
+    source: str = "stated"
+    """Where the figures come from."""
+
+    def seconds(self, work: StepWork) -> float:
+        """Of one step."""
+        return (
+            self.step_s
+            + self.prompt_token_s * work.num_prompt_tokens
+            + self.pair_s * work.num_pairs
+            + self.row_s * work.num_rows
+            + self.context_token_s * work.num_context_tokens
+        )
+
+    def run_seconds(self, num_rows: int, num_context_tokens: int, num_steps: int) -> float:
+        """Of steps that only decode, each with `num_rows` tokens of context more than the one before."""
+        first = self.step_s + self.row_s * num_rows + self.context_token_s * num_context_tokens
+        return num_steps * (first + self.context_token_s * num_rows * (num_steps - 1) / 2)
+
+    def prompt_seconds(self, num_cached_tokens: int, num_tokens: int, chunk_tokens: int) -> float:
+        """Of a prompt computed alone, of which a beginning is cached."""
+        num_computed = num_tokens - num_cached_tokens
+        num_pairs = num_computed * (num_cached_tokens + num_tokens + 1) // 2
+        num_steps = -(-num_computed // chunk_tokens)
+        return self.step_s * num_steps + self.prompt_token_s * num_computed + self.pair_s * num_pairs

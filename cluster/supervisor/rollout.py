@@ -1,0 +1,334 @@
+"""In which order a running cluster is changed, so that it never serves with less than before.
+
+A change is a row of steps, one after another; each adds a process, retires one, or does both: then the new one is
+started first, waited for until it serves and every router reaches it, and only then the old one is told to leave. What
+goes wrong with a new one ends the change, and the old one stays. Where there is no room for both, a step in place has
+the old one leave first: until its successor serves the others do its work. Pure: the facts come in, orders go out;
+the clock is an argument.
+"""
+
+from collections import Counter
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from cluster.supervisor.supervisor import ProcessState, Role
+
+KNOWN_S = 60.0
+"""For routers to reach a worker that serves, and for it to give a token."""
+_COUNT_NOT = (ProcessState.RETIRING, ProcessState.ABANDONED)
+"""Of no pool any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One process as it is now."""
+
+    role: Role
+    index: int
+    state: ProcessState
+    address: str = ""
+    """Of a worker."""
+    reaches: frozenset[str] | None = None
+    """Of a router: addresses of the workers that answer it; None before it has told."""
+
+    @property
+    def serves(self) -> bool:
+        """And is to go on with it."""
+        return self.state is ProcessState.READY
+
+
+Members = Mapping[str, Member]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One change of the set."""
+
+    add: Role | None = None
+    retire: str | None = None
+    in_place: bool = False
+    """The one leaves before the other starts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Add:
+    """Start one more process."""
+
+    role: Role
+    index: int
+    is_needed: bool = False
+    """Whom it replaces has left: if it dies it is started again."""
+    replaces: str | None = None
+    """Who leaves for it, or has left."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retire:
+    """Have this process finish its work and end."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Tell whoever asked for the change."""
+
+    text: str
+
+
+Order = Add | Retire | Progress
+
+
+class RolloutState(Enum):
+    """How far a change is."""
+
+    UNDER_WAY = "under way"
+    DONE = "done"
+    FAILED = "failed"
+
+
+class ChangeRefused(ValueError):
+    """A change that makes no sense, or that would leave nothing that answers."""
+
+
+class _Waiting(Enum):
+    NOTHING = "nothing"
+    ADDED = "added"
+    GONE = "gone"
+
+
+@dataclass(slots=True)
+class Rollout:
+    """One change, from its first order to its end."""
+
+    steps: Sequence[Step]
+    known_s: float = KNOWN_S
+    yields: bool = False
+    """To a change that an operator asks for meanwhile."""
+    state: RolloutState = RolloutState.UNDER_WAY
+    failure: str | None = None
+    _position: int = field(init=False, default=0)
+    _waiting: _Waiting = field(init=False, default=_Waiting.NOTHING)
+    _added: str | None = field(init=False, default=None)
+    _deadline: float | None = field(init=False, default=None)
+    """For what was added to be known."""
+    _aborted: str | None = field(init=False, default=None)
+    """Why it is to end before its end."""
+    _is_held: bool = field(init=False, default=False)
+    """Whoever is to leave stays for now: no other decode worker serves, though one is on its way."""
+
+    def started(self, name: str) -> None:
+        """What was ordered last has this name."""
+        self._added = name
+
+    def abandon(self, reason: str) -> None:
+        """It cannot go on."""
+        if self.state is RolloutState.UNDER_WAY:
+            self._fail(reason)
+
+    def abort(self, reason: str) -> None:
+        """Somebody takes it back: what is done stays, what is begun is undone where it can be. `advance` does it."""
+        if self.state is RolloutState.UNDER_WAY and self._aborted is None:
+            self._aborted = reason
+
+    def tells_end(self, name: str) -> bool:
+        """Whether it says itself, when this process has left, that it has."""
+        if self.state is not RolloutState.UNDER_WAY or self._waiting is not _Waiting.GONE:
+            return False
+        step = self.steps[self._position]
+        return step.retire == name and not step.in_place
+
+    def gone(self, name: str, failure: str | None) -> None:
+        """A process has left the set; `failure`: it never served."""
+        if self.state is RolloutState.UNDER_WAY and name == self._added and self._waiting is _Waiting.ADDED:
+            self._fail(failure or f"{name} has left")
+
+    def next_wake(self) -> float | None:
+        """When `advance` has something to do if nothing else happens."""
+        return self._deadline
+
+    def advance(self, members: Members, now: float) -> list[Order]:
+        """What to do now. Call it whenever a member has changed, and at `next_wake`."""
+        orders: list[Order] = []
+        while self.state is RolloutState.UNDER_WAY:
+            if self._position == len(self.steps):
+                self.state = RolloutState.DONE
+                break
+            step = self.steps[self._position]
+            if self._aborted is not None:
+                return orders + self._take_back(step, members, self._aborted)
+            made = self._begin(step, members) if self._waiting is _Waiting.NOTHING else self._go_on(step, members, now)
+            orders += made
+            if not made or isinstance(made[-1], Add):
+                break
+        return orders
+
+    def _begin(self, step: Step, members: Members) -> list[Order]:
+        if step.add is None or step.in_place:
+            return self._leave(step, members)
+        return self._start(step.add, step, members)
+
+    def _start(self, role: Role, step: Step, members: Members) -> list[Order]:
+        self._waiting = _Waiting.ADDED
+        instead = f" in place of {step.retire}" if step.retire else ""
+        text = f"starting one more {role.value}{instead}"
+        index = free_index(members.values(), role)
+        return [Progress(text=text), Add(role=role, index=index, is_needed=step.in_place, replaces=step.retire)]
+
+    def _go_on(self, step: Step, members: Members, now: float) -> list[Order]:
+        if self._waiting is _Waiting.GONE:
+            if step.retire in members:
+                return []
+            if step.in_place and step.add is not None:
+                return self._start(step.add, step, members)
+            return self._next(f"{step.retire} has left")
+        name = self._added
+        added = None if name is None else members.get(name)
+        if name is None or added is None:
+            return []  # its end comes as `gone`
+        if added.state is ProcessState.ABANDONED:
+            return self._give_up(name, step, f"{name} keeps dying")
+        if not added.serves:
+            self._deadline = None  # it died after it had served: routers get their time anew
+            return []
+        if missing := who_misses(name, step.retire, members):
+            if self._deadline is None:
+                self._deadline = now + self.known_s
+            if now < self._deadline:
+                return []
+            return self._give_up(name, step, f"{missing} after {self.known_s:g} s")
+        self._deadline = None
+        serves = Progress(text=f"{name} serves")
+        if step.retire is None or step.in_place:
+            return [serves, *self._next(None)]
+        return self._leave(step, members, serves)
+
+    def _leave(self, step: Step, members: Members, *before: Order) -> list[Order]:
+        """Have whom it retires leave, unless nobody would answer then: others may have died since this was planned."""
+        others = absent_beside(step.retire, members)
+        if others:
+            told = [] if self._is_held else [Progress(text=f"{step.retire} stays until {others[0]} serves")]
+            self._is_held = True
+            return [*told]
+        self._is_held = False
+        if others is not None and step.add is not Role.DECODE:
+            reason = f"{step.retire} is the only decode worker left"
+            if self._waiting is _Waiting.ADDED and self._added is not None:
+                return self._give_up(self._added, step, reason)
+            self._fail(reason)
+            return []
+        return [*before, *self._retire(step, members)]
+
+    def _retire(self, step: Step, members: Members) -> list[Order]:
+        if step.retire is None or step.retire not in members:  # it was given up or forgotten meanwhile
+            return self._next(f"{step.retire} is not there any more")
+        self._waiting = _Waiting.GONE
+        return [Progress(text=f"{step.retire} finishes its work and leaves"), Retire(name=step.retire)]
+
+    def _next(self, told: str | None) -> list[Order]:
+        self._position, self._waiting, self._added = self._position + 1, _Waiting.NOTHING, None
+        return [Progress(text=told)] if told else [Progress(text=f"{self._position} of {len(self.steps)} done")]
+
+    def _give_up(self, name: str, step: Step, failure: str) -> list[Order]:
+        """What was added leaves again, unless whom it replaces has left."""
+        self._fail(failure)
+        return [] if step.in_place else [Retire(name=name)]
+
+    def _take_back(self, step: Step, members: Members, reason: str) -> list[Order]:
+        if self._waiting is _Waiting.GONE and step.in_place:
+            if step.retire in members:
+                return []  # it cannot be called back
+            orders = self._go_on(step, members, now=0.0)  # who takes its place is started, and waited for by nobody
+            self._fail(reason)
+            return orders
+        if self._waiting is _Waiting.ADDED and self._added is not None and self._added in members:
+            return self._give_up(self._added, step, reason)
+        self._fail(reason)
+        return []
+
+    def _fail(self, failure: str) -> None:
+        self.state, self.failure, self._deadline = RolloutState.FAILED, failure, None
+
+
+def free_index(members: Iterable[Member], role: Role) -> int:
+    """The lowest that no process of this role has."""
+    taken = {member.index for member in members if member.role is role}
+    return next(index for index in range(len(taken) + 1) if index not in taken)
+
+
+def absent_beside(name: str | None, members: Members) -> list[str] | None:
+    """The other decode workers there are to be, where this one alone serves; None: it does not."""
+    one = None if name is None else members.get(name)
+    if one is None or one.role is not Role.DECODE or not one.serves:
+        return None
+    others = {n: m for n, m in members.items() if n != name and m.role is one.role and m.state not in _COUNT_NOT}
+    return None if any(m.serves for m in others.values()) else list(others)
+
+
+def who_misses(name: str, replaced: str | None, members: Members) -> str | None:
+    """What keeps this new process, which serves, from doing its work; None: nothing.
+
+    A worker must be reached by every router that serves; a router must reach every worker that serves or, where the
+    workers are elsewhere, all that the one it replaces does.
+    """
+    new = members[name]
+    routers = {other: member for other, member in members.items() if member.role is Role.ROUTER and member.serves}
+    if new.role is not Role.ROUTER:
+        if not routers and any(member.role is Role.ROUTER for member in members.values()):
+            return "no router serves"
+        lacking = [other for other, router in routers.items() if new.address not in (router.reaches or ())]
+        return f"{', '.join(lacking)} did not get an answer from {name}" if lacking else None
+    wanted = {member.address for member in members.values() if member.role is not Role.ROUTER and member.serves}
+    if not any(member.role is not Role.ROUTER for member in members.values()) and replaced in routers:
+        wanted = set(routers[replaced].reaches or ())
+    missed = wanted - (new.reaches or frozenset()) if new.reaches is not None else {"any worker"}
+    return f"{name} does not reach {', '.join(sorted(missed))}" if missed else None
+
+
+def restart_steps(
+    members: Members, roles: Sequence[Role], names: Sequence[str] = (), *, in_place: Container[str] = ()
+) -> list[Step]:
+    """Every process of these roles, then those named, one after another, each behind its successor but those that
+    leave first. Raises ChangeRefused."""
+    staying = {name: member.role for name, member in members.items() if member.state is not ProcessState.RETIRING}
+    if unknown := [name for name in names if name not in staying]:
+        raise ChangeRefused(f"there is no process {', '.join(unknown)}; there are: {', '.join(sorted(staying))}")
+    leaving = dict.fromkeys(name for wanted in roles for name, role in staying.items() if role is wanted)
+    return [Step(add=staying[name], retire=name, in_place=name in in_place) for name in leaving | dict.fromkeys(names)]
+
+
+def scale_steps(members: Members, sizes: Mapping[Role, int]) -> list[Step]:
+    """To so many workers of each role named: first all that grow, then those that shrink, the youngest first."""
+    steps: list[Step] = []
+    have = sizes_of(members)
+    if sizes.get(Role.DECODE, 1) < 1:
+        raise ChangeRefused("at least one decode worker must stay: only they answer")
+    for role, size in sizes.items():
+        steps += [Step(add=role)] * (size - have[role])
+    for role, size in sizes.items():
+        given_up = [name for name, m in members.items() if m.role is role and m.state is ProcessState.ABANDONED]
+        steps += [Step(retire=name) for name in given_up + _leaving(members, role, have[role] - size)]
+    return steps
+
+
+def flip_steps(members: Members, to: Role) -> list[Step]:
+    """One worker of the other pool becomes one of this: the new one serves before the old one leaves."""
+    other = Role.PREFILL if to is Role.DECODE else Role.DECODE
+    have = sizes_of(members)[other]
+    if have < (2 if other is Role.DECODE else 1):
+        raise ChangeRefused(f"there is no {other.value} worker to spare")
+    (name,) = _leaving(members, other, 1)
+    return [Step(add=to, retire=name)]
+
+
+def sizes_of(members: Members) -> Counter[Role]:
+    """Processes of each role that are to stay; one that was given up does nothing any more."""
+    return Counter(member.role for member in members.values() if member.state not in _COUNT_NOT)
+
+
+def _leaving(members: Members, role: Role, count: int) -> list[str]:
+    """Those that do not serve first, then the youngest."""
+    found = [(name, m) for name, m in members.items() if m.role is role and m.state not in _COUNT_NOT]
+    found.sort(key=lambda one: (one[1].serves, -one[1].index))
+    return [name for name, _ in found[: max(0, count)]]

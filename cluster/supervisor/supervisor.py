@@ -1,0 +1,399 @@
+"""Decides what the local supervisor does: which process starts, restarts, is signalled or given up.
+
+Pure: facts come in (ready, alive, exited, a user's Ctrl-C, time passed), actions go out; the clock is an argument. The
+life of one process: PENDING → STARTING → READY → (dies) BACKOFF → STARTING …, and in the end EXITED, or ABANDONED when
+it keeps dying. Workers start first and together, then the router; a stop goes the other way, so that the router can
+finish what its workers still owe it.
+
+The set may change while the cluster runs: one more process is added, which belongs to it once it has served, and one
+is retired, whose end is no death. Scaling, flips and rolling replacements are made of these two.
+"""
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum
+
+from cluster.supervisor.failures import describe_exit
+from cluster.supervisor.heartbeats import Beats
+from tandem.errors import InvariantError
+
+
+class Role(Enum):
+    """What a process of the cluster does."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    ROUTER = "router"
+
+
+REQUIRED_ROLES = (Role.DECODE, Role.ROUTER)
+"""Without one of each nothing is answered; without prefill workers the decode workers compute prompts themselves."""
+
+
+class Stage(IntEnum):
+    """Start order; a stop goes through it backwards."""
+
+    WORKERS = 0
+    ROUTER = 1
+
+
+class ProcessState(Enum):
+    """Where one process is in its life."""
+
+    PENDING = "pending"
+    STARTING = "starting"
+    READY = "ready"
+    BACKOFF = "backoff"
+    RETIRING = "retiring"
+    """Told to finish its work and leave; when it has ended nothing is left of it."""
+    ABANDONED = "abandoned"
+    EXITED = "exited"
+
+
+_LOST = (ProcessState.ABANDONED, ProcessState.RETIRING)
+"""It will not serve again."""
+
+
+class Phase(Enum):
+    """Where the whole cluster is in its life."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessPlan:
+    """One process to keep alive."""
+
+    name: str
+    role: Role
+    index: int = 0
+    count: int = 1
+    """Processes that share what this one does, such as a router's ports."""
+    address: str = ""
+    """Of a worker: host:port where it listens."""
+    drain_s: float = 30.0
+    """Most seconds from SIGTERM to SIGKILL."""
+    join_s: float = 0.0
+    """Most seconds that it waits for others while it starts, which are not its own."""
+    beats: bool = False
+    """Once it is ready it says all the time that it is alive."""
+
+    @property
+    def stage(self) -> Stage:
+        """When it starts."""
+        return Stage.ROUTER if self.role is Role.ROUTER else Stage.WORKERS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """How patient the supervisor is. All in seconds, except the count."""
+
+    start_timeout_s: float = 900.0
+    """A large model on a slow disk takes minutes to load."""
+    stop_early_s: float = 5.0
+    """Most time to end after SIGTERM for a process that owes nobody anything."""
+    silence_s: float = 4.0
+    """A process that beats and has said nothing for so long hangs."""
+    stable_s: float = 30.0
+    """A process that was ready this long has forgotten its earlier deaths."""
+    backoff_s: float = 0.25
+    """Before the first restart; doubles with every rapid death."""
+    max_backoff_s: float = 10.0
+    max_rapid_deaths: int = 6
+
+    def backoff(self, rapid_deaths: int) -> float:
+        """Seconds to wait after the n-th rapid death in a row."""
+        return min(self.max_backoff_s, self.backoff_s * 2.0 ** (rapid_deaths - 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """Start this process now."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Send:
+    """Send this process a signal."""
+
+    name: str
+    signum: signal.Signals
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """Tell the user."""
+
+    name: str
+    text: str
+    is_error: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gone:
+    """This process is of the set no more."""
+
+    name: str
+    failure: str | None = None
+    """Why it never served, of one that was added; None of one that was retired."""
+
+
+Action = Launch | Send | Note | Gone
+
+
+@dataclass(slots=True)
+class _Process:
+    plan: ProcessPlan
+    state: ProcessState = ProcessState.PENDING
+    was_ready: bool = False
+    ready_at: float | None = None
+    deadline: float | None = None
+    """Of the start, of the backoff or of the drain, by the state."""
+    beats: Beats | None = None
+    """Of one that says that it is alive, and is to go on with that."""
+    terminated: bool = False
+    rapid_deaths: int = 0
+    is_candidate: bool = False
+    """It was added and has not served yet: if it ends it is not started again."""
+    is_outdated: bool = False
+    """While it was starting its files have changed: it may have read them before."""
+
+    @property
+    def is_alive(self) -> bool:
+        return self.state in (ProcessState.STARTING, ProcessState.READY, ProcessState.RETIRING)
+
+
+@dataclass(slots=True)
+class Supervisor:
+    """One cluster's processes on one machine. Every method returns what the shell has to do, in order."""
+
+    plans: Sequence[ProcessPlan]
+    policy: Policy = field(default_factory=Policy)
+    phase: Phase = Phase.STARTING
+    failure: str | None = None
+    """Why the cluster ended by itself; None while it is well and after a stop that was asked for."""
+    failed_name: str | None = None
+    """The process whose end is that failure."""
+    _processes: dict[str, _Process] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._processes = {plan.name: _Process(plan) for plan in self.plans}
+        if len(self._processes) != len(self.plans):
+            raise InvariantError("two processes have the same name")
+
+    def state(self, name: str) -> ProcessState:
+        """Where this process is now."""
+        return self._processes[name].state
+
+    def start(self, now: float) -> list[Action]:
+        """Launch the workers."""
+        return self._launch_pending(now)
+
+    def add(self, plan: ProcessPlan, now: float, *, is_needed: bool = False) -> list[Action]:
+        """One more. If it ends before it has served it is `Gone`, unless it `is_needed`: whom it replaces has left."""
+        if self.phase is not Phase.RUNNING:
+            raise InvariantError(f"{plan.name} is added to a cluster that is {self.phase.value}")
+        if plan.name in self._processes:
+            raise InvariantError(f"there is a {plan.name} already")
+        process = self._processes[plan.name] = _Process(plan, is_candidate=not is_needed)
+        return self._launch(process, now)
+
+    def retire(self, name: str, now: float) -> list[Action]:
+        """Have it finish its work and end; it is `Gone` when it has."""
+        process = self._processes[name]
+        if self.phase is not Phase.RUNNING:
+            raise InvariantError(f"{name} is retired from a cluster that is {self.phase.value}")
+        if process.state is ProcessState.RETIRING:
+            return []
+        if not process.is_alive:
+            return self._forget(process)
+        wait_s = self._patience(process)
+        process.beats = None
+        process.state = ProcessState.RETIRING
+        return self._terminate(process, wait_s, now)
+
+    def on_ready(self, name: str, now: float) -> list[Action]:
+        """A process says that it serves."""
+        process = self._processes[name]
+        if process.state is not ProcessState.STARTING or self.phase in (Phase.STOPPING, Phase.STOPPED):
+            return []
+        process.state, process.ready_at, process.deadline = ProcessState.READY, now, None
+        notes: list[Action] = [Note(name=name, text="is back")] if process.was_ready else []
+        process.was_ready, process.is_candidate = True, False
+        if process.plan.beats:
+            process.beats = Beats(silence_s=self.policy.silence_s, now=now)
+        if process.is_outdated:
+            notes.append(Send(name=name, signum=signal.SIGHUP))
+        if self.phase is Phase.STARTING:
+            if all(p.state is ProcessState.READY for p in self._processes.values()):
+                self.phase = Phase.RUNNING
+            return notes + self._launch_pending(now)
+        return notes
+
+    def on_beat(self, name: str, now: float) -> None:
+        """A process says that it is alive."""
+        if (beats := self._processes[name].beats) is not None:
+            beats.heard(now)
+
+    def on_room(self, name: str, has_room: bool, now: float) -> None:
+        """Whether there is room for one that starts: while there is none it is not late, unless nobody counts on it."""
+        process = self._processes[name]
+        if process.state is not ProcessState.STARTING or process.terminated or self.phase is Phase.STOPPING:
+            return
+        if has_room or not process.is_candidate:
+            process.deadline = self._start_deadline(process, now) if has_room else None
+
+    def on_exited(self, name: str, status: int, now: float) -> list[Action]:
+        """A process ended; `status` is negative when a signal ended it, as in `subprocess`."""
+        process = self._processes[name]
+        process.beats = None
+        if self.phase in (Phase.STOPPING, Phase.STOPPED):
+            process.state, process.deadline = ProcessState.EXITED, None
+            return self._advance_stop(now)
+        if process.state is ProcessState.RETIRING:
+            return self._forget(process)
+        if process.is_candidate:
+            return self._forget(process, f"{name} {describe_exit(status)} before it was ready")
+        if self.phase is Phase.STARTING:
+            process.state = ProcessState.EXITED
+            before = "" if process.was_ready else " before it was ready"
+            return self._fail(name, f"{name} {describe_exit(status)}{before}", now)
+        stable = process.ready_at is not None and now - process.ready_at >= self.policy.stable_s
+        process.rapid_deaths = 1 if stable else process.rapid_deaths + 1
+        process.ready_at = None
+        if process.rapid_deaths > self.policy.max_rapid_deaths:
+            return self._abandon(process, status, now)
+        wait_s = self.policy.backoff(process.rapid_deaths)
+        process.state, process.deadline = ProcessState.BACKOFF, now + wait_s
+        return [Note(name=name, text=f"{describe_exit(status)}; restart in {wait_s:.2g} s", is_error=True)]
+
+    def tick(self, now: float) -> list[Action]:
+        """Whatever time has made due; call at `next_wake`, calling more often does no harm."""
+        actions: list[Action] = []
+        for process in self._processes.values():
+            name = process.plan.name
+            if process.beats is not None and process.beats.is_silent(now):
+                process.beats = None
+                text = f"says nothing for {self.policy.silence_s:g} s: killed"
+                actions += [Note(name=name, text=text, is_error=True), Send(name=name, signum=signal.SIGKILL)]
+            if process.deadline is None or now < process.deadline:
+                continue
+            process.deadline = None
+            if process.state is ProcessState.BACKOFF:
+                actions += self._launch(process, now)
+            elif process.is_alive:
+                what = "did not finish its work in time" if process.terminated else "did not become ready in time"
+                actions += [
+                    Note(name=name, text=f"{what}: killed", is_error=True),
+                    Send(name=name, signum=signal.SIGKILL),
+                ]
+        return actions
+
+    def next_wake(self) -> float | None:
+        """When `tick` next has something to do, if nothing else happens."""
+        processes = self._processes.values()
+        due = [p.deadline for p in processes if p.deadline is not None]
+        return min(due + [p.beats.look_at for p in processes if p.beats is not None], default=None)
+
+    def is_member(self, name: str) -> bool:
+        """Whether it belongs to the set for good: it is neither new nor on its way out."""
+        process = self._processes[name]
+        return not process.is_candidate and process.state is not ProcessState.RETIRING
+
+    def reread(self, role: Role | None = None) -> list[Action]:
+        """Have every process (of one role) look at its files: now if it serves, when it does if it is starting."""
+        if self.phase in (Phase.STOPPING, Phase.STOPPED):
+            return []
+        processes = [p for p in self._processes.values() if role in (None, p.plan.role)]
+        for process in processes:
+            process.is_outdated = process.state is ProcessState.STARTING
+        ready = [p.plan.name for p in processes if p.state is ProcessState.READY]
+        return [Send(name=name, signum=signal.SIGHUP) for name in ready]
+
+    def stop(self, now: float) -> list[Action]:
+        """End everything in order, each process finishing its work within its bound."""
+        if self.phase in (Phase.STOPPING, Phase.STOPPED):
+            return []
+        was_running, self.phase = self.phase is Phase.RUNNING, Phase.STOPPING
+        actions: list[Action] = []
+        for process in self._processes.values():
+            process.beats = None
+            if process.state is ProcessState.RETIRING:
+                continue  # it is being ended already, within its own bound
+            process.deadline = None
+            if not process.is_alive:
+                process.state = ProcessState.EXITED
+            elif not was_running:  # no request was ever accepted, so nothing needs an order
+                actions += self._terminate(process, self.policy.stop_early_s, now)
+        return actions + self._advance_stop(now)
+
+    def kill(self, now: float) -> list[Action]:
+        """End everything at once."""
+        actions = self.stop(now)
+        alive = [p for p in self._processes.values() if p.is_alive]
+        for process in alive:
+            process.terminated, process.deadline = True, None
+        kills: list[Action] = [Send(name=p.plan.name, signum=signal.SIGKILL) for p in alive]
+        return [a for a in actions if not isinstance(a, Send)] + kills
+
+    def _launch_pending(self, now: float) -> list[Action]:
+        """The next stage, once every process before it is ready."""
+        waiting = [p for p in self._processes.values() if p.state is not ProcessState.READY]
+        stage = min((p.plan.stage for p in waiting), default=None)
+        due = [p for p in waiting if p.plan.stage == stage and p.state is ProcessState.PENDING]
+        return [action for process in due for action in self._launch(process, now)]
+
+    def _launch(self, process: _Process, now: float) -> list[Action]:
+        process.state, process.ready_at, process.is_outdated = ProcessState.STARTING, None, False
+        process.deadline = self._start_deadline(process, now)
+        return [Launch(name=process.plan.name)]
+
+    def _start_deadline(self, process: _Process, now: float) -> float:
+        return now + self.policy.start_timeout_s + process.plan.join_s
+
+    def _forget(self, process: _Process, failure: str | None = None) -> list[Action]:
+        del self._processes[process.plan.name]
+        return [Gone(name=process.plan.name, failure=failure)]
+
+    def _abandon(self, process: _Process, status: int, now: float) -> list[Action]:
+        name, process.state = process.plan.name, ProcessState.ABANDONED
+        text = f"{describe_exit(status)} {process.rapid_deaths} times in a row: given up"
+        note = Note(name=name, text=text, is_error=True)
+        role = process.plan.role
+        alike = [p for p in self._processes.values() if p.plan.role is role]
+        if role in REQUIRED_ROLES and all(p.state in _LOST for p in alike):
+            return [note, *self._fail(name, f"no {role.value} is left: {name} {text}", now)]
+        return [note]
+
+    def _fail(self, name: str, reason: str, now: float) -> list[Action]:
+        self.failure, self.failed_name = reason, name
+        return self.stop(now)
+
+    def _advance_stop(self, now: float) -> list[Action]:
+        """Terminate the last stage that is still alive; nothing alive means stopped."""
+        alive = [p for p in self._processes.values() if p.is_alive]
+        if not alive:
+            self.phase = Phase.STOPPED
+            return []
+        stage = max(p.plan.stage for p in alive)
+        return [
+            action
+            for process in alive
+            if process.plan.stage == stage and not process.terminated
+            for action in self._terminate(process, self._patience(process), now)
+        ]
+
+    def _patience(self, process: _Process) -> float:
+        """A process that is not serving, or a cluster that has failed, owes nobody anything."""
+        serving = process.state is ProcessState.READY and self.failure is None
+        return process.plan.drain_s if serving else min(process.plan.drain_s, self.policy.stop_early_s)
+
+    @staticmethod
+    def _terminate(process: _Process, wait_s: float, now: float) -> list[Action]:
+        process.terminated, process.deadline = True, now + wait_s
+        return [Send(name=process.plan.name, signum=signal.SIGTERM)]

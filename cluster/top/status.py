@@ -1,0 +1,199 @@
+"""What routers say of their cluster (`GET /status/snapshot`), read once for `tandem top`. Pure.
+
+Several routers may serve one cluster: what each did is added up; of a worker that several know the latest word stands;
+of latencies the worst is shown, for quantiles cannot be added.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from enum import Enum
+from typing import Any, Self
+
+from router.status.snapshot.merge import natural
+
+MAX_HANDOFFS = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Worker:
+    """One worker of either pool."""
+
+    id: str
+    role: str
+    state: str
+    report: int
+    blocks: int
+    used_blocks: int
+    running: int
+    waiting: int
+    backlog_tokens: int
+    prefill_tokens_per_s: float
+    decode_step_s: float
+    kv_bytes_per_s: float
+    sending: int
+    receiving: int
+
+    @property
+    def used_share(self) -> float:
+        """Of its KV blocks."""
+        return self.used_blocks / self.blocks if self.blocks else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandOff:
+    """A prompt that one worker computes for another."""
+
+    source: str
+    target: str
+    tokens: int
+    age_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """Of the last seconds; latencies of the last minute, None where there were none."""
+
+    generation_tokens_per_s: float
+    prompt_tokens_per_s: float
+    requests_per_s: float
+    refused_per_s: float
+    failed_per_s: float
+    handoffs_per_s: float
+    moved_bytes_per_s: float
+    cached_share: float | None
+    ttft_p50_ms: float | None
+    ttft_p95_ms: float | None
+    itl_p50_ms: float | None
+    itl_p95_ms: float | None
+
+
+_OF_WORKERS = frozenset({"handoffs_per_s", "moved_bytes_per_s"})
+"""Every router tells these of the same workers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterStatus:
+    """One router's word, or that of several."""
+
+    model: str
+    processes: int
+    not_ready: str | None
+    running: int
+    waiting: int
+    queued: int
+    queued_tokens: int
+    oldest_s: float
+    workers: tuple[Worker, ...]
+    num_handoffs: int
+    handoffs: tuple[HandOff, ...]
+    rates: Rates
+
+    @classmethod
+    def read(cls, told: Any) -> Self:
+        """From JSON. Raises LookupError, TypeError or ValueError for anything else."""
+        return cls(
+            model=str(told["model"]["name"]),
+            processes=int(told["processes"]),
+            not_ready=None if told["not_ready"] is None else str(told["not_ready"]),
+            running=int(told["requests"]["running"]),
+            waiting=int(told["requests"]["waiting"]),
+            queued=int(told["queue"]["requests"]),
+            queued_tokens=int(told["queue"]["tokens"]),
+            oldest_s=float(told["queue"]["oldest_s"]),
+            workers=tuple(_worker(worker) for pool in told["pools"] for worker in pool["workers"]),
+            num_handoffs=int(told["handoffs"]["in_flight"]),
+            handoffs=tuple(_handoff(handoff) for handoff in told["handoffs"]["shown"]),
+            rates=_rates(told["recent"]),
+        )
+
+
+def _worker(told: Mapping[str, Any]) -> Worker:
+    texts: dict[str, Any] = {name: str(told[name]) for name in ("id", "role", "state")}
+    measured: dict[str, Any] = {
+        name: float(told[name]) for name in ("prefill_tokens_per_s", "decode_step_s", "kv_bytes_per_s")
+    }
+    counted: dict[str, Any] = {f.name: int(told[f.name]) for f in fields(Worker) if f.name not in texts | measured}
+    return Worker(**texts, **measured, **counted)
+
+
+def _handoff(told: Mapping[str, Any]) -> HandOff:
+    source, target = str(told["source"]), str(told["target"])
+    return HandOff(source=source, target=target, tokens=int(told["tokens"]), age_s=float(told["age_s"]))
+
+
+def _rates(told: Mapping[str, Any]) -> Rates:
+    def number(name: str) -> Any:
+        return None if told[name] is None and _may_lack(name) else float(told[name])
+
+    return Rates(**{field.name: number(field.name) for field in fields(Rates)})
+
+
+def _may_lack(name: str) -> bool:
+    return name == "cached_share" or name.endswith("_ms")
+
+
+def joined(told: Sequence[ClusterStatus]) -> ClusterStatus:
+    """Of all that answered; there is at least one."""
+    workers: dict[str, Worker] = {}
+    for worker in (worker for status in told for worker in status.workers):
+        if worker.id not in workers or workers[worker.id].report < worker.report:
+            workers[worker.id] = worker
+    handoffs = sorted((one for status in told for one in status.handoffs), key=lambda one: -one.age_s)
+    return replace(
+        told[0],
+        processes=sum(status.processes for status in told),
+        not_ready=next((status.not_ready for status in told if status.not_ready), None),
+        running=sum(status.running for status in told),
+        waiting=sum(status.waiting for status in told),
+        queued=sum(status.queued for status in told),
+        queued_tokens=sum(status.queued_tokens for status in told),
+        oldest_s=max(status.oldest_s for status in told),
+        workers=tuple(workers.values()),
+        num_handoffs=sum(status.num_handoffs for status in told),
+        handoffs=tuple(handoffs[:MAX_HANDOFFS]),
+        rates=_joined_rates([status.rates for status in told]),
+    )
+
+
+def _joined_rates(rates: Sequence[Rates]) -> Rates:
+    found: dict[str, Any] = {}
+    for name in (field.name for field in fields(Rates)):
+        known = [value for rate in rates if (value := getattr(rate, name)) is not None]
+        if _may_lack(name):
+            found[name] = max(known, default=None)
+        else:
+            found[name] = max(known) if name in _OF_WORKERS else sum(known)
+    shares = [(rate.cached_share, rate.prompt_tokens_per_s) for rate in rates if rate.cached_share is not None]
+    if weight := sum(tokens for _, tokens in shares):
+        found["cached_share"] = sum(share * tokens for share, tokens in shares) / weight
+    return Rates(**found)
+
+
+class Order(Enum):
+    """By what workers are sorted, and which come first."""
+
+    NAME = "name"
+    KV = "KV use"
+    RUNNING = "running"
+    WAITING = "waiting"
+    BACKLOG = "backlog"
+
+    def following(self) -> "Order":
+        """The next one, round and round."""
+        orders = list(Order)
+        return orders[(orders.index(self) + 1) % len(orders)]
+
+
+_KEYS: Mapping[Order, Callable[[Worker], float]] = {
+    Order.NAME: lambda _: 0.0,
+    Order.KV: lambda worker: -worker.used_share,
+    Order.RUNNING: lambda worker: -worker.running,
+    Order.WAITING: lambda worker: -worker.waiting,
+    Order.BACKLOG: lambda worker: -worker.backlog_tokens,
+}
+
+
+def in_order(workers: Sequence[Worker], order: Order, *, reverse: bool) -> list[Worker]:
+    """The busiest first, those that are alike by name (`decode-10` after `decode-9`)."""
+    key = _KEYS[order]
+    return sorted(workers, key=lambda worker: (key(worker), natural(worker.id)), reverse=reverse)

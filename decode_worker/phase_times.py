@@ -1,0 +1,62 @@
+"""Where a task's time went, and what it held: phases that do not overlap, so that they add up to no more than its life.
+
+Computed here: fetch (told as transfer), queue, prefill, decode. Computed elsewhere: reservation (told as decode queue),
+the prefill worker's queue and prefill, exposed transfer, the wait for the engine (decode queue), decode. Times in the
+network and between threads belong to no phase. Changes tasks, and knows no clock.
+"""
+
+from dataclasses import replace
+
+from decode_worker.task import DecodeTask
+from engine.types.step_output import Admission
+from kv_transfer.protocol.messages import FirstToken
+from tandem.values.outputs import PhaseTimes
+
+
+def fetched(task: DecodeTask, num_tokens: int, seconds: float) -> None:
+    """A peer was asked for a part of the prompt before it was queued here."""
+    task.fetched_tokens = num_tokens
+    task.times = replace(task.times, transfer_s=task.times.transfer_s + seconds)
+
+
+def admitted(task: DecodeTask, admission: Admission) -> None:
+    """It left this worker's queue."""
+    times = task.times
+    queued_s = max(0.0, admission.queued_s - times.transfer_s - times.decode_queue_s)
+    task.times = replace(times, prefill_queue_s=queued_s, cached=admission.cached(task.fetched_tokens))
+
+
+def computed_here(task: DecodeTask, now_s: float) -> None:
+    """The first token was sampled here."""
+    times = task.times
+    before_s = times.prefill_queue_s + times.transfer_s + times.decode_queue_s
+    task.times = replace(times, prefill_s=max(0.0, now_s - task.arrived_s - before_s))
+    task.decoding_since_s = now_s
+
+
+def first_token_came(task: DecodeTask, first_token: FirstToken, now_s: float) -> None:
+    """The first token was sampled elsewhere; that worker's own figures come with the commit, which may never be."""
+    waited_s = now_s - task.arrived_s - task.times.decode_queue_s
+    task.times = replace(task.times, prefill_s=max(0.0, waited_s), cached=first_token.cached)
+    task.decoding_since_s = now_s
+
+
+def landed(task: DecodeTask, times: PhaseTimes, now_s: float) -> None:
+    """All KV is here, and with it the prefill worker's own figures."""
+    cached = task.times.cached if task.first_token is not None else times.cached
+    task.times = replace(times, decode_queue_s=task.times.decode_queue_s, cached=cached)
+    task.decoding_since_s = now_s
+
+
+def entered(task: DecodeTask, now_s: float) -> None:
+    """The engine has the sequence that landed."""
+    queue_s = task.times.decode_queue_s + now_s - task.decoding_since_s
+    task.times = replace(task.times, decode_queue_s=queue_s)
+    task.decoding_since_s = now_s
+
+
+def final(task: DecodeTask, now_s: float, *, block_bytes: int) -> PhaseTimes:
+    """All of it."""
+    decode_s = now_s - task.decoding_since_s if task.decoding_since_s else 0.0
+    held_s = task.request.held.until(now_s)
+    return replace(task.times, decode_s=decode_s, kv_byte_s=task.times.kv_byte_s + held_s * block_bytes)

@@ -1,0 +1,313 @@
+"""Compiled kernels on a CPU: packed projections, fused elementwise passes, attention that reads blocks in place.
+
+What the processor lacks is replaced piece by piece: without AMX the bfloat16 projections are oneDNN's, everything else
+stays. In the steady state a step allocates nothing here: every result lies in a buffer with its own name.
+"""
+
+import torch
+from torch import Tensor
+
+from engine.backends.buffers import Buffers
+from engine.backends.cpu.attention import CpuAttention
+from engine.backends.cpu.int8_attention import CpuInt8Attention
+from engine.backends.cpu.programs import CpuPrograms
+from engine.backends.deferred_projection import LaterAdded
+from engine.backends.options import BackendOptions
+from engine.backends.thread_priority import step_back
+from engine.kernels.cpu.build import KernelsUnavailable
+from engine.kernels.cpu.elementwise import CpuElementwise
+from engine.kernels.cpu.gemm import (
+    FEW_ROWS,
+    TILE_COLUMNS,
+    Arithmetic,
+    Epilogue,
+    PackedLinear,
+    Tiles,
+    supports,
+    whole_tiles,
+)
+from engine.kernels.cpu.library import KernelLibrary, load_kernels
+from engine.kernels.cpu.onednn import OneDnnLinear, onednn_bf16
+from engine.kernels.cpu.sampling import CpuSampling
+from engine.kernels.cpu.threads import bind_team
+from engine.kv_storage.paged_cache import TORCH_DTYPES, PagedKVCache
+from engine.model.backend import Closing, Embedding, Projection, RecordableModel, Role, StepGraphs
+from engine.model.layers.attention import AttentionBackend, AttentionSpec
+from engine.model.layers.torch_attention import TorchAttention
+from engine.sampling.backend import SamplingKernels
+
+_CACHE_LINE_BYTES = 64
+_KERNEL_DTYPES = (torch.float32, torch.bfloat16)
+
+
+class BufferedProjection:
+    """A packed matrix that writes into its role's buffer."""
+
+    __slots__ = ("_buffers", "_linear", "_name", "_padding")
+
+    def __init__(self, linear: PackedLinear | OneDnnLinear, buffers: Buffers, name: str, *, padding: int = 0) -> None:
+        self._linear = linear
+        self._buffers = buffers
+        self._name = name
+        self._padding = padding
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the packed weights."""
+        return self._linear.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See Projection."""
+        rows = x.shape[0]
+        # Room for whole tiles, should that be what the next projection is given.
+        out = self._buffers.rows(
+            self._name, whole_tiles(rows), self._linear.columns, self._linear.out_dtype, padding=self._padding
+        )[:rows]
+        self._linear(x, out)
+        return out
+
+
+class AddedProjection:
+    """A packed matrix whose product goes straight into the residual stream: it is neither written nor read again."""
+
+    __slots__ = ("_linear",)
+
+    def __init__(self, linear: PackedLinear) -> None:
+        """`linear` adds to what it writes to."""
+        self._linear = linear
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the packed weights."""
+        return self._linear.nbytes
+
+    def __call__(self, x: Tensor, residual: Tensor) -> None:
+        """See Closing."""
+        self._linear(x, residual)
+
+
+class PackedEmbedding:
+    """Rows looked up in the packed output head that shares the table."""
+
+    __slots__ = ("_buffers", "_linear")
+
+    nbytes = 0
+
+    def __init__(self, linear: PackedLinear, buffers: Buffers) -> None:
+        self._linear = linear
+        self._buffers = buffers
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """See Embedding."""
+        out = _residual(self._buffers, len(token_ids), self._linear.depth, self._linear.dtype)
+        self._linear.embed(token_ids, out)
+        return out
+
+
+class BufferedEmbedding:
+    """Rows of a table that nothing shares."""
+
+    __slots__ = ("_buffers", "_kernels", "_weight")
+
+    def __init__(self, weight: Tensor, kernels: CpuElementwise, buffers: Buffers) -> None:
+        self._weight = weight  # [vocab_size, hidden_size]
+        self._kernels = kernels
+        self._buffers = buffers
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the table."""
+        return self._weight.nbytes
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """See Embedding. Raises InvariantError for an id beyond the table."""
+        out = _residual(self._buffers, len(token_ids), self._weight.shape[1], self._weight.dtype)
+        self._kernels.gather_rows(self._weight, token_ids, out)
+        return out
+
+
+class FusedNorm:
+    """Residual addition and norm in one pass."""
+
+    __slots__ = ("_buffers", "_eps", "_gives_tiles", "_kernels", "weight")
+
+    def __init__(
+        self, weight: Tensor, eps: float, kernels: CpuElementwise, buffers: Buffers, *, gives_tiles: bool
+    ) -> None:
+        """`gives_tiles`: many rows go to a projection that takes tiles."""
+        self._gives_tiles = gives_tiles
+        self.weight = weight  # [size]
+        self._eps = eps
+        self._kernels = kernels
+        self._buffers = buffers
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the weight."""
+        return self.weight.nbytes
+
+    def __call__(self, residual: Tensor, delta: Tensor | None = None) -> Tensor:
+        """See Norm."""
+        rows, size = residual.shape
+        out = self._buffers.rows("normed", whole_tiles(rows), size, residual.dtype)[:rows]
+        norm = self._kernels.norm_to_tiles if self._gives_tiles and rows > FEW_ROWS else self._kernels.add_rms_norm
+        norm(residual, delta, self.weight, self._eps, out)
+        return out
+
+
+class CpuBackend:
+    """See engine.model.backend.Backend. Results lie in buffers named after what they are.
+
+    On AMX, norms and gates give many rows as tiles to the projections that read them (`engine.kernels.cpu.gemm.Tiles`):
+    nothing else may read what they give.
+    """
+
+    def __init__(self, library: KernelLibrary, options: BackendOptions) -> None:
+        """Raises KernelsUnavailable when the library or the processor cannot serve `options`."""
+        self.device = options.device
+        self.dtype = TORCH_DTYPES[options.dtype]
+        if self.dtype not in _KERNEL_DTYPES:
+            raise KernelsUnavailable(f"compiled CPU kernels compute in float32 and bfloat16, not {options.dtype}")
+        self._library = library
+        self._threads = options.num_threads
+        self._binds_threads = options.binds_threads
+        self._deterministic = options.deterministic
+        self._quantize = options.quantization == "int8"
+        self._has_packing = self.dtype is torch.float32 or supports(library.features, Arithmetic.BF16)
+        self._refuse_what_is_missing()
+        self._kernels = CpuElementwise(library, self.dtype, num_threads=options.num_threads)
+        self._buffers = Buffers(options.device)
+        if self.dtype is torch.float32:
+            self.name = "cpu-vectors"
+        else:
+            self.name = "cpu-amx" if self._has_packing else "cpu-onednn"
+        if self._quantize:
+            self.name += "-int8"
+
+    def projection(self, weight: Tensor, bias: Tensor | None, role: Role) -> Projection:
+        """See Backend."""
+        taken = self._taken(weight, role)
+        linear = self._pack(weight, bias, Epilogue.STORE, quantize=self._quantize, tiles=taken)
+        # What is added to the residual stream is added in one piece, or sent to other ranks.
+        padding = _row_padding(linear.out_dtype) if role is Role.QKV else 0
+        return BufferedProjection(linear, self._buffers, role.value, padding=padding)
+
+    def closing(self, weight: Tensor, bias: Tensor | None, role: Role) -> Closing:
+        """See Backend."""
+        if not self._has_packing:
+            return LaterAdded(self.projection(weight, bias, role))
+        taken = self._taken(weight, role)
+        linear = PackedLinear(
+            self._library,
+            weight,
+            bias,
+            epilogue=Epilogue.ADD,
+            quantize=self._quantize,
+            tiles=taken,
+            num_threads=self._threads,
+        )
+        return AddedProjection(linear)
+
+    def gated(self, weight: Tensor, bias: Tensor | None) -> Projection:
+        """See Backend."""
+        handed = self._tiles(weight.shape[1], Tiles.INPUT) | self._tiles(weight.shape[0] // 2, Tiles.OUTPUT)
+        linear = self._pack(weight, bias, Epilogue.GATED, quantize=self._quantize, tiles=handed)
+        return BufferedProjection(linear, self._buffers, "gated", padding=_row_padding(linear.out_dtype))
+
+    def head(self, weight: Tensor) -> Projection:
+        """See Backend. Never quantized: it decides between tokens, and its error is not averaged out by any layer."""
+        return BufferedProjection(self._pack_head(weight), self._buffers, "logits")
+
+    def embedding(self, weight: Tensor) -> BufferedEmbedding:
+        """See Backend."""
+        return BufferedEmbedding(weight, self._kernels, self._buffers)
+
+    def tied(self, weight: Tensor) -> tuple[Embedding, Projection]:
+        """See Backend."""
+        linear = self._pack_head(weight)
+        head = BufferedProjection(linear, self._buffers, "logits")
+        if isinstance(linear, PackedLinear):
+            return PackedEmbedding(linear, self._buffers), head
+        return self.embedding(weight), head  # oneDNN's layout is its own: the table stays beside it
+
+    def norm(self, weight: Tensor, eps: float) -> FusedNorm:
+        """See Backend."""
+        gives_tiles = bool(self._tiles(weight.shape[0], Tiles.OUTPUT))
+        return FusedNorm(weight, eps, self._kernels, self._buffers, gives_tiles=gives_tiles)
+
+    def attention(self, spec: AttentionSpec, cache: PagedKVCache) -> AttentionBackend:
+        """See Backend."""
+        is_int8 = cache.layout.dtype == "int8"
+        if cache.layout.is_quantised and not is_int8:
+            return TorchAttention(spec, cache)  # said at start: engine.backends.select
+        make = CpuInt8Attention if is_int8 else CpuAttention
+        return make(spec, cache, self._library, self._kernels, self._buffers, deterministic=self._deterministic)
+
+    def graphs(
+        self, model: RecordableModel, attention: AttentionBackend, *, max_rows: int, max_length: int
+    ) -> StepGraphs | None:
+        """See Backend. Only what is computed by our kernels from end to end can be recorded."""
+        if not self._has_packing or not isinstance(attention, CpuAttention):
+            return None
+        return CpuPrograms(model, attention, self._library, self._buffers, max_rows=max_rows)
+
+    def trim(self) -> None:
+        """See Backend."""
+        self._buffers.clear()
+
+    def bind_thread(self) -> None:
+        """See Backend. Threads that wait for each other at every product must not share a processor by accident."""
+        step_back()  # before the team is made, which has its priority from this thread
+        if self._binds_threads:
+            bind_team(self._library, self._threads)
+
+    def sampling(self, vocab_size: int) -> SamplingKernels:
+        """See Backend."""
+        return CpuSampling(self._library, self._threads)
+
+    def _pack_head(self, weight: Tensor) -> PackedLinear | OneDnnLinear:
+        taken = self._tiles(weight.shape[1], Tiles.INPUT)
+        return self._pack(weight, None, Epilogue.STORE_FLOAT32, quantize=False, tiles=taken)
+
+    def _pack(
+        self, weight: Tensor, bias: Tensor | None, epilogue: Epilogue, *, quantize: bool, tiles: Tiles
+    ) -> PackedLinear | OneDnnLinear:
+        if not self._has_packing:
+            return OneDnnLinear(weight, bias, epilogue=epilogue)
+        return PackedLinear(
+            self._library, weight, bias, epilogue=epilogue, quantize=quantize, tiles=tiles, num_threads=self._threads
+        )
+
+    def _taken(self, weight: Tensor, role: Role) -> Tiles:
+        """Norms and gates give tiles, attention does not."""
+        return Tiles.NOTHING if role is Role.OUTPUT else self._tiles(weight.shape[1], Tiles.INPUT)
+
+    def _tiles(self, row_size: int, handed: Tiles) -> Tiles:
+        """What is handed over in tiles: bf16 in rows of whole tiles, unless it is to be quantized first."""
+        can = self.dtype is torch.bfloat16 and self._has_packing and not self._quantize
+        return handed if can and row_size % TILE_COLUMNS == 0 else Tiles.NOTHING
+
+    def _refuse_what_is_missing(self) -> None:
+        if self._quantize and self.dtype is not torch.bfloat16:
+            raise KernelsUnavailable("int8 projections work on bfloat16 activations: set model.dtype to bfloat16")
+        if self._quantize and not supports(self._library.features, Arithmetic.INT8):
+            raise KernelsUnavailable("the processor has no AMX for int8 projections")
+        if not self._has_packing:
+            if self._deterministic:
+                raise KernelsUnavailable("without AMX only float32 is deterministic on a CPU")
+            if not onednn_bf16():
+                raise KernelsUnavailable("neither AMX nor oneDNN multiplies bfloat16 on this processor")
+
+
+def _residual(buffers: Buffers, num_rows: int, size: int, dtype: torch.dtype) -> Tensor:
+    return buffers.rows("hidden", num_rows, size, dtype, padding=_row_padding(dtype))
+
+
+def _row_padding(dtype: torch.dtype) -> int:
+    """Elements between rows that tiles are written to: at a power of two rows would share a few sets of a cache."""
+    return _CACHE_LINE_BYTES // dtype.itemsize
+
+
+def cpu_backend(options: BackendOptions) -> CpuBackend:
+    """Build or load the kernels. Raises KernelsUnavailable."""
+    return CpuBackend(load_kernels(), options)

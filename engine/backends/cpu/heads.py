@@ -1,0 +1,53 @@
+"""What compiled attention does around its kernels, whatever the cache holds: angles, head norms, where results lie."""
+
+import torch
+from torch import Tensor
+
+from engine.backends.buffers import Buffers
+from engine.kernels.cpu.attention import AttentionShape
+from engine.kernels.cpu.elementwise import CpuElementwise, RotationPlan
+from engine.model.layers.attention import AttentionSpec
+from engine.types.step_inputs import StepInputs
+
+
+class CpuHeads:
+    """One model's heads."""
+
+    __slots__ = ("_buffers", "_eps", "_norm_weights", "_rope", "kernels", "shape", "windows")
+
+    def __init__(self, spec: AttentionSpec, kernels: CpuElementwise, buffers: Buffers, *, block_size: int) -> None:
+        config, norms = spec.config, spec.head_norms or ()
+        self.shape = AttentionShape(
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            block_size=block_size,
+            dtype=spec.dtype,
+        )
+        self.kernels = kernels
+        self.windows = config.layer_windows
+        self._rope = spec.rope
+        self._buffers = buffers
+        # One row per head, as the kernel reads them: queries' weight for queries, keys' for keys.
+        self._norm_weights = [
+            torch.cat((norm.query.expand(config.num_heads, -1), norm.key.expand(config.num_kv_heads, -1)))
+            for norm in norms
+        ]
+        self._eps = norms[0].eps if norms else 0.0
+
+    def rotation(self, inputs: StepInputs) -> RotationPlan:
+        """One step's angles and slots, for every layer."""
+        cos, sin = self._rope.half_angles(torch.from_numpy(inputs.positions))
+        return self.kernels.plan_rotation(self.shape, cos, sin, inputs.slots)
+
+    def of(self, qkv: Tensor) -> Tensor:
+        """`[num_rows, num_heads + 2 * num_kv_heads, head_dim]`: queries, keys, values."""
+        return qkv.view(qkv.shape[0], -1, self.shape.head_dim)
+
+    def norm(self, layer: int) -> tuple[Tensor | None, float]:
+        """A layer's weight and epsilon; no weight where heads are not normed."""
+        return self._norm_weights[layer] if self._norm_weights else None, self._eps
+
+    def results(self, num_rows: int) -> Tensor:
+        """Where a layer's answer goes, `[num_rows, num_heads * head_dim]`; valid until the next layer's."""
+        return self._buffers.rows("attended", num_rows, self.shape.num_heads * self.shape.head_dim, self.shape.dtype)

@@ -1,0 +1,69 @@
+"""The compiled kernels over an int8 cache, behind the engine's attention Protocols."""
+
+from torch import Tensor
+
+from engine.backends.buffers import Buffers
+from engine.backends.cpu.heads import CpuHeads
+from engine.kernels.cpu.attention_int8 import CodedLayer, PagedInt8Attention
+from engine.kernels.cpu.elementwise import CpuElementwise
+from engine.kernels.cpu.library import KernelLibrary
+from engine.kv_storage.paged_cache import PagedKVCache
+from engine.model.layers.attention import AttentionSpec
+from engine.types.step_inputs import StepInputs
+from tandem.errors import ConfigError
+
+
+class CpuInt8Attention:
+    """See AttentionBackend."""
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        cache: PagedKVCache,
+        library: KernelLibrary,
+        kernels: CpuElementwise,
+        buffers: Buffers,
+        *,
+        deterministic: bool,
+    ) -> None:
+        """ConfigError for a geometry that the kernels do not serve, or a cache that is not in int8."""
+        self.heads = CpuHeads(spec, kernels, buffers, block_size=cache.block_size)
+        self.paged = PagedInt8Attention(
+            library,
+            self.heads.shape,
+            windows=self.heads.windows,
+            num_threads=kernels.num_threads,
+            deterministic=deterministic,
+        )
+        self.layers = tuple(_coded(cache, i) for i in range(spec.config.num_layers))
+
+    def plan(self, inputs: StepInputs) -> "CpuInt8AttentionPlan":
+        """See AttentionBackend."""
+        return CpuInt8AttentionPlan(self, inputs)
+
+
+class CpuInt8AttentionPlan:
+    """See AttentionPlan."""
+
+    __slots__ = ("_backend", "_metadata", "_rotation")
+
+    def __init__(self, backend: CpuInt8Attention, inputs: StepInputs) -> None:
+        self._backend = backend
+        self._rotation = backend.heads.rotation(inputs)
+        self._metadata = backend.paged.plan(inputs)
+
+    def attend(self, layer: int, qkv: Tensor) -> Tensor:
+        """See AttentionPlan."""
+        heads, cache = self._backend.heads, self._backend.layers[layer]
+        given, out = heads.of(qkv), heads.results(qkv.shape[0])
+        heads.kernels.qk_norm_rope_write_int8(self._rotation, given, cache, *heads.norm(layer))
+        queries = given[:, : heads.shape.num_heads]
+        self._backend.paged.attend(cache, queries, self._metadata, heads.windows[layer], out)
+        return out
+
+
+def _coded(cache: PagedKVCache, index: int) -> CodedLayer:
+    scales = cache.layer_scales(index)
+    if scales is None:
+        raise ConfigError(f"int8 attention over a cache in {cache.layout.dtype}")
+    return CodedLayer(cache.layer(index), scales)

@@ -1,0 +1,84 @@
+"""Decoding steps on a CPU as programs: recorded when a number of rows is met first, repeated ever after.
+
+Between the kernels of a layer an eager step spends some 10 us in Python each time, in which memory, the limit of
+decoding, stands still. A program makes all calls from the first norm to the logits without coming back.
+"""
+
+import ctypes
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from engine.backends.buffers import Buffers
+from engine.backends.cpu.attention import CpuAttention, CpuAttentionPlan
+from engine.kernels.cpu.library import KernelLibrary
+from engine.kernels.cpu.program import KernelProgram
+from engine.model.backend import RecordableModel
+from engine.types.step_inputs import StepInputs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Recorded:
+    """One program and what it works on."""
+
+    program: KernelProgram
+    embedded_at: int  # where it expects [num_rows, hidden_size]
+    logits: Tensor  # float32 [num_rows, vocab_size]
+    records: tuple[ctypes.Structure, ...]  # what kernels are told of a step; filled anew for each
+
+
+class CpuPrograms:
+    """See StepGraphs. Serves steps in which every sequence computes one row and samples."""
+
+    def __init__(self, model: RecordableModel, attention: CpuAttention, library: KernelLibrary, buffers: Buffers, *,
+                 max_rows: int) -> None:  # fmt: skip
+        """Steps of more than `max_rows` rows are left to others."""
+        self._model = model
+        self._attention = attention
+        self._library = library
+        self._buffers = buffers
+        self._max_rows = max_rows
+        self._generation = buffers.generation
+        self._programs: dict[tuple[int, bool, bool], _Recorded] = {}
+
+    def logits(self, inputs: StepInputs, token_ids: Tensor, rows: Tensor | None) -> Tensor | None:
+        """See StepGraphs."""
+        num_rows = len(inputs.token_ids)
+        if rows is not None or inputs.num_single != num_rows or num_rows > self._max_rows:
+            return None
+        plan = self._attention.plan(inputs)
+        if self._generation != self._buffers.generation:
+            # A larger step has moved the buffers: what was recorded points to memory that is no longer theirs.
+            self._programs.clear()
+            self._generation = self._buffers.generation
+        embedded = self._model.embedding(token_ids)
+        key = (num_rows, *plan.kernels)
+        recorded = self._programs.get(key)
+        if recorded is None or recorded.embedded_at != embedded.data_ptr():
+            return self._record(key, embedded, plan)
+        for target, source in zip(recorded.records, plan.records, strict=True):
+            ctypes.memmove(ctypes.addressof(target), ctypes.addressof(source), ctypes.sizeof(target))
+        self.replay(recorded.program)
+        return recorded.logits
+
+    def replay(self, program: KernelProgram) -> None:
+        """The model's part of a step; a method of its own so that a benchmark can time it."""
+        program.run()
+
+    def _record(self, key: tuple[int, bool, bool], embedded: Tensor, plan: CpuAttentionPlan) -> Tensor:
+        with self._library.recording() as calls:
+            logits = self._model.logits_of_embedded(embedded, plan)
+        if self._generation != self._buffers.generation:
+            return logits  # it moved a buffer itself: the next step of this kind is recorded
+        records = tuple(type(record)() for record in plan.records)
+        moved = {
+            ctypes.addressof(source): ctypes.addressof(target)
+            for source, target in zip(plan.records, records, strict=True)
+        }
+        self._programs[key] = _Recorded(
+            program=KernelProgram(self._library, calls, moved),
+            embedded_at=embedded.data_ptr(),
+            logits=logits,
+            records=records,
+        )
+        return logits

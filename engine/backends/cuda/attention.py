@@ -1,0 +1,189 @@
+"""The Triton attention kernels behind the engine's attention Protocols, and how a step's metadata reaches the device.
+
+A step's arrays are packed into one piece of pinned memory and copied in one asynchronous transfer. The pinned memory
+comes from torch's caching allocator, which gives it out again only when the copy is done; so the host may lay out the
+next step while the device still reads this one.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.kernels.triton.flash_decode import DecodeWorkspace, choose_splits, flash_decode
+from engine.kernels.triton.paged_prefill import paged_prefill
+from engine.kernels.triton.pages import LayerPages
+from engine.kernels.triton.rope_kv import rope_kv
+from engine.kernels.triton.tuning import AttentionShape, LaunchTable
+from engine.kv_storage.paged_cache import PagedKVCache
+from engine.model.layers.attention import AttentionSpec
+from engine.types.step_inputs import StepInputs
+
+_CPU_SMS = 8
+"""Multiprocessors to plan for where there is none: in the interpreter."""
+
+
+class DeviceStep(NamedTuple):
+    """One step's metadata on the device."""
+
+    slots: Tensor  # int64 [num_rows], negative for padding
+    token_ids: Tensor  # int64 [num_rows]
+    positions: Tensor  # int32 [num_rows]
+    starts: Tensor  # int32 [num_seqs]
+    lengths: Tensor  # int32 [num_seqs], 0 for padding
+    row_starts: Tensor  # int32 [num_seqs + 1], counted from the first sequence of several rows
+    tables: Tensor  # int32 [num_seqs, max_blocks]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLayout:
+    """Where each array lies in one int32 buffer; the tables are last, 64-bit arrays first, for their alignment."""
+
+    num_rows: int
+    num_seqs: int
+
+    @property
+    def table_begin(self) -> int:
+        """Words before the tables."""
+        return 5 * self.num_rows + 3 * self.num_seqs + 1
+
+    def views(self, words: Tensor, tables: Tensor) -> DeviceStep:
+        """The arrays within `words`, int32 of `table_begin` elements or more."""
+        rows, seqs = self.num_rows, self.num_seqs
+        wide, ints = words[: 4 * rows].view(torch.int64), words[5 * rows : self.table_begin]
+        return DeviceStep(
+            slots=wide[:rows],
+            token_ids=wide[rows:],
+            positions=words[4 * rows : 5 * rows],
+            starts=ints[:seqs],
+            lengths=ints[seqs : 2 * seqs],
+            row_starts=ints[2 * seqs :],
+            tables=tables,
+        )
+
+    def pack(self, inputs: StepInputs, words: NDArray[np.int32]) -> None:
+        """Fill everything but the tables; rows and sequences that `inputs` has not become padding."""
+        rows, seqs = self.num_rows, self.num_seqs
+        used, sequences = len(inputs.token_ids), len(inputs.starts)
+        words[:] = 0
+        wide = words[: 4 * rows].view(np.int64)
+        wide[:rows] = -1
+        wide[:used] = inputs.slots
+        wide[rows : rows + used] = inputs.token_ids
+        words[4 * rows : 4 * rows + used] = inputs.positions
+        ints = words[5 * rows : self.table_begin]
+        ints[:sequences] = inputs.starts
+        ints[seqs : seqs + sequences] = inputs.lengths
+        ints[2 * seqs] = -inputs.num_single
+        ints[2 * seqs + 1 : 2 * seqs + 1 + sequences] = np.cumsum(inputs.counts) - inputs.num_single
+
+
+def upload(inputs: StepInputs, layout: StepLayout, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The packed words, int32, and the step's own tables, int32 `[num_seqs of inputs, max_blocks]`, in one transfer."""
+    begin, shape = layout.table_begin, inputs.tables.shape
+    host = torch.empty(begin + inputs.tables.size, dtype=torch.int32, pin_memory=device.type == "cuda")
+    words = host.numpy()
+    layout.pack(inputs, words[:begin])
+    words[begin:].reshape(shape)[:] = inputs.tables
+    there = host.to(device, non_blocking=True)
+    return there[:begin], there[begin:].view(shape)
+
+
+class CudaAttention:
+    """See AttentionBackend."""
+
+    def __init__(
+        self, spec: AttentionSpec, cache: PagedKVCache, table: LaunchTable, *, deterministic: bool = False
+    ) -> None:
+        """Raises ConfigError when `table` has no launch for the geometry."""
+        config = spec.config
+        self.spec = spec
+        self.device = cache.tensor.device
+        self.dtype = spec.dtype
+        shape = AttentionShape(
+            head_dim=config.head_dim, wide=self.dtype is torch.float32, eight_bit=cache.layout.is_quantised
+        )
+        self.prefill_launch = table.prefill(shape, deterministic=deterministic)
+        self.decode_launch = table.decode(shape, deterministic=deterministic)
+        self.layers = tuple(_pages(spec, cache, i) for i in range(config.num_layers))
+        self._num_sms = _CPU_SMS
+        if self.device.type == "cuda":
+            self._num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
+
+    def plan(self, inputs: StepInputs) -> "CudaAttentionPlan":
+        """See AttentionBackend."""
+        layout = StepLayout(num_rows=len(inputs.token_ids), num_seqs=len(inputs.starts))
+        step = layout.views(*upload(inputs, layout, self.device))
+        longest = int(inputs.lengths[: inputs.num_single].max(initial=0))
+        return CudaAttentionPlan(self, step, num_single=inputs.num_single, max_length=longest)
+
+    def workspace(self, batch: int, max_length: int) -> DecodeWorkspace | None:
+        """For decoding `batch` sequences of up to `max_length` tokens; None when they are not split."""
+        config = self.spec.config
+        splits = choose_splits(
+            batch=max(1, batch),
+            num_kv_heads=config.num_kv_heads,
+            max_length=max_length,
+            num_sms=self._num_sms,
+            launch=self.decode_launch,
+        )
+        if splits == 1:
+            return None
+        return DecodeWorkspace.allocate(batch, config.num_heads, splits, config.head_dim, self.device)
+
+
+def _pages(spec: AttentionSpec, cache: PagedKVCache, index: int) -> LayerPages:
+    pages = cache.layer(index)
+    if pages.dtype is not torch.float8_e4m3fn:
+        return LayerPages(pages=pages, token_scales=cache.layer_scales(index))
+    if spec.kv_scales is None:
+        return LayerPages(pages=pages, head_scales=torch.ones(pages.shape[1:3], device=pages.device))
+    return LayerPages(pages=pages, head_scales=spec.kv_scales[index])
+
+
+class CudaAttentionPlan:
+    """See AttentionPlan."""
+
+    __slots__ = ("_backend", "_cos", "_num_single", "_sin", "_step", "_workspace")
+
+    def __init__(self, backend: CudaAttention, step: DeviceStep, *, num_single: int, max_length: int) -> None:
+        """`max_length`: of the sequences with one row, or more."""
+        self._backend = backend
+        self._step = step
+        self._num_single = num_single
+        self._cos, self._sin = backend.spec.rope.half_angles(step.positions)
+        self._workspace = backend.workspace(num_single, max_length)
+
+    def attend(self, layer: int, qkv: Tensor) -> Tensor:
+        """See AttentionPlan."""
+        backend, step, singles = self._backend, self._step, self._num_single
+        config, pages = backend.spec.config, backend.layers[layer]
+        norm = None if backend.spec.head_norms is None else backend.spec.head_norms[layer]
+        rope_kv(qkv, pages, cos=self._cos, sin=self._sin, slots=step.slots, norm=norm)
+        queries = qkv.view(len(qkv), -1, config.head_dim)[:, : config.num_heads]
+        out = qkv.new_empty(len(qkv), config.num_heads, config.head_dim)
+        window = config.layer_windows[layer]
+        flash_decode(
+            queries[:singles],
+            pages,
+            out[:singles],
+            tables=step.tables[:singles],
+            lengths=step.lengths[:singles],
+            window=window,
+            workspace=self._workspace,
+            launch=backend.decode_launch,
+        )
+        paged_prefill(
+            queries[singles:],
+            pages,
+            out[singles:],
+            tables=step.tables[singles:],
+            row_starts=step.row_starts[singles:],
+            starts=step.starts[singles:],
+            window=window,
+            launch=backend.prefill_launch,
+        )
+        return out.flatten(1)

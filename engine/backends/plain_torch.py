@@ -1,0 +1,73 @@
+"""Plain torch operators: runs wherever torch does, and is what every other backend is compared with."""
+
+import torch
+from torch import Tensor
+
+from engine.backends.deferred_projection import LaterAdded
+from engine.backends.thread_priority import step_back
+from engine.kv_storage.paged_cache import PagedKVCache
+from engine.model.backend import RecordableModel, Role
+from engine.model.layers.attention import AttentionBackend, AttentionSpec
+from engine.model.layers.linear import GatedLinear, HeadLinear, Linear, TokenEmbedding
+from engine.model.layers.norm import RMSNorm
+from engine.model.layers.torch_attention import TorchAttention
+from engine.sampling.backend import SamplingKernels, TorchSampling
+
+
+class TorchBackend:
+    """See engine.model.backend.Backend. Results are new tensors."""
+
+    name = "torch"
+
+    def __init__(self, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> None:
+        self.device = torch.device(device)
+        self.dtype = dtype
+
+    def projection(self, weight: Tensor, bias: Tensor | None, role: Role) -> Linear:
+        """See Backend."""
+        return Linear(weight, bias)
+
+    def closing(self, weight: Tensor, bias: Tensor | None, role: Role) -> LaterAdded:
+        """See Backend."""
+        return LaterAdded(self.projection(weight, bias, role))
+
+    def gated(self, weight: Tensor, bias: Tensor | None) -> GatedLinear:
+        """See Backend."""
+        return GatedLinear(weight, bias)
+
+    def head(self, weight: Tensor) -> HeadLinear:
+        """See Backend."""
+        return HeadLinear(weight)
+
+    def embedding(self, weight: Tensor) -> TokenEmbedding:
+        """See Backend."""
+        return TokenEmbedding(weight)
+
+    def tied(self, weight: Tensor) -> tuple[TokenEmbedding, HeadLinear]:
+        """See Backend."""
+        return TokenEmbedding(weight, is_shared=True), HeadLinear(weight)
+
+    def norm(self, weight: Tensor, eps: float) -> RMSNorm:
+        """See Backend."""
+        return RMSNorm(weight, eps)
+
+    def attention(self, spec: AttentionSpec, cache: PagedKVCache) -> AttentionBackend:
+        """See Backend."""
+        return TorchAttention(spec, cache)
+
+    def graphs(self, model: RecordableModel, attention: AttentionBackend, *, max_rows: int, max_length: int) -> None:
+        """See Backend: operators are called one by one."""
+
+    def trim(self) -> None:
+        """See Backend: results are torch's own, which it has back already."""
+
+    def bind_thread(self) -> None:
+        """See Backend."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        else:
+            step_back()
+
+    def sampling(self, vocab_size: int) -> SamplingKernels:
+        """See Backend."""
+        return TorchSampling()

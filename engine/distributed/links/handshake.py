@@ -1,0 +1,177 @@
+"""What is said first on a connection between nodes: both ends prove that they know the cluster's secret.
+
+TLS has said before that both are workers of one authority; on the loopback device, where there may be none, this alone
+keeps another user's process out. The secret is never sent: each end answers the other's random number with a keyed
+hash over all that was said so far, and over the certificates that both ends have seen: whoever stands between them
+with one of his own, and passes on what they say, is not believed. (On loopback without TLS nothing tells of him.)
+Nothing large is read from whoever has not proven itself, and no refusal of his is believed.
+"""
+
+import hmac
+import importlib.metadata
+import json
+import secrets
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+from engine.distributed.links.channel import Channel, Kind
+from engine.distributed.links.lost import RankLost
+from tandem.errors import ConfigError
+
+MOST_BYTES = 4096
+"""Of a message in a greeting."""
+_VERSION = 3
+_NONCE_BYTES = 32
+
+
+class Purpose(StrEnum):
+    """What one of a rank's two connections is for."""
+
+    STEPS = "steps"
+    """What rank 0 tells and asks, see Kind."""
+    PULSE = "pulse"
+    """What the rank asks: whether rank 0 lives, and what the store has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """Who comes."""
+
+    rank: int
+    size: int
+    num_nodes: int
+    purpose: Purpose
+    token: str = ""
+    """With PULSE: what the leader said on the rank's other connection, so that the two are of one process."""
+    version: int = _VERSION
+    revision: str = ""
+    """See NodeGroup."""
+    software: str = ""
+    """See `installed`."""
+
+
+def installed() -> str:
+    """Which Tandem this process runs, as it was installed; empty where nobody can tell, as in a checkout."""
+    try:
+        return importlib.metadata.version("tandem-serve")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def greet(channel: Channel, caller: Caller, secret: bytes, bond: bytes = b"") -> str:
+    """The follower's side; the token that the leader gives.
+
+    `bond`: fingerprints of the leader's and of the follower's certificate. Raises RankLost, also when whoever answers
+    is not the leader; ConfigError when the leader refuses.
+    """
+    hello = json.dumps(asdict(caller) | {"nonce": secrets.token_hex(_NONCE_BYTES)}).encode()
+    channel.send(Kind.HELLO, hello)
+    challenge = _mapping(_unproven(channel, Kind.CHALLENGE))
+    said = hello + _bytes(challenge.get("nonce")) + bond
+    if not hmac.compare_digest(_bytes(challenge.get("proof")), _proof(secret, "leader", said)):
+        raise RankLost(f"{channel.peer} does not know this cluster's secret, or somebody stands before it")
+    channel.send(Kind.PROOF, _proof(secret, "follower", said))
+    return bytes(channel.expect(Kind.WELCOME)[0]).decode(errors="replace")
+
+
+def admit(
+    channel: Channel, secret: bytes, refusal: Callable[[Caller], str | None], bond: bytes = b""
+) -> tuple[Caller, str]:
+    """The leader's side, up to the welcome: who came, and the token that was given.
+
+    `refusal`: why somebody who knows the secret is not taken all the same, now or later; it raises RankLost for one who
+    may knock again. `bond`: see `greet`. Raises RankLost.
+    """
+    hello = bytes(_unproven(channel, Kind.HELLO))
+    caller = _caller(hello)
+    nonce = secrets.token_hex(_NONCE_BYTES)
+    said = hello + nonce.encode() + bond
+    challenge = {"nonce": nonce, "proof": _proof(secret, "leader", said).decode()}
+    channel.send(Kind.CHALLENGE, json.dumps(challenge).encode())
+    answer = bytes(_unproven(channel, Kind.PROOF))
+    if not hmac.compare_digest(answer, _proof(secret, "follower", said)):
+        raise RankLost(f"{channel.peer} does not know this cluster's secret")
+    if (reason := refusal(caller)) is not None:
+        channel.send(Kind.REFUSED, reason.encode())
+        raise RankLost(f"{channel.peer} is not taken: {reason}")
+    return caller, caller.token or secrets.token_hex(_NONCE_BYTES)
+
+
+def welcome(channel: Channel, token: str) -> None:
+    """The last word of a greeting. Raises RankLost."""
+    channel.send(Kind.WELCOME, token.encode())
+
+
+def too_early(caller: Caller, *, revision: str, software: str) -> str | None:
+    """Why a caller cannot be taken now, though it may be that one of this group's own comes after it; None: it can.
+
+    What is not told makes no difference.
+    """
+    if caller.revision and revision and caller.revision != revision:
+        return f"its revision is {caller.revision}, this one's {revision}"
+    if caller.software and software and caller.software != software:
+        return f"it runs Tandem {caller.software}, rank 0 {software}: install the same on all nodes"
+    return None
+
+
+def unlike(caller: Caller, *, size: int, num_nodes: int) -> str | None:
+    """Why a caller is not of such a group; None when it is."""
+    if caller.version != _VERSION:
+        return f"it speaks version {caller.version} of this link, rank 0 version {_VERSION}"
+    if (caller.size, caller.num_nodes) != (size, num_nodes):
+        return (
+            f"it is of {caller.size} ranks over {caller.num_nodes} nodes, "
+            f"rank 0 of {size} over {num_nodes}: tensor_parallel_size and nodes must be the same on all nodes"
+        )
+    if not size // num_nodes <= caller.rank < size:
+        return f"rank {caller.rank} is of rank 0's own node"
+    return None
+
+
+def _caller(hello: bytes) -> Caller:
+    values = _mapping(memoryview(hello))
+    try:
+        rank, size, num_nodes, version = (int(values[name]) for name in ("rank", "size", "num_nodes", "version"))
+        purpose, token = Purpose(values["purpose"]), str(values["token"])
+        revision, software = (str(values.get(name, "")) for name in ("revision", "software"))
+    except (KeyError, TypeError, ValueError, OverflowError):
+        raise RankLost("somebody came who is no rank") from None
+    return Caller(
+        rank=rank,
+        size=size,
+        num_nodes=num_nodes,
+        purpose=purpose,
+        token=token,
+        version=version,
+        revision=revision,
+        software=software,
+    )
+
+
+def _mapping(payload: memoryview) -> dict[str, Any]:
+    try:
+        values = json.loads(bytes(payload))
+    except (ValueError, RecursionError):
+        values = None
+    if not isinstance(values, dict):
+        raise RankLost("a greeting is not understood")
+    return values
+
+
+def _unproven(channel: Channel, kind: Kind) -> memoryview:
+    """What somebody says who may be anybody: no refusal of his is for good. Raises RankLost."""
+    try:
+        return channel.expect(kind)[0]
+    except ConfigError as refusal:
+        raise RankLost(f"refused by who has proven nothing: {refusal}") from None
+
+
+def _bytes(value: object) -> bytes:
+    """Of whatever JSON may hold, half a character too."""
+    return str(value).encode(errors="replace")
+
+
+def _proof(secret: bytes, who: str, said: bytes) -> bytes:
+    return hmac.new(secret, b"tandem ranks/" + who.encode() + b"/" + said, "sha256").hexdigest().encode()

@@ -1,0 +1,119 @@
+"""How the two ends of a group that spans nodes notice that the other is gone: a question every few seconds.
+
+A process that dies closes its connections; a machine or a network that freezes closes nothing. So each rank asks rank 0
+over a connection of its own, and whoever hears nothing for `SILENCE_S` gives the other up. The same connection carries
+what the ranks leave for each other while they meet.
+"""
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable
+
+from engine.distributed.links.channel import Channel, Kind
+from engine.distributed.links.lost import RankLost
+from engine.distributed.links.rendezvous import KeyBoard, RemoteKeys
+
+_log = logging.getLogger(__name__)
+PULSE_S = 2.0
+SILENCE_S = 20.0
+"""Many times what a process needs that is loading torch or a model on a busy machine."""
+START_S = 120.0
+"""For a process to begin: most of it is importing torch."""
+_EXIT_S = 1.0
+"""For a rank that hears of the end on its other connection to end by itself."""
+
+
+class Pulse:
+    """A rank's side: asks for as long as the process lives."""
+
+    def __init__(
+        self, channel: Channel, *, silence_s: float = SILENCE_S, end_process: Callable[[int], object] = os._exit
+    ) -> None:
+        self.keys = RemoteKeys(channel, silence_s=silence_s)
+        self._end_process = end_process
+        self._never = threading.Event()
+        threading.Thread(target=self._run, name="tandem-pulse", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self.keys.pulse()
+                self._never.wait(PULSE_S)
+        except RankLost as lost:
+            # Whoever is in a collective would wait for the dead; after an end that is wanted the process is gone first.
+            self._never.wait(_EXIT_S)
+            _log.warning("%s: this rank ends", lost)
+            self._end_process(1)
+
+
+class PulseDesk:
+    """Rank 0's side: a thread for each other rank, which mostly sleeps."""
+
+    def __init__(
+        self, on_lost: Callable[[RankLost], None], *, silence_s: float = SILENCE_S, start_s: float = START_S
+    ) -> None:
+        """`on_lost` hears of the first rank that is gone, on one of the threads; not of an end by `close`.
+
+        `start_s`: silence that is borne before a rank's first question.
+        """
+        self.keys = KeyBoard()
+        self._on_lost = on_lost
+        self._silence_s = silence_s
+        self._start_s = start_s
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._channels: list[Channel] = []
+        self._is_over = False
+
+    def serve(self, channel: Channel) -> None:
+        """Answer one more rank from now on; owns the channel."""
+        thread = threading.Thread(target=self._run, args=(channel,), name="tandem-pulses", daemon=True)
+        with self._lock:
+            if self._is_over:
+                channel.close()
+                return
+            self._channels.append(channel)
+            self._threads.append(thread)
+            thread.start()
+
+    def hang_up(self) -> None:
+        """Every rank sees the end. From any thread."""
+        with self._lock:
+            self._is_over = True
+            channels = tuple(self._channels)
+        self.keys.close()
+        for channel in channels:
+            channel.hang_up()
+
+    def close(self) -> None:
+        """Hang up and give everything back. Not on one of its own threads."""
+        self.hang_up()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+        for channel in self._channels:
+            channel.close()
+
+    def _run(self, channel: Channel) -> None:
+        try:
+            channel.set_timeout(self._start_s)
+            while (message := channel.receive()) is not None:
+                channel.set_timeout(self._silence_s)
+                if message[0] is not Kind.ASK:
+                    raise RankLost(f"{channel.peer} sent {message[0].name}, not a question")
+                answer = self.keys.answer(json.loads(bytes(message[1])))
+                channel.send(Kind.ANSWER, json.dumps(answer).encode())
+            self._lose(RankLost(f"{channel.peer} has ended"))
+        except RankLost as lost:
+            self._lose(lost)
+        except ValueError:  # no JSON
+            self._lose(RankLost(f"{channel.peer} asks what nobody understands"))
+
+    def _lose(self, lost: RankLost) -> None:
+        with self._lock:
+            if self._is_over:
+                return
+            self._is_over = True
+        self._on_lost(lost)

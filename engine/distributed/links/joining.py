@@ -1,0 +1,98 @@
+"""How a rank on another node comes to rank 0: it knocks until somebody opens, however long that takes."""
+
+import logging
+import socket
+import ssl
+import threading
+from dataclasses import dataclass
+
+from engine.distributed.links.channel import MOST_PAYLOAD_BYTES, Channel
+from engine.distributed.links.handshake import MOST_BYTES, Caller, Purpose, greet, installed
+from engine.distributed.links.lost import RankLost
+from engine.distributed.links.node_group import NodeGroup
+from tandem.rpc.hosts import join, keep_alive
+from tandem.rpc.mutual_tls import MutualTls, peer_fingerprint, tls_reason
+
+_log = logging.getLogger(__name__)
+REFUSED = 2
+"""The exit code of a rank that cannot be of this group, now or later."""
+_CONNECT_S = 10.0
+_AGAIN_S = 1.0
+_TELL_EVERY = 30
+"""Tries in vain."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankLink:
+    """A rank's ways to rank 0."""
+
+    steps: Channel
+    pulse: Channel | None = None
+    """Of a group that spans nodes."""
+    host: str | None = None
+    """Address of this node, where rank 0 and the others reach it."""
+
+
+def given_link(control_fd: int, pulse_fd: int | None, host: str | None) -> RankLink:
+    """Of a rank on rank 0's own node, by the descriptors of connected sockets."""
+    steps = Channel(socket.socket(fileno=control_fd), "rank 0")
+    pulse = None if pulse_fd is None else Channel(socket.socket(fileno=pulse_fd), "rank 0")
+    return RankLink(steps=steps, pulse=pulse, host=host)
+
+
+def knock(group: NodeGroup, rank: int, source: str | None) -> RankLink:
+    """Come to rank 0, now or when there is one. `source`: the address of this node to come from; None: any.
+
+    Raises ConfigError when rank 0 refuses this rank, or the files of certificates are no good.
+    """
+    tls, tries, said, never = group.open_tls(), 0, "", threading.Event()
+    while True:
+        try:
+            return _come(group, rank, source, tls)
+        except (OSError, RankLost) as error:
+            why = tls_reason(error) if isinstance(error, ssl.SSLError) else str(error)
+            if why != said or tries % _TELL_EVERY == 0:
+                _log.warning("rank 0 at %s cannot be reached: %s", join(group.host, group.port), why)
+            tries, said = tries + 1, why
+            never.wait(_AGAIN_S)
+
+
+def _come(group: NodeGroup, rank: int, source: str | None, tls: MutualTls | None) -> RankLink:
+    steps, token, host = _connect(group, rank, source, tls, Purpose.STEPS, "")
+    try:
+        pulse, _, _ = _connect(group, rank, source, tls, Purpose.PULSE, token)
+    except BaseException:
+        steps.close()
+        raise
+    steps.set_timeout(None)
+    return RankLink(steps=steps, pulse=pulse, host=host)
+
+
+def _connect(
+    group: NodeGroup, rank: int, source: str | None, tls: MutualTls | None, purpose: Purpose, token: str
+) -> tuple[Channel, str, str]:
+    """One connection, the token that rank 0 gave, and this end's address."""
+    from_where = None if source is None else (source, 0)
+    sock = socket.create_connection((group.host, group.port), _CONNECT_S, source_address=from_where)
+    try:
+        keep_alive(sock)
+        bond = b""
+        if tls is not None:
+            sock = encrypted = tls.client.wrap_socket(sock)
+            bond = peer_fingerprint(encrypted) + tls.fingerprint
+        channel = Channel(sock, "rank 0", carries_descriptors=False, most_bytes=MOST_BYTES)
+        caller = Caller(
+            rank=rank,
+            size=group.size,
+            num_nodes=group.num_nodes,
+            purpose=purpose,
+            token=token,
+            revision=group.revision,
+            software=installed(),
+        )
+        given = greet(channel, caller, group.secret, bond)
+        channel.most_bytes = MOST_PAYLOAD_BYTES
+        return channel, given, str(sock.getsockname()[0])
+    except BaseException:
+        sock.close()
+        raise

@@ -1,0 +1,236 @@
+"""Where rank 0 listens for the ranks of other nodes; open only until all have come.
+
+Whoever connects is on a thread of its own and has a few seconds to prove itself, however it speaks, and one address
+has as many places as there are ranks to come: so nobody holds up the others.
+A rank that comes again while others are awaited is a new process: it takes the place of the one before.
+"""
+
+import logging
+import socket
+import ssl
+import threading
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from engine.distributed.links.channel import Channel
+from engine.distributed.links.handshake import MOST_BYTES, Caller, Purpose, admit, installed, too_early, unlike, welcome
+from engine.distributed.links.lost import RankLost
+from engine.distributed.links.node_group import NodeGroup
+from tandem.rpc.hosts import join, keep_alive
+from tandem.rpc.mutual_tls import peer_fingerprint, tls_reason
+
+_log = logging.getLogger(__name__)
+_GREETING_S = 10.0
+_MAX_CALLERS = 128
+"""At once; a group has at most 64 ranks with two connections each."""
+_TELL_S = 30.0
+_ACCEPT_PAUSE_S = 0.1
+
+
+class _TimeLimit:
+    """Of one greeting, as a context: hangs up when it is over, however much was said. Leaving raises RankLost then."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._lock = threading.Lock()
+        self._is_settled = False
+        self._is_over = False
+        self._timer = threading.Timer(_GREETING_S, self._end)
+        self._timer.daemon = True
+
+    def __enter__(self) -> None:
+        self._timer.start()
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._is_settled = True
+        self._timer.cancel()
+        if self._is_over:
+            raise RankLost(f"it has not proven itself within {_GREETING_S:g} s")
+
+    def _end(self) -> None:
+        with self._lock:
+            if not self._is_settled:
+                self._is_over = True
+                self._channel.hang_up()
+
+
+@dataclass(slots=True, kw_only=True)
+class _Comer:
+    """What one process of a rank has opened so far."""
+
+    token: str
+    steps: Channel
+
+
+class NodeDoor:
+    """Listens from its construction on."""
+
+    def __init__(self, group: NodeGroup, on_pulse: Callable[[Channel], None]) -> None:
+        """`on_pulse` gets each rank's second connection, on any thread. Raises OSError, ConfigError."""
+        self._group = group
+        self._on_pulse = on_pulse
+        self._tls = group.open_tls()
+        family = socket.AF_INET6 if ":" in group.host else socket.AF_INET
+        self._server = socket.create_server((group.host, group.port), family=family, backlog=_MAX_CALLERS)
+        self.host = str(self._server.getsockname()[0])
+        """This node's address, for what the ranks sum."""
+        self.port = int(self._server.getsockname()[1])
+        self._changed = threading.Condition()
+        self._callers: Counter[str] = Counter()
+        """Those being looked at, by address."""
+        self._comers: dict[int, _Comer] = {}
+        self._whole: dict[int, Channel] = {}
+        self._failure: RankLost | None = None
+        self._is_closing = False
+        threading.Thread(target=self._accept, name="tandem-rank-door", daemon=True).start()
+
+    def gather(self) -> dict[int, Channel]:
+        """Wait until every rank of another node is here; the connections for steps, which are then the caller's.
+
+        Raises RankLost when they do not come in time, or `fail` was called.
+        """
+        wanted = set(self._group.elsewhere)
+        left_s = self._group.join_s
+        with self._changed:
+            while (missing := wanted - self._whole.keys()) and self._failure is None:
+                if left_s <= 0.0:
+                    raise RankLost(f"ranks {_named(missing)} have not come within {self._group.join_s:.0f} s")
+                _log.info("waits at %s for ranks %s of other nodes", join(self.host, self.port), _named(missing))
+                self._changed.wait_for(self._is_settled, min(left_s, _TELL_S))
+                left_s -= _TELL_S
+            if self._failure is not None:
+                raise self._failure
+            # Whoever comes from now on would be heard by nobody.
+            self._is_closing = True
+            whole, self._whole = self._whole, {}
+            return whole
+
+    def fail(self, lost: RankLost) -> None:
+        """A rank that was here is gone: nobody else is worth waiting for. From any thread."""
+        with self._changed:
+            self._failure = self._failure or lost
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Listen no longer; hang up on whoever was not handed over."""
+        with self._changed:
+            self._is_closing = True
+            left = [*self._whole.values(), *(comer.steps for comer in self._comers.values())]
+            self._whole.clear()
+            self._comers.clear()
+        with suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)
+        self._server.close()
+        for channel in left:
+            channel.close()
+
+    def _is_settled(self) -> bool:
+        return self._failure is not None or not set(self._group.elsewhere) - self._whole.keys()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, address = self._server.accept()
+            except OSError as error:
+                if self._is_closing:
+                    return
+                # Out of descriptors or memory: that passes.
+                _log.warning("no rank can be taken in now: %s", error)
+                with self._changed:
+                    self._changed.wait(_ACCEPT_PAUSE_S)
+                continue
+            name = join(str(address[0]), int(address[1]))
+            host = str(address[0])
+            if not self._has_place(host):
+                _log.warning("%s is turned away: too many others are being looked at", name)
+                sock.close()
+                continue
+            try:
+                args = (sock, host, name)
+                threading.Thread(target=self._greet, args=args, name="tandem-rank-caller", daemon=True).start()
+            except RuntimeError as error:  # no more threads now
+                _log.warning("%s is turned away: %s", name, error)
+                sock.close()
+                self._leave(host)
+
+    def _has_place(self, host: str) -> bool:
+        with self._changed:
+            # A rank opens one connection after the other.
+            if self._callers.total() >= _MAX_CALLERS or self._callers[host] >= len(self._group.elsewhere):
+                return False
+            self._callers[host] += 1
+            return True
+
+    def _leave(self, host: str) -> None:
+        with self._changed:
+            self._callers[host] -= 1
+            if not self._callers[host]:
+                del self._callers[host]
+
+    def _greet(self, sock: socket.socket, host: str, name: str) -> None:
+        try:
+            self._take(sock, name)
+        except ssl.SSLError as error:
+            _log.warning("%s is turned away: %s", name, tls_reason(error))
+            sock.close()
+        except (OSError, RankLost, RuntimeError) as error:  # the last: no thread for a time limit
+            _log.warning("%s is turned away: %s", name, error)
+            sock.close()
+        finally:
+            self._leave(host)
+
+    def _take(self, sock: socket.socket, name: str) -> None:
+        keep_alive(sock)
+        sock.settimeout(_GREETING_S)
+        encrypted, bond = None, b""
+        if self._tls is not None:
+            sock = encrypted = self._tls.server.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+        channel = Channel(sock, name, carries_descriptors=False, most_bytes=MOST_BYTES)
+        try:
+            with _TimeLimit(channel):
+                if self._tls is not None and encrypted is not None:
+                    encrypted.do_handshake()
+                    bond = self._tls.fingerprint + peer_fingerprint(encrypted)
+                caller, token = admit(channel, self._group.secret, self._refusal, bond)
+            # Where it comes from tells people which node it is.
+            known = Channel(sock, f"rank {caller.rank} at {name}", carries_descriptors=False)
+            self._enter(caller, token, known)
+        except BaseException:
+            sock.close()
+            raise
+
+    def _refusal(self, caller: Caller) -> str | None:
+        if (reason := too_early(caller, revision=self._group.revision, software=installed())) is not None:
+            raise RankLost(reason)  # no refusal, whatever else differs
+        return unlike(caller, size=self._group.size, num_nodes=self._group.num_nodes)
+
+    def _enter(self, caller: Caller, token: str, channel: Channel) -> None:
+        """Keep a connection; with its second one a rank is here."""
+        with self._changed:
+            if self._is_closing:
+                raise RankLost("the group has begun without it")
+            if caller.purpose is Purpose.STEPS:
+                before = self._comers.pop(caller.rank, None)
+                if before is not None:
+                    before.steps.close()
+                welcome(channel, token)
+                self._comers[caller.rank] = _Comer(token=token, steps=channel)
+                return
+            comer = self._comers.get(caller.rank)
+            if comer is None or comer.token != caller.token:
+                raise RankLost(f"{channel.peer} is not the process that opened the other connection")
+            if caller.rank in self._whole:
+                raise RankLost(f"{channel.peer} is here already")
+            welcome(channel, token)
+            del self._comers[caller.rank]
+            self._whole[caller.rank] = comer.steps
+            self._changed.notify_all()
+        _log.info("%s has come", channel.peer)
+        self._on_pulse(channel)
+
+
+def _named(ranks: set[int]) -> str:
+    return ", ".join(map(str, sorted(ranks)))

@@ -1,0 +1,136 @@
+"""What ranks leave for each other while they meet: rank 0's own memory, and the way there from another rank."""
+
+import json
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from engine.distributed.links.channel import Channel, Kind
+from engine.distributed.links.lost import RankLost
+
+MOST_WAIT_S = 600.0
+"""For a key; nobody may ask rank 0 to wait longer."""
+
+
+class KeyBoard:
+    """Keys in memory (see engine.distributed.link_store)."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._values: dict[str, bytes] = {}
+        self._is_closed = False
+
+    def set(self, key: str, value: bytes) -> None:
+        """See Keys."""
+        with self._changed:
+            self._values[key] = value
+            self._changed.notify_all()
+
+    def get(self, key: str, timeout_s: float) -> bytes | None:
+        """See Keys; None at once when the board is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: key in self._values or self._is_closed, min(timeout_s, MOST_WAIT_S))
+            return self._values.get(key)
+
+    def add(self, key: str, amount: int) -> int:
+        """See Keys."""
+        with self._changed:
+            count = int(self._values.get(key, b"0")) + amount
+            self._values[key] = str(count).encode()
+            self._changed.notify_all()
+            return count
+
+    def has(self, key: str) -> bool:
+        """See Keys."""
+        with self._changed:
+            return key in self._values
+
+    def delete(self, key: str) -> bool:
+        """See Keys."""
+        with self._changed:
+            return self._values.pop(key, None) is not None
+
+    def count(self) -> int:
+        """See Keys."""
+        with self._changed:
+            return len(self._values)
+
+    def close(self) -> None:
+        """Nobody waits any longer."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def answer(self, question: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What another rank asks. Raises RankLost for what nobody asks."""
+        try:
+            match question["op"]:
+                case "pulse":
+                    return {}
+                case "set":
+                    self.set(str(question["key"]), bytes.fromhex(question["value"]))
+                    return {}
+                case "get":
+                    value = self.get(str(question["key"]), float(question["timeout_s"]))
+                    return {"value": None if value is None else value.hex()}
+                case "add":
+                    return {"count": self.add(str(question["key"]), int(question["amount"]))}
+                case "has":
+                    return {"has": self.has(str(question["key"]))}
+                case "delete":
+                    return {"was": self.delete(str(question["key"]))}
+                case "num":
+                    return {"num": self.count()}
+        except (KeyError, TypeError, ValueError):
+            pass
+        raise RankLost("a rank asks what nobody asks")
+
+
+class RemoteKeys:
+    """Keys as another rank than 0 reaches them: one question at a time over its second connection."""
+
+    def __init__(self, channel: Channel, *, silence_s: float) -> None:
+        """`silence_s`: how long rank 0 may be silent where it has nothing to wait for."""
+        self._channel = channel
+        self._silence_s = silence_s
+        self._lock = threading.Lock()
+
+    def pulse(self) -> None:
+        """Hear that rank 0 lives. Raises RankLost, like all of these."""
+        self._ask({"op": "pulse"})
+
+    def set(self, key: str, value: bytes) -> None:
+        """See Keys."""
+        self._ask({"op": "set", "key": key, "value": value.hex()})
+
+    def get(self, key: str, timeout_s: float) -> bytes | None:
+        """See Keys."""
+        value = self._ask({"op": "get", "key": key, "timeout_s": timeout_s}, waits_s=timeout_s)["value"]
+        return None if value is None else bytes.fromhex(value)
+
+    def add(self, key: str, amount: int) -> int:
+        """See Keys."""
+        return int(self._ask({"op": "add", "key": key, "amount": amount})["count"])
+
+    def has(self, key: str) -> bool:
+        """See Keys."""
+        return bool(self._ask({"op": "has", "key": key})["has"])
+
+    def delete(self, key: str) -> bool:
+        """See Keys."""
+        return bool(self._ask({"op": "delete", "key": key})["was"])
+
+    def count(self) -> int:
+        """See Keys."""
+        return int(self._ask({"op": "num"})["num"])
+
+    def _ask(self, question: Mapping[str, Any], *, waits_s: float = 0.0) -> dict[str, Any]:
+        with self._lock:
+            self._channel.set_timeout(self._silence_s + min(waits_s, MOST_WAIT_S))
+            self._channel.send(Kind.ASK, json.dumps(question).encode())
+            payload, _ = self._channel.expect(Kind.ANSWER)
+            try:
+                answer: dict[str, Any] = json.loads(bytes(payload))
+            except ValueError:
+                raise RankLost(f"{self._channel.peer} answers what nobody understands") from None
+            return answer

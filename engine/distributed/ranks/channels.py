@@ -1,0 +1,80 @@
+"""Rank 0's connections to all other ranks: what is told to all, to each its own, and collected from all."""
+
+import socket
+from collections.abc import Callable, Mapping, Sequence
+
+from engine.distributed.links.channel import Channel, Kind
+from engine.distributed.ranks.arrivals import Arrivals
+from engine.distributed.ranks.processes import RankCommand, rank_command
+
+
+class Channels:
+    """A channel to every other rank, in order of rank. Used by one thread at a time, `hang_up` apart."""
+
+    def __init__(self) -> None:
+        self._far_ends: list[socket.socket] = []
+        self._all: dict[int, Channel] = {}
+        self._elsewhere: set[int] = set()
+
+    def open_pairs(self, ranks: Sequence[int], arrivals: Arrivals | None) -> list[RankCommand]:
+        """Socket pairs to ranks of this node, and how each is started with its ends."""
+        return [self._open_pair(rank, arrivals) for rank in ranks]
+
+    def add(self, channels: Mapping[int, Channel]) -> None:
+        """Ranks of other nodes."""
+        self._all |= dict(sorted(channels.items()))
+        self._elsewhere |= channels.keys()
+
+    @property
+    def elsewhere(self) -> Mapping[int, Channel]:
+        """Those to ranks of other nodes."""
+        return {rank: self._all[rank] for rank in sorted(self._elsewhere)}
+
+    def close_far_ends(self) -> None:
+        """Once the processes have them: a death closes the last copy."""
+        for end in self._far_ends:
+            end.close()
+
+    def set_timeout(self, timeout_s: float | None) -> None:
+        """How long to wait for a rank to speak or to listen."""
+        for channel in self._all.values():
+            channel.set_timeout(timeout_s)
+
+    def send(self, kind: Kind, payload: bytes = b"") -> None:
+        """The same to all."""
+        for channel in self._all.values():
+            channel.send(kind, payload)
+
+    def send_each(self, kind: Kind, payload: Callable[[int], bytes], *, fd: int | None) -> None:
+        """To each rank its own; the descriptor to those of this node."""
+        for rank, channel in self._all.items():
+            channel.send(kind, payload(rank), fd=None if rank in self._elsewhere else fd)
+
+    def collect(self, kind: Kind) -> Sequence[memoryview]:
+        """One answer of each, in order of rank. Raises ConfigError when one refuses."""
+        return [channel.expect(kind)[0] for channel in self._all.values()]
+
+    def hang_up(self) -> None:
+        """End what is said, from any thread: whoever waits for a rank is woken."""
+        for channel in tuple(self._all.values()):  # another thread may add some
+            channel.hang_up()
+
+    def close(self) -> None:
+        """Close every end that is open here."""
+        self.close_far_ends()
+        for channel in self._all.values():
+            channel.close()
+
+    def _open_pair(self, rank: int, arrivals: Arrivals | None) -> RankCommand:
+        near, far = socket.socketpair()
+        self._all[rank] = Channel(near, f"rank {rank}")
+        self._far_ends.append(far)
+        argv = [*rank_command(), "--control-fd", str(far.fileno())]
+        fds = [far.fileno()]
+        if arrivals is not None:
+            pulse, far_pulse = socket.socketpair()
+            self._far_ends.append(far_pulse)
+            arrivals.serve(Channel(pulse, f"rank {rank}"))
+            argv += ["--pulse-fd", str(far_pulse.fileno()), "--host", arrivals.host]
+            fds.append(far_pulse.fileno())
+        return RankCommand(rank=rank, argv=argv, fds=fds)

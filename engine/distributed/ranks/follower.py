@@ -1,0 +1,182 @@
+"""A rank other than 0: loads its part, then computes whatever step it is told of, until rank 0 is gone."""
+
+import json
+import logging
+import mmap
+import os
+import signal
+
+import torch
+
+from engine.backends.select import select_backend
+from engine.distributed.links.channel import Channel, Kind
+from engine.distributed.links.heartbeat import Pulse
+from engine.distributed.links.joining import REFUSED, RankLink, knock
+from engine.distributed.links.lost import RankLost
+from engine.distributed.links.node_group import NodeGroup
+from engine.distributed.ranks.messages import PoolPlan, RankFacts, RankSetup
+from engine.distributed.torch_group import OverNodes, TorchGroup
+from engine.distributed.wire.mirrored_blocks import Planes, content, decode_blocks, put
+from engine.distributed.wire.steps import decode_step
+from engine.kernels.cpu.threads import threads_of_one
+from engine.kv_storage.free_memory import free_memory_bytes
+from engine.kv_storage.host_room import HostRoom
+from engine.kv_storage.paged_cache import PagedKVCache
+from engine.model.decoder import Decoder
+from engine.model.gpu_memory import gpu_limit_bytes
+from engine.model.loader import load_model
+from engine.model.memory_budget import DEFAULT_MEMORY_SHARE, check_share_of_rank
+from engine.runner.dry_run import PeakMemory, give_back
+from engine.runner.model_runner import ModelRunner
+from tandem.errors import ConfigError
+from tandem.telemetry.logs import configure
+
+_log = logging.getLogger(__name__)
+
+
+def join_and_serve(join_fd: int, rank: int, *, source: str | None) -> int:
+    """Come to rank 0 on another node and follow it to the end; the exit code.
+
+    `join_fd`: of a file with the NodeGroup; closed here. `source`: see `knock`.
+    """
+    with os.fdopen(join_fd, "rb") as file:
+        group = NodeGroup.from_json(file.read())
+    configure("info", f"rank-{rank}")
+    try:
+        link = knock(group, rank, source)
+    except ConfigError as refusal:
+        _log.critical("%s", refusal)
+        return REFUSED
+    # From now on this process ends with rank 0, which may have work to finish first.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    return serve_rank(link)
+
+
+def serve_rank(link: RankLink) -> int:
+    """Follow rank 0 at the other end of this link to the end; the exit code."""
+    channel = link.steps
+    pulse = None if link.pulse is None else Pulse(link.pulse)
+    try:
+        channel.send(Kind.READY)
+        payload, store_fd = channel.expect(Kind.SETUP)
+        setup = RankSetup.from_json(payload)
+        configure(setup.log_level, f"rank-{setup.rank}", setup.log_format)
+        over_nodes = None if pulse is None or link.host is None else OverNodes(keys=pulse.keys, host=link.host)
+        return _follow(channel, setup, store_fd, over_nodes)
+    except RankLost as lost:
+        # Rank 0, too, sees every death, and says which; this may be the echo of another rank's.
+        _log.warning("%s", lost)
+        return 1
+
+
+def _follow(channel: Channel, setup: RankSetup, store_fd: int | None, over_nodes: OverNodes | None) -> int:
+    if store_fd is None and over_nodes is None:
+        raise RankLost("the set-up came without the group's store")
+    options = setup.on_own_machine(threads_of_one)
+    device = options.device
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(options.num_threads)
+    try:
+        group = TorchGroup(
+            store_fd,
+            rank=setup.rank,
+            size=setup.size,
+            device=device,
+            timeout_s=setup.timeout_s,
+            fixed_order=options.deterministic,
+            over_nodes=over_nodes,
+        )
+        limit_bytes = _limit_bytes(setup, device)
+        model = load_model(setup.model_path, backend=select_backend(options), group=group)
+    except ConfigError as refusal:
+        channel.send(Kind.REFUSED, str(refusal).encode())
+        channel.receive()  # rank 0 ends the group; an earlier exit would look like a death
+        return REFUSED
+    room = None if over_nodes is None or setup.is_beside_rank_0 else HostRoom(free_memory_bytes(), over_nodes.host)
+    facts = RankFacts(
+        weights_bytes=model.weights_bytes, fingerprint=model.fingerprint, limit_bytes=limit_bytes, room=room
+    )
+    channel.send(Kind.LOADED, facts.to_json())
+    _Follower(channel, model).run()
+    return 0
+
+
+def _limit_bytes(setup: RankSetup, device: torch.device) -> int | None:
+    """What this rank may take, before its weights; None where that is rank 0's to know. Raises ConfigError."""
+    if device.type == "cuda":
+        return gpu_limit_bytes(setup.gpu_wish, device)
+    if setup.is_beside_rank_0:
+        return None
+    free_bytes = free_memory_bytes() // setup.ranks_per_node
+    if setup.stated_bytes is None:
+        return int(free_bytes * DEFAULT_MEMORY_SHARE)
+    check_share_of_rank(setup.stated_bytes, free_bytes=free_bytes)
+    return setup.stated_bytes
+
+
+class _Follower:
+    """Carries out what rank 0 says, in order."""
+
+    def __init__(self, channel: Channel, model: Decoder) -> None:
+        self._channel = channel
+        self._model = model
+        self._peak = PeakMemory(model.device)
+        self._is_measured = False
+        self._runner: ModelRunner | None = None
+
+    def run(self) -> None:
+        """Until rank 0 is gone."""
+        while (message := self._channel.receive()) is not None:
+            kind, payload, fd = message
+            match kind:
+                case Kind.STEP:
+                    self._step(payload)
+                case Kind.DRY_RUN:
+                    self._use(PoolPlan.from_json(payload), None)
+                    self._is_measured = self._peak.start()
+                case Kind.MEASURE:
+                    growth = self._peak.growth_bytes() if self._is_measured else None
+                    self._runner = None
+                    give_back(self._model)
+                    self._channel.send(Kind.MEASURED, json.dumps(growth).encode())
+                case Kind.POOL:
+                    self._use(PoolPlan.from_json(payload), fd)
+                    self._channel.send(Kind.POOL_READY)
+                case Kind.PLACE:
+                    planes = self._planes()
+                    blocks, data = decode_blocks(payload, num_blocks=planes.shape[1])
+                    put(planes, blocks, data)
+                case Kind.FETCH:
+                    planes = self._planes()
+                    blocks, _ = decode_blocks(payload, num_blocks=planes.shape[1])
+                    self._channel.send(Kind.BLOCKS, content(planes, blocks))
+                case _:
+                    raise RankLost(f"rank 0 sent {kind.name}")
+
+    def _step(self, payload: memoryview) -> None:
+        if self._runner is None:
+            raise RankLost("rank 0 sent a step before there was a pool")
+        self._runner.compute(decode_step(payload))
+
+    def _planes(self) -> Planes:
+        """The pool's bytes, which rank 0 mirrors: where it does, they are in host memory."""
+        if self._runner is None or self._model.device.type != "cpu":
+            raise RankLost("rank 0 mirrors a pool that is not in host memory")
+        return self._runner.kv_cache.blocks.numpy()
+
+    def _use(self, plan: PoolPlan, fd: int | None) -> None:
+        memory = None if fd is None else _part(plan, fd)
+        cache = PagedKVCache(plan.layout, num_blocks=plan.num_blocks, device=self._model.device, buffer=memory)
+        self._runner = ModelRunner(self._model, cache, num_host_slots=plan.num_host_slots)
+
+
+def _part(plan: PoolPlan, fd: int) -> memoryview:
+    """This rank's part of the pool that all ranks share; the memory stays mapped as long as anything views it."""
+    size, begin = plan.rank_bytes, plan.layout.tp_rank * plan.rank_bytes
+    try:
+        whole = memoryview(mmap.mmap(fd, size * plan.layout.tp_size, flags=mmap.MAP_SHARED))
+    finally:
+        os.close(fd)
+    return whole[begin : begin + size]

@@ -1,0 +1,64 @@
+"""The end of a group: told once, to whoever listens; whoever does not end by itself then is ended."""
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+
+from engine.distributed.links.lost import RankLost
+
+_log = logging.getLogger(__name__)
+
+
+class GroupEnd:
+    """One group's. From any thread."""
+
+    def __init__(self, *, exit_s: float, is_expected: bool = False) -> None:
+        """`exit_s`: after a death this process must close the group within that time, or it is ended.
+
+        `is_expected`: ranks end with a worker that is elsewhere, as they should.
+        """
+        self._is_expected = is_expected
+        self._exit_s = exit_s
+        self._lock = threading.Lock()
+        self._listeners: list[Callable[[RankLost], None]] = []
+        self._lost: RankLost | None = None
+        self._closing = threading.Event()
+
+    @property
+    def lost(self) -> RankLost | None:
+        """The death that ended the group, if one did."""
+        with self._lock:
+            return self._lost
+
+    def watch(self, listener: Callable[[RankLost], None]) -> None:
+        """Tell `listener` of the first death, on any thread; at once when it is known already."""
+        with self._lock:
+            self._listeners.append(listener)
+            lost = self._lost
+        if lost is not None:
+            listener(lost)
+
+    def tell(self, lost: RankLost) -> None:
+        """A rank has died. Blocks until the group is closed; later deaths are echoes of the first."""
+        with self._lock:
+            if self._lost is not None or self._closing.is_set():
+                return
+            self._lost = lost
+            listeners = tuple(self._listeners)
+        if self._is_expected:
+            _log.info("%s", lost)
+        else:
+            _log.critical("%s: this worker cannot go on without it", lost)
+        for listener in listeners:
+            listener(lost)
+        if not self._closing.wait(self._exit_s):
+            _log.critical("this process did not end by itself")
+            os._exit(1)
+
+    def close(self) -> bool:
+        """The end is wanted: nobody is told of deaths any more. False when it was so already."""
+        with self._lock:
+            was_closing = self._closing.is_set()
+            self._closing.set()
+        return not was_closing

@@ -1,0 +1,158 @@
+"""Rank 0's side of a group: starts the other ranks, tells them what to load and every step, ends them.
+
+What is said and what is summed go different ways. Words travel over a socket pair per rank: an idle rank sleeps in
+`read` for as long as nobody asks anything, and the end of the stream is the end of rank 0. Sums go through the group.
+Ranks of other nodes are not started here: they come (see engine.distributed.links.listener), and then
+are told the same.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+
+from engine.distributed.links.channel import Kind
+from engine.distributed.links.heartbeat import START_S
+from engine.distributed.links.lost import RankLost
+from engine.distributed.links.node_group import NodeGroup
+from engine.distributed.ranks.arrivals import Arrivals
+from engine.distributed.ranks.channels import Channels
+from engine.distributed.ranks.group_end import GroupEnd
+from engine.distributed.ranks.messages import PoolMemory, PoolPlan, RankFacts, RankSetup, tightest
+from engine.distributed.ranks.mirror import Mirror
+from engine.distributed.ranks.processes import RankProcesses
+from engine.distributed.ranks.ranks import Ranks, SoloRanks
+from engine.distributed.torch_group import TorchGroup
+from engine.distributed.wire.steps import encode_step
+from engine.types.step_inputs import StepInputs
+from tandem.errors import ConfigError
+from tandem.values.kv_layout import KVLayout
+
+_log = logging.getLogger(__name__)
+_EXIT_S = 0.9
+"""For this process to end by itself once a rank has died. A GPU that waits for the dead would keep it for ever."""
+
+
+def open_ranks(setup: RankSetup, nodes: NodeGroup | None = None) -> Ranks:
+    """The ranks beside this one, started and met; `setup` is rank 0's own, `nodes` says where those elsewhere are.
+
+    Raises RankLost, OSError, ConfigError.
+    """
+    return SoloRanks() if setup.size == 1 else Leader(setup, nodes)
+
+
+class Leader:
+    """See Ranks. Used by one thread at a time, `watch` and `close` apart."""
+
+    def __init__(self, setup: RankSetup, nodes: NodeGroup | None = None) -> None:
+        with ExitStack() as undo:
+            self._end = GroupEnd(exit_s=_EXIT_S)
+            self._channels = Channels()
+            undo.callback(self._channels.close)
+            self._end.watch(lambda _lost: self._channels.hang_up())
+            arrivals = None if nodes is None else Arrivals(nodes, self._end)
+            if arrivals is not None:
+                undo.callback(arrivals.close)
+            self._arrivals = arrivals
+            self._mirror: Mirror | None = None
+            num_here = setup.size if nodes is None else nodes.ranks_per_node
+            commands = self._channels.open_pairs(range(1, num_here), arrivals)
+            self._processes = RankProcesses(commands, self._end)
+            undo.callback(self._processes.close)
+            self._channels.close_far_ends()
+            if arrivals is not None:
+                self._channels.add(arrivals.gather())
+            self.group = self._meet(setup)
+            undo.pop_all()
+        _log.info("%d ranks, pids here %s", setup.size, [os.getpid(), *self._processes.pids.values()])
+
+    @property
+    def mirror(self) -> Mirror | None:
+        """See Ranks."""
+        return self._mirror
+
+    @property
+    def pids(self) -> Mapping[int, int]:
+        """Of each other rank's process."""
+        return self._processes.pids
+
+    def wait_loaded(self, own: RankFacts) -> RankFacts:
+        """See Ranks."""
+        everyone = [own, *(RankFacts.from_json(answer) for answer in self._channels.collect(Kind.LOADED))]
+        for rank, facts in enumerate(everyone):
+            if facts.fingerprint != own.fingerprint:
+                raise ConfigError(f"rank {rank} has loaded another model than rank 0 from the same directory")
+        return tightest(everyone)
+
+    def begin_dry_run(self, layout: KVLayout) -> None:
+        """See Ranks."""
+        self._send_plans(Kind.DRY_RUN, PoolPlan(layout=layout, num_blocks=1), None)
+
+    def end_dry_run(self, own_bytes: int | None) -> int | None:
+        """See Ranks."""
+        self._channels.send(Kind.MEASURE)
+        measured = [own_bytes, *(json.loads(bytes(answer)) for answer in self._channels.collect(Kind.MEASURED))]
+        known = [value for value in measured if value is not None]
+        return max(known) if len(known) == len(measured) else None
+
+    def use_pool(
+        self, layout: KVLayout, num_blocks: int, memory: PoolMemory | None, *, num_host_slots: int = 0
+    ) -> None:
+        """See Ranks."""
+        plan = PoolPlan(layout=layout, num_blocks=num_blocks, num_host_slots=num_host_slots)
+        self._send_plans(Kind.POOL, plan, None if memory is None else memory.fd)
+        self._channels.collect(Kind.POOL_READY)
+        if memory is not None and (elsewhere := self._channels.elsewhere):
+            self._mirror = Mirror(elsewhere, plan, memory.buffer)
+        self._channels.set_timeout(self._timeout_s)
+
+    def announce(self, inputs: StepInputs) -> None:
+        """See Ranks."""
+        if self._mirror is not None:
+            self._mirror.before(inputs)
+        self._channels.send(Kind.STEP, encode_step(inputs))
+
+    def watch(self, listener: Callable[[RankLost], None]) -> None:
+        """See Ranks."""
+        self._end.watch(listener)
+
+    def close(self) -> None:
+        """See Ranks."""
+        self._processes.close()
+        if self._arrivals is not None:
+            self._arrivals.close()
+        self._channels.close()
+        self.group.close()
+
+    def _meet(self, setup: RankSetup) -> TorchGroup:
+        self._timeout_s = setup.timeout_s
+        self._channels.set_timeout(START_S)
+        self._channels.collect(Kind.READY)
+        # To load a model and to zero a pool take their time; a death ends the wait.
+        self._channels.set_timeout(None)
+        over_nodes = None if self._arrivals is None else self._arrivals.over_nodes()
+        # Without a name: nobody else can open it, and nothing is left behind.
+        store_fd = os.memfd_create("tandem-ranks", os.MFD_CLOEXEC) if over_nodes is None else None
+        try:
+            self._channels.send_each(Kind.SETUP, lambda rank: setup.of_rank(rank).to_json(), fd=store_fd)
+            return TorchGroup(
+                store_fd,
+                rank=0,
+                size=setup.size,
+                device=setup.of_rank(0).backend.device,
+                timeout_s=setup.timeout_s,
+                fixed_order=setup.backend.deterministic,
+                over_nodes=over_nodes,
+            )
+        except BaseException:
+            if store_fd is not None:
+                os.close(store_fd)
+            raise
+
+    def _send_plans(self, kind: Kind, plan: PoolPlan, fd: int | None) -> None:
+        def of_rank(rank: int) -> bytes:
+            return replace(plan, layout=replace(plan.layout, tp_rank=rank)).to_json()
+
+        self._channels.send_each(kind, of_rank, fd=fd)

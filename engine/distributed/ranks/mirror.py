@@ -1,0 +1,76 @@
+"""Rank 0's copy of what ranks of other nodes have in their parts of the KV pool: kept by need, over the ranks' links.
+
+Other workers read and write KV in rank 0's memory alone. Before a peer reads a block it is brought here; before a step
+reads a block that came from a peer it is taken there. Both happen between two steps, on the engine's thread, in the
+order in which everything else is told, so nobody ever sees half of it.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from engine.distributed.links.channel import Channel, Kind
+from engine.distributed.ranks.messages import PoolPlan
+from engine.distributed.wire.mirror_state import MirrorBook
+from engine.distributed.wire.mirrored_blocks import Planes, content, encode_blocks, put
+from engine.types.request import Batch
+from engine.types.step_inputs import IntArray, StepInputs
+
+_MESSAGE_BYTES = 32 << 20
+
+
+class Mirror:
+    """Of one pool, for as long as it is served. Used by the engine's thread."""
+
+    def __init__(self, channels: Mapping[int, Channel], plan: PoolPlan, memory: memoryview) -> None:
+        """`channels`: to the ranks of other nodes; `memory`: the whole pool here, the ranks' parts side by side."""
+        self._channels = channels
+        self._book = MirrorBook(plan.num_blocks)
+        self._planes = {rank: _planes(plan, memory, rank) for rank in channels}
+        self._block_size = plan.layout.block_size
+        self._most_blocks = max(1, _MESSAGE_BYTES // plan.layout.block_bytes)
+
+    @property
+    def most_blocks(self) -> int:
+        """That are brought at once, where there are many: some milliseconds between two steps."""
+        return self._most_blocks
+
+    def comes(self, blocks: Sequence[int]) -> None:
+        """A peer writes these blocks from now on."""
+        self._book.comes(blocks)
+
+    def before(self, inputs: StepInputs) -> None:
+        """Take there what this step reads and does not know yet. Raises RankLost."""
+        for blocks in self._portions(self._book.step(inputs)):
+            for rank, channel in self._channels.items():
+                channel.send(Kind.PLACE, encode_blocks(blocks) + content(self._planes[rank], blocks))
+
+    def after(self, batch: Batch) -> None:
+        """Bring what this batch has computed for others: they read it as soon as they hear of it. Raises RankLost."""
+        blocks = [
+            block
+            for request, start, num_tokens, _ in batch.items
+            if request.prefill_only
+            for block in request.block_table.ids[: -(-(start + num_tokens) // self._block_size)]
+        ]
+        if blocks:
+            self.bring(blocks)
+
+    def bring(self, blocks: Sequence[int]) -> None:
+        """Have these blocks here as the steps so far have left them. Raises RankLost."""
+        for portion in self._portions(self._book.leaves(blocks)):
+            # All are asked before the first is heard: they copy at the same time.
+            for channel in self._channels.values():
+                channel.send(Kind.FETCH, encode_blocks(portion))
+            for rank, channel in self._channels.items():
+                payload, _ = channel.expect(Kind.BLOCKS)
+                put(self._planes[rank], portion, payload)
+
+    def _portions(self, blocks: IntArray) -> Iterator[IntArray]:
+        for begin in range(0, len(blocks), self._most_blocks):
+            yield blocks[begin : begin + self._most_blocks]
+
+
+def _planes(plan: PoolPlan, memory: memoryview, rank: int) -> Planes:
+    part = memory[rank * plan.rank_bytes : (rank + 1) * plan.rank_bytes]
+    return np.frombuffer(part, dtype=np.uint8).reshape(plan.layout.num_layers, plan.num_blocks, -1)

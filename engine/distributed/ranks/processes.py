@@ -1,0 +1,127 @@
+"""The other ranks' processes: started by one thread, which then watches them until the end.
+
+Two ways lead to the end of all, and both are the kernel's: a child asks for SIGKILL when the thread that started it
+ends (PR_SET_PDEATHSIG), so nobody survives rank 0; and its pidfd wakes the thread the moment it dies, whatever rank 0
+is doing. One death ends the others, so that no collective waits for the dead.
+"""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from engine.distributed.links.lost import RankLost
+from engine.distributed.ranks.group_end import GroupEnd
+
+RANK_MODULE = __package__
+"""What `python -m` runs as a rank: this package."""
+
+
+def rank_command() -> list[str]:
+    """How this process starts a rank; what the rank is to join follows."""
+    return [sys.executable, "-m", RANK_MODULE, "--parent-pid", str(os.getpid())]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankCommand:
+    """How to start one rank."""
+
+    rank: int
+    argv: Sequence[str]
+    fds: Sequence[int]
+    """The descriptors that it inherits."""
+
+
+class RankProcesses:
+    """Ranks 1 and up of one group."""
+
+    def __init__(self, commands: Sequence[RankCommand], end: GroupEnd) -> None:
+        """Start them. `end` is told of the first death, and closed with them.
+
+        Raises OSError when one cannot be started.
+        """
+        self._commands = commands
+        self._end = end
+        self._lock = threading.Lock()
+        self._is_wanted_end = False
+        self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC)
+        self._started = threading.Event()
+        self._error: OSError | None = None
+        self._children: dict[int, subprocess.Popen[bytes]] = {}
+        self._pid_fds: dict[int, int] = {}
+        self._thread = threading.Thread(target=self._run, name="tandem-ranks", daemon=True)
+        self._thread.start()
+        self._started.wait()
+        if self._error is not None:
+            self.close()
+            raise self._error
+
+    @property
+    def pids(self) -> Mapping[int, int]:
+        """Of each rank's process."""
+        return {rank: child.pid for rank, child in self._children.items()}
+
+    @property
+    def statuses(self) -> Mapping[int, int]:
+        """How each rank that was reaped ended, as `subprocess` says it."""
+        return {rank: child.returncode for rank, child in self._children.items() if child.returncode is not None}
+
+    def send(self, signum: signal.Signals) -> None:
+        """Signal every rank that has not ended."""
+        for child in self._children.values():
+            child.send_signal(signum)
+
+    def close(self) -> None:
+        """Kill and reap every rank: they hold nothing that outlives them."""
+        with self._lock:
+            if self._is_wanted_end:
+                return
+            self._is_wanted_end = True
+        self._end.close()
+        os.eventfd_write(self._stop_fd, 1)
+        self._thread.join()
+        os.close(self._stop_fd)
+
+    def _run(self) -> None:
+        try:
+            for command in self._commands:
+                # A session of its own: a terminal's Ctrl-C is rank 0's business.
+                child = subprocess.Popen(  # noqa: S603  # our own module, no shell
+                    command.argv, stdin=subprocess.DEVNULL, pass_fds=tuple(command.fds), start_new_session=True
+                )
+                self._children[command.rank] = child
+                self._pid_fds[os.pidfd_open(child.pid)] = command.rank
+        except OSError as error:
+            self._error = error
+        self._started.set()
+        dead = None if self._error is not None else self._wait()
+        for fd in self._pid_fds:
+            os.close(fd)
+        for child in self._children.values():
+            child.kill()
+        for child in self._children.values():
+            child.wait()
+        if dead is not None:
+            self._tell(dead)
+
+    def _wait(self) -> int | None:
+        """Until a rank dies or the end is wanted: the rank, or None."""
+        poll = select.poll()
+        for fd in (self._stop_fd, *self._pid_fds):
+            poll.register(fd, select.POLLIN)
+        woken = {fd for fd, _ in poll.poll()}
+        return None if self._is_wanted_end else self._pid_fds[min(woken)]
+
+    def _tell(self, rank: int) -> None:
+        child = self._children[rank]
+        self._end.tell(RankLost(f"rank {rank} (pid {child.pid}) {_describe(child.returncode)}"))
+
+
+def _describe(status: int) -> str:
+    if status >= 0:
+        return f"exited with code {status}"
+    return f"was ended by {signal.Signals(-status).name}"

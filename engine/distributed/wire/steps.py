@@ -1,0 +1,80 @@
+"""One step's inputs as one flat byte string, and back: what rank 0 tells the others. Numpy only.
+
+Twelve little-endian int32 (rows, sequences, blocks of the widest table, samples, offloads, loads, copies, scores,
+pooled, `num_single`, `block_size`, `num_top`), then the arrays, of the same type.
+"""
+
+import struct
+
+import numpy as np
+
+from engine.types.step_inputs import StepInputs
+from tandem.errors import InvariantError
+
+_HEADER = struct.Struct("<12i")
+_INT = np.dtype("<i4")
+
+
+def encode_step(inputs: StepInputs) -> bytes:
+    """The bytes of `inputs`."""
+    num_seqs, max_blocks = inputs.tables.shape
+    header = _HEADER.pack(
+        len(inputs.token_ids),
+        num_seqs,
+        max_blocks,
+        len(inputs.sample_rows),
+        len(inputs.offloads),
+        len(inputs.loads),
+        len(inputs.copies),
+        len(inputs.scores),
+        len(inputs.pooled),
+        inputs.num_single,
+        inputs.block_size,
+        inputs.num_top,
+    )
+    arrays = (
+        inputs.token_ids,
+        inputs.positions,
+        inputs.slots,
+        inputs.starts,
+        inputs.counts,
+        inputs.sample_rows,
+        inputs.offloads,
+        inputs.loads,
+        inputs.copies,
+        inputs.scores,
+        inputs.pooled,
+        inputs.tables,
+    )
+    return b"".join((header, *(array.astype(_INT).tobytes() for array in arrays)))
+
+
+def decode_step(data: bytes | bytearray | memoryview) -> StepInputs:
+    """What `encode_step` was given, in memory of its own; InvariantError when the sizes contradict each other."""
+    if len(data) < _HEADER.size:
+        raise InvariantError("a step's inputs are cut short")
+    rows, seqs, blocks, samples, *pairs, num_single, block_size, num_top = _HEADER.unpack_from(data)
+    sizes = (rows, rows, rows, seqs, seqs, samples, *(2 * count for count in pairs), seqs * blocks)
+    if min(rows, seqs, blocks, samples, *pairs) < 0 or len(data) != _HEADER.size + sum(sizes) * _INT.itemsize:
+        raise InvariantError(f"{len(data)} bytes are no step of {rows} rows and {seqs} sequences of {blocks} blocks")
+    values = np.frombuffer(data, dtype=_INT, offset=_HEADER.size).astype(np.int64)
+    parts = np.split(values, np.cumsum(sizes[:-1]))
+    token_ids, positions, slots, starts, counts, sample_rows, *found, tables = parts
+    offloads, loads, copies, scores, pooled = (part.reshape(-1, 2) for part in found)
+    return StepInputs(
+        token_ids=token_ids,
+        positions=positions,
+        slots=slots,
+        tables=tables.reshape(seqs, blocks),
+        starts=starts,
+        counts=counts,
+        num_single=num_single,
+        sample_rows=sample_rows,
+        block_size=block_size,
+        offloads=offloads,
+        loads=loads,
+        copies=copies,
+        scores=scores,
+        pooled=pooled,
+        num_top=num_top,
+    )

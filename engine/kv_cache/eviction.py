@@ -1,0 +1,211 @@
+"""Which cached block to give up first. Three policies behind one Protocol; all of them give up leaves only.
+
+- `lru`: the least recently used, O(1).
+- `lfu`: the least often used, where use ages: LFU with dynamic aging (Arlitt et al., "Evaluating content management
+  techniques for Web proxy caches", 2000).
+- `prefix`: the least worth by what a hit saves and how likely it is: GreedyDual (Cao and Irani, "Cost-aware WWW proxy
+  caching algorithms", 1997) where a block's worth grows with the requests that shared it and falls with its distance
+  from the root, since a deep block helps only those whose whole beginning is equal.
+
+A policy sees parked entries only, those that nobody references; `engine.kv_cache.prefix_index` owns the entries.
+"""
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from math import log2
+from typing import Protocol
+
+from tandem.errors import ConfigError, InvariantError
+from tandem.values.ids import BlockHash, BlockId
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Entry:
+    """One findable block."""
+
+    name: BlockHash
+    block: BlockId
+    parent: BlockHash
+    is_first: bool
+    """The parent is the chain's root, which is no block."""
+    depth: int
+    """Blocks before it in its chain."""
+    num_uses: int = 1
+    """Requests that computed or found it."""
+    num_children: int = 0
+    """Entries whose parent it is."""
+    is_parked: bool = False
+    floor: float = 0.0
+    """The policy's own age mark of when it was last used."""
+
+
+class EvictionPolicy(Protocol):
+    """An order of the parked entries in which a child always comes before its parent."""
+
+    def park(self, entry: Entry) -> None:
+        """The entry lost its last reference. The tail of a table is parked before its head."""
+        ...
+
+    def unpark(self, entry: Entry) -> None:
+        """A parked entry is referenced again."""
+        ...
+
+    def became_leaf(self, entry: Entry) -> None:
+        """A parked entry's last child was evicted."""
+        ...
+
+    def evict(self) -> BlockHash:
+        """Choose a parked leaf and forget it; InvariantError when there is none."""
+        ...
+
+    def clear(self) -> None:
+        """Forget everything."""
+        ...
+
+    def hottest_first(self) -> Iterable[BlockHash]:
+        """Every parked leaf, and perhaps others, those that would be evicted last first; O(n log n) at most."""
+        ...
+
+    def check(self, parked: Mapping[BlockHash, Entry]) -> None:
+        """InvariantError unless exactly these are known and a child would always go before its parent."""
+        ...
+
+
+class LeastRecentlyUsed:
+    """Parked order. Tables are released tail first, so the oldest parked entry is always a leaf: no search for one."""
+
+    __slots__ = ("_order",)
+
+    def __init__(self) -> None:
+        # A dict would do but for its front: finding the oldest after many removals is O(n) there.
+        self._order: OrderedDict[BlockHash, None] = OrderedDict()
+
+    def park(self, entry: Entry) -> None:
+        """See EvictionPolicy."""
+        self._order[entry.name] = None
+
+    def unpark(self, entry: Entry) -> None:
+        """See EvictionPolicy."""
+        del self._order[entry.name]
+
+    def became_leaf(self, entry: Entry) -> None:
+        """See EvictionPolicy. Its place in the order is right already."""
+
+    def evict(self) -> BlockHash:
+        """See EvictionPolicy."""
+        if not self._order:
+            raise InvariantError("nothing to evict")
+        return self._order.popitem(last=False)[0]
+
+    def clear(self) -> None:
+        """See EvictionPolicy."""
+        self._order.clear()
+
+    def hottest_first(self) -> Iterable[BlockHash]:
+        """See EvictionPolicy."""
+        return reversed(self._order)
+
+    def check(self, parked: Mapping[BlockHash, Entry]) -> None:
+        """See EvictionPolicy."""
+        age = {name: position for position, name in enumerate(self._order)}
+        if age.keys() != parked.keys():
+            raise InvariantError("the eviction order and the parked entries differ")
+        for name, entry in parked.items():
+            if age[name] > age.get(entry.parent, age[name]):
+                raise InvariantError(f"block {entry.block} would be evicted after its parent")
+
+
+Worth = Callable[[Entry], float]
+"""How much a parked leaf is worth keeping; only its own history decides."""
+
+
+class LeastWorth:
+    """Greedy-dual order over the parked leaves: O(log n) each.
+
+    A leaf's key is its worth plus the highest key evicted before it was last used (not: before it became a leaf, or
+    the beginnings of dead chains would grow young again as their ends go). So keys of what is never used again are
+    overtaken in time, however high they once were, and no clock is needed.
+    """
+
+    __slots__ = ("_floor", "_heap", "_serial", "_serials", "_worth")
+
+    def __init__(self, worth: Worth) -> None:
+        self._worth = worth
+        self._floor = 0.0
+        self._serial = 0
+        self._heap: list[tuple[float, int, BlockHash]] = []
+        # An item of the heap counts only while it bears its entry's present serial.
+        self._serials: dict[BlockHash, int] = {}
+
+    def park(self, entry: Entry) -> None:
+        """See EvictionPolicy."""
+        entry.floor = self._floor
+        if not entry.num_children:
+            self.became_leaf(entry)
+
+    def unpark(self, entry: Entry) -> None:
+        """See EvictionPolicy."""
+        self._serials.pop(entry.name, None)
+        if len(self._heap) > 2 * len(self._serials) + 64:
+            self._heap = [item for item in self._heap if self._serials.get(item[2]) == item[1]]
+            heapq.heapify(self._heap)
+
+    def became_leaf(self, entry: Entry) -> None:
+        """See EvictionPolicy."""
+        self._serial += 1
+        self._serials[entry.name] = self._serial
+        heapq.heappush(self._heap, (entry.floor + self._worth(entry), self._serial, entry.name))
+
+    def evict(self) -> BlockHash:
+        """See EvictionPolicy."""
+        while self._heap:
+            key, serial, name = heapq.heappop(self._heap)
+            if self._serials.get(name) == serial:
+                del self._serials[name]
+                self._floor = max(self._floor, key)
+                return name
+        raise InvariantError("nothing to evict")
+
+    def clear(self) -> None:
+        """See EvictionPolicy."""
+        self._heap.clear()
+        self._serials.clear()
+
+    def hottest_first(self) -> Iterable[BlockHash]:
+        """See EvictionPolicy."""
+        live = [item for item in self._heap if self._serials.get(item[2]) == item[1]]
+        return (name for _, _, name in sorted(live, reverse=True))
+
+    def check(self, parked: Mapping[BlockHash, Entry]) -> None:
+        """See EvictionPolicy."""
+        live = {name for _, serial, name in self._heap if self._serials.get(name) == serial}
+        leaves = {name for name, entry in parked.items() if not entry.num_children}
+        if live != self._serials.keys() or live != leaves:
+            raise InvariantError("the evictable entries are not the parked leaves")
+
+
+def frequency(entry: Entry) -> float:
+    """LFU: each use counts alike."""
+    return float(entry.num_uses)
+
+
+def shared_prefix(entry: Entry) -> float:
+    """Uses, discounted by depth: a deep block helps only a request whose whole beginning is equal."""
+    return entry.num_uses / (1.0 + log2(1.0 + entry.depth))
+
+
+POLICIES: Mapping[str, Callable[[], EvictionPolicy]] = {
+    "lru": LeastRecentlyUsed,
+    "lfu": lambda: LeastWorth(frequency),
+    "prefix": lambda: LeastWorth(shared_prefix),
+}
+
+
+def eviction_policy(name: str) -> EvictionPolicy:
+    """A fresh policy; ConfigError for a name that none bears."""
+    make = POLICIES.get(name)
+    if make is None:
+        raise ConfigError(f"engine.eviction must be one of {', '.join(POLICIES)}, not {name!r}")
+    return make()

@@ -1,0 +1,189 @@
+"""Prefixes that stay in the pool because a tenant asked for it: each until a time, together within bounds. Pure.
+
+Life of a pin: `pin` takes a reference on every block from the chain's root to its last block, all of which must be
+here; the same key again renews it; it ends by time (`expire`), by its tenant (`unpin`), or by giving way. A referenced
+block is never evicted, and is not counted as available: promises and reservations need know nothing of pins.
+
+Bounds. All pins together hold at most `max_blocks` blocks, one tenant's at most `max_tenant_blocks`: a tenant's new pin
+takes the place of that tenant's least recently used ones, never of another tenant's. What is left of the pool is the
+*rest*: a request that fits in it never touches a pin. A larger one, which would otherwise wait for ever, makes pins
+give way, the least recently used first and no more than it needs (`make_way`).
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from engine.kv_cache.block_manager import BlockManager
+from engine.types.request import Request
+from tandem.errors import InvalidRequest
+from tandem.values.ids import BlockHash, BlockId
+from tandem.values.prefix_pin import MAX_PIN_NAME_CHARS, MAX_PIN_S, PinKey, PinOrder, PinOutcome, PinTold, PinTotals
+
+_FOREVER = float("inf")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PinBounds:
+    """How many blocks pins may hold."""
+
+    max_blocks: int = 0
+    max_tenant_blocks: int = 0
+
+    @classmethod
+    def of(cls, num_blocks: int, *, share: float, tenant_share: float) -> "PinBounds":
+        """Shares of a pool."""
+        return cls(max_blocks=int(num_blocks * share), max_tenant_blocks=int(num_blocks * tenant_share))
+
+
+@dataclass(slots=True, kw_only=True)
+class _Pin:
+    last_block: BlockHash
+    blocks: tuple[BlockId, ...]
+    """From the root on."""
+    ends_s: float
+
+
+class PrefixPins:
+    """All pins of one worker. Touched by the engine thread alone."""
+
+    def __init__(self, blocks: BlockManager, bounds: PinBounds, *, lost: Callable[[PinKey], None]) -> None:
+        """`lost` hears of each pin that gives way."""
+        self._blocks = blocks
+        self._bounds = bounds
+        self._lost = lost
+        # The least recently made or renewed first.
+        self._pins: dict[PinKey, _Pin] = {}
+        self._by_block: Counter[BlockId] = Counter()
+        self._by_tenant: dict[str, Counter[BlockId]] = {}
+        self._soonest_s = _FOREVER
+        """No pin ends before."""
+        self._made = self._renewed = self._refused = self._gave_way = self._expired = 0
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    def pin(self, order: PinOrder, now: float) -> PinTold:
+        """Make or renew a pin. Raises InvalidRequest for one that makes no sense."""
+        if not 0.0 < order.ttl_s <= MAX_PIN_S or not 0 < len(order.key.name) <= MAX_PIN_NAME_CHARS:
+            raise InvalidRequest(f"a pin has a name and lasts at most {MAX_PIN_S:g} s", param="ttl_s")
+        # Of an engine without work nobody else looks at the time, and what is over must not stand in anyone's way.
+        self.expire(now)
+        known = self._pins.get(order.key)
+        if known is not None and known.last_block == order.last_block:
+            self._renewed += 1
+            known.ends_s = now + order.ttl_s
+            # A named pin may be told to end earlier than before.
+            self._soonest_s = min(self._soonest_s, known.ends_s)
+            self._pins[order.key] = self._pins.pop(order.key)
+            return self._told(order.key, known)
+        if known is not None:
+            self.unpin(order.key)
+        blocks = self._blocks.index.chain_to(order.last_block)
+        if blocks is None or not self._have_room(order.key.tenant, blocks):
+            self._refused += 1
+            return PinTold(key=order.key, outcome=PinOutcome.NOT_HERE if blocks is None else PinOutcome.NO_ROOM)
+        self._blocks.share(blocks)
+        made = _Pin(last_block=order.last_block, blocks=tuple(blocks), ends_s=now + order.ttl_s)
+        self._pins[order.key] = made
+        self._by_block.update(blocks)
+        self._by_tenant.setdefault(order.key.tenant, Counter()).update(blocks)
+        self._soonest_s = min(self._soonest_s, made.ends_s)
+        self._made += 1
+        return self._told(order.key, made)
+
+    def _told(self, key: PinKey, pin: _Pin) -> PinTold:
+        return PinTold(key=key, outcome=PinOutcome.HELD, num_tokens=len(pin.blocks) * self._blocks.block_size)
+
+    def _have_room(self, tenant: str, blocks: list[BlockId]) -> bool:
+        """Let older pins of the tenant give way as far as needed; False, and none has, where that would not do."""
+        bounds = self._bounds
+        others = sum(len(held) for name, held in self._by_tenant.items() if name != tenant)
+        most = min(bounds.max_tenant_blocks, bounds.max_blocks - others)
+        num_parked = sum(1 for block in blocks if not self._blocks.pool.num_refs(block))
+        if len(blocks) > most or num_parked > self._blocks.num_available:
+            return False
+        own = [key for key in self._pins if key.tenant == tenant]
+        wanted, held = set(blocks), self._by_tenant.get(tenant, Counter())
+        num_held = len(held.keys() | wanted)
+        for given, key in enumerate(own):
+            # A pin of one block is the least: so their number is bounded as well.
+            if num_held <= most and len(own) - given < most:
+                break
+            # Only what this pin held is looked at again: there may be thousands of pins, each of thousands of blocks.
+            gone = self._pins[key].blocks
+            self._give_way(key)
+            num_held -= sum(1 for block in gone if block not in held and block not in wanted)
+        return True
+
+    def unpin(self, key: PinKey) -> bool:
+        """End a pin; False when there is none."""
+        pin = self._pins.pop(key, None)
+        if pin is None:
+            return False
+        held = self._by_tenant[key.tenant]
+        for block in pin.blocks:
+            for counts in (self._by_block, held):
+                counts[block] -= 1
+                if not counts[block]:
+                    del counts[block]
+        if not held:
+            del self._by_tenant[key.tenant]
+        self._blocks.release(pin.blocks)
+        return True
+
+    def _give_way(self, key: PinKey) -> None:
+        if self.unpin(key):
+            self._gave_way += 1
+            self._lost(key)
+
+    def expire(self, now: float) -> None:
+        """End those whose time is over; O(1) while there are none."""
+        if now < self._soonest_s:
+            return
+        for key in [key for key, pin in self._pins.items() if pin.ends_s <= now]:
+            self.unpin(key)
+            self._expired += 1
+        self._soonest_s = min((pin.ends_s for pin in self._pins.values()), default=_FOREVER)
+
+    def make_way(self, num_blocks: int, used: Iterable[BlockId]) -> bool:
+        """For a request that needs so many blocks in all, of which it has or has found `used`; whether a pin gave way.
+
+        Only where it could not run beside the pins even if it were alone.
+        """
+        rest = self._blocks.pool.num_blocks - len(self._by_block)
+        if num_blocks <= rest:
+            return False
+        own, gave_way = set(used), False
+        for key, pin in list(self._pins.items()):
+            if own.issuperset(pin.blocks):
+                continue
+            beside = len(self._by_block) - len(self._by_block.keys() & own)
+            if num_blocks <= self._blocks.pool.num_blocks - beside:
+                break
+            self._give_way(key)
+            gave_way = True
+        return gave_way
+
+    def distrust(self, request: Request) -> None:
+        """What the request computed is not to be trusted: no pin keeps it."""
+        own = set(request.block_table)
+        for key in [key for key, pin in self._pins.items() if not own.isdisjoint(pin.blocks)]:
+            self._give_way(key)
+
+    def references(self) -> list[BlockId]:
+        """Every block reference that pins own, for audits."""
+        return [block for pin in self._pins.values() for block in pin.blocks]
+
+    def totals(self) -> PinTotals:
+        """For reports."""
+        return PinTotals(
+            num_pins=len(self._pins),
+            num_blocks=len(self._by_block),
+            max_blocks=self._bounds.max_blocks,
+            made=self._made,
+            renewed=self._renewed,
+            refused=self._refused,
+            gave_way=self._gave_way,
+            expired=self._expired,
+        )

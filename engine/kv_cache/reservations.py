@@ -1,0 +1,222 @@
+"""Room on the decode side for sequences whose KV another worker is computing.
+
+Life of a reservation: `reserve` pins the prefix held here, what host memory has of it included (a disk is not asked:
+the peer would wait), and promises blocks for the rest (credit early);
+`bind` turns the promise into destination blocks when the prefill leaves its queue (blocks late); then either
+
+- `commit`: everything landed and verified, the sequence runs;
+- `commit_partial`: what landed becomes cache, the sequence waits and computes the rest here;
+- `salvage`: what landed becomes cache, the caller reserves again for another attempt;
+- `cancel` or `quarantine`: nothing is kept.
+
+Destinations whose writer is not proven quiet stay referenced under their transfer (quarantine) and are not reused
+by anybody until `release_quarantine`, whatever becomes of the sequence. One key per attempt: a caller that
+retries under one transfer id makes the attempt part of the key.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from engine.kv_cache.block_manager import BlockManager, PrefixMatch
+from engine.kv_cache.pins import PrefixPins
+from engine.kv_cache.tiers.cache import CacheTiers
+from engine.kv_cache.tiers.promotion import raise_promised
+from engine.types.request import Request
+from tandem.errors import InvalidRequest, TransferError
+from tandem.values.ids import BlockId, RequestId, TransferId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grant:
+    """What `reserve` promised."""
+
+    num_held_tokens: int
+    """Prefix whose KV is already here: need not travel."""
+    num_blocks: int
+    """Destination blocks that `bind` will return, for the tokens after the held prefix."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Reservation:
+    request: Request
+    grant: Grant
+    num_held_blocks: int
+    bound: tuple[BlockId, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Quarantine:
+    references: tuple[BlockId, ...]
+    """The reservation's whole table, since a referenced block's ancestors are referenced."""
+    num_destinations: int
+
+
+class Reservations:
+    """All sequences under way to this worker, by transfer."""
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        pins: PrefixPins,
+        *,
+        screen: Callable[[Request], None],
+        adopt: Callable[[Request], None],
+        tiers: CacheTiers | None = None,
+    ) -> None:
+        """`screen` raises when a request may not enter now; `adopt` takes over one that leaves here to be run."""
+        self._blocks = blocks
+        self._pins = pins
+        self._tiers = tiers
+        self._screen = screen
+        self._adopt = adopt
+        self._reserved: dict[TransferId, _Reservation] = {}
+        self._request_ids: set[RequestId] = set()
+        self._quarantined: dict[TransferId, _Quarantine] = {}
+        self.on_bound: Callable[[Sequence[BlockId]], object] = _nobody
+        """Hears which blocks a peer may write from now on."""
+
+    def __len__(self) -> int:
+        return len(self._reserved)
+
+    @property
+    def num_quarantined_blocks(self) -> int:
+        """Destination blocks out of circulation because somebody may still write them."""
+        return sum(q.num_destinations for q in self._quarantined.values())
+
+    def has_request(self, request_id: RequestId) -> bool:
+        """Whether the request has a reservation."""
+        return request_id in self._request_ids
+
+    def reserve(self, transfer_id: TransferId, request: Request, *, max_held_tokens: int | None = None) -> Grant:
+        """Admit or refuse a sequence; all of its known tokens are to be computed elsewhere.
+
+        `max_held_tokens` bounds the prefix taken from here: what an earlier attempt has told its peer.
+
+        Raises InvalidRequest, ContextLengthExceeded and RequestTooLarge (never possible), PoolExhausted (not now).
+        """
+        if transfer_id in self._reserved or transfer_id in self._quarantined or self.has_request(request.request_id):
+            raise InvalidRequest(f"transfer {transfer_id} or its request is already here")
+        self._screen(request)
+        match = self._blocks.match(request, max_tokens=max_held_tokens)
+        if match.cost > self._blocks.num_available:
+            found = self._blocks.found(request, match)
+            self._pins.make_way(match.num_blocks + match.num_missing, found)
+            # What it found may have been kept by a pin alone, and counts as evictable now.
+            match = self._blocks.match(request, max_tokens=max_held_tokens)
+        # One test for both, so that a refusal takes nothing; the promise that follows cannot fail.
+        self._blocks.promise(match.cost)
+        self._blocks.unpromise(match.num_parked)
+        self._blocks.take_prefix(request, match)
+        # An earlier attempt has told its peer how much is held: no more of it now.
+        num_loaded = self._bring_up(request, match) if max_held_tokens is None else 0
+        if max_held_tokens is None:  # what an earlier attempt brought was computed for this request: no cache hit
+            request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+        num_held = match.num_blocks + num_loaded
+        grant = Grant(num_held_tokens=request.num_computed_tokens, num_blocks=match.num_missing - num_loaded)
+        self._reserved[transfer_id] = _Reservation(request=request, grant=grant, num_held_blocks=num_held)
+        self._request_ids.add(request.request_id)
+        return grant
+
+    def _bring_up(self, request: Request, match: PrefixMatch) -> int:
+        """Lengthen a prefix that was just taken by what host memory has, out of the blocks promised; how many."""
+        if self._tiers is None:
+            return 0
+        count = self._tiers.reach(request, match.num_blocks, between_steps=True)
+        raise_promised(self._blocks, self._tiers, request, count)
+        return count
+
+    def bind(self, transfer_id: TransferId) -> tuple[BlockId, ...]:
+        """Choose the promised destination blocks, in table order; the same ones when asked again."""
+        reservation = self._find(transfer_id)
+        if reservation.bound is None:
+            reservation.bound = tuple(self._blocks.allocate_promised(reservation.grant.num_blocks))
+            self._blocks.grow(reservation.request, reservation.bound)
+            self.on_bound(reservation.bound)
+        return reservation.bound
+
+    def commit(self, transfer_id: TransferId, first_token: int, *, num_cached_tokens: int | None = None) -> None:
+        """All KV has landed and been verified: the sequence runs from `first_token` on.
+
+        `num_cached_tokens` is the prompt tokens that the prefill worker did not compute; None leaves this
+        worker's own prefix as the answer. TransferError when unknown or never bound.
+        """
+        reservation = self._find(transfer_id)
+        if reservation.bound is None:
+            raise TransferError(f"transfer {transfer_id} was committed before its blocks were bound")
+        self._forget(transfer_id)
+        request = reservation.request
+        request.num_computed_tokens = request.num_tokens
+        if num_cached_tokens is not None:
+            request.num_cached_tokens = num_cached_tokens
+        self._blocks.release(self._blocks.index_computed(request, reservation.num_held_blocks))
+        request.token_ids.append(first_token)
+        self._adopt(request)
+
+    def commit_partial(
+        self, transfer_id: TransferId, num_landed_tokens: int, *, first_token: int | None, writer_is_quiet: bool
+    ) -> None:
+        """Keep what landed and compute the rest here. `first_token`, if already shown, is never sampled again."""
+        request = self.salvage(transfer_id, num_landed_tokens, writer_is_quiet=writer_is_quiet)
+        if first_token is not None:
+            request.token_ids.append(first_token)
+        self._adopt(request)
+
+    def salvage(self, transfer_id: TransferId, num_landed_tokens: int, *, writer_is_quiet: bool) -> Request:
+        """End a reservation and keep its verified whole blocks as cache; returns the request, which holds nothing.
+
+        `num_landed_tokens` counts from the sequence's start and includes the held prefix. The blocks wait in the
+        prefix index like any others: whoever schedules or reserves the request next finds them by content.
+        """
+        reservation = self._forget(transfer_id)
+        request = reservation.request
+        displaced: list[BlockId] = []
+        if reservation.bound is None:
+            self._blocks.unpromise(reservation.grant.num_blocks)
+        else:
+            landed = min(num_landed_tokens, request.num_tokens)
+            request.num_computed_tokens = max(landed, reservation.grant.num_held_tokens)
+            displaced = self._blocks.index_computed(request, reservation.num_held_blocks)
+        references = (*displaced, *self._blocks.take_table(request))
+        request.num_computed_tokens = 0
+        if reservation.bound is None or writer_is_quiet:
+            self._blocks.release(references)
+        else:
+            self._quarantined[transfer_id] = _Quarantine(references=references, num_destinations=len(reservation.bound))
+        return request
+
+    def cancel(self, transfer_id: TransferId) -> Request:
+        """Free everything at once: only for a writer that is quiet, or never had anything to write to."""
+        return self.salvage(transfer_id, 0, writer_is_quiet=True)
+
+    def quarantine(self, transfer_id: TransferId) -> Request:
+        """End a reservation but keep its destinations out of circulation: their writer may still be alive."""
+        return self.salvage(transfer_id, 0, writer_is_quiet=False)
+
+    def release_quarantine(self, transfer_id: TransferId) -> int:
+        """The writer is proven quiet: returns how many destinations go back into use (0 when there were none)."""
+        quarantine = self._quarantined.pop(transfer_id, None)
+        if quarantine is None:
+            return 0
+        self._blocks.release(quarantine.references)
+        return quarantine.num_destinations
+
+    def _find(self, transfer_id: TransferId) -> _Reservation:
+        reservation = self._reserved.get(transfer_id)
+        if reservation is None:
+            raise TransferError(f"transfer {transfer_id} has no reservation")
+        return reservation
+
+    def _forget(self, transfer_id: TransferId) -> _Reservation:
+        reservation = self._find(transfer_id)
+        del self._reserved[transfer_id]
+        self._request_ids.remove(reservation.request.request_id)
+        return reservation
+
+    def references(self) -> list[BlockId]:
+        """Every block reference that reservations and quarantines own, for audits."""
+        held = [block for r in self._reserved.values() for block in r.request.block_table]
+        return held + [block for q in self._quarantined.values() for block in q.references]
+
+
+def _nobody(_blocks: Sequence[BlockId]) -> None:
+    """All ranks see what a peer writes."""

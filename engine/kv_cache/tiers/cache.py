@@ -1,0 +1,391 @@
+"""The cache below the pool: evicted blocks go down to host memory and on to disk; found again, they come up. Pure.
+
+- Down: a block that the pool gives up is copied by the batch that takes it (`BlockOffload`), or, where no batch does,
+  at once. Host memory gives up what was used longest ago, to the disk if there is one (`engine.kv_cache.tiers.disk`).
+- Up: after the prefix found in the pool the chain is followed by name. What is on disk is read into host memory while
+  its request waits in the queue, for a bounded time and in nobody's way; what is in host memory is brought into the
+  request's fresh blocks (`BlockLoad`) by the batch that admits it. Both only where the measured rates say that it
+  takes less time than computing (`engine.kv_cache.tiers.costs`).
+
+The cluster hears of a name as long as this worker can serve it from any tier: `Evicted` is told when the last forgets.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from engine.kv_cache.block_manager import BlockManager
+from engine.kv_cache.eviction import Entry
+from engine.kv_cache.lower_tiers import BlockCopier
+from engine.kv_cache.tiers.costs import TierCosts
+from engine.kv_cache.tiers.disk import DiskSpec, DiskTier
+from engine.kv_cache.tiers.disk_waits import DiskWaits
+from engine.kv_cache.tiers.host import HostPlaces, Place, PlaceState
+from engine.types.block_moves import BlockLoad, BlockOffload
+from engine.types.kv_events import Evicted
+from engine.types.request import Request
+from engine.types.tier_counts import Tally, TierCounts
+from tandem.errors import InvariantError
+from tandem.values.ids import BlockHash, RequestId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierSpec:
+    """What there is below the pool."""
+
+    slots: range
+    """The runner's places in host memory that are for cached blocks."""
+    block_bytes: int
+    """Of one block over all layers, of one rank: ranks copy their shares side by side."""
+    copier: BlockCopier
+    moves_between_steps: bool = True
+    """Whether blocks can be copied when no step is launched: with several ranks they cannot."""
+    disk: DiskSpec | None = None
+
+
+class _Moves(NamedTuple):
+    """What one batch does to places."""
+
+    stores: list[Place]
+    loads: list[Place]
+
+
+class CacheTiers:
+    """One worker's second and third tier. Touched by the engine thread alone."""
+
+    def __init__(self, blocks: BlockManager, spec: TierSpec) -> None:
+        self.costs = TierCosts(block_bytes=spec.block_bytes, block_tokens=blocks.block_size)
+        self._blocks = blocks
+        self._copier = spec.copier
+        self._moves_between_steps = spec.moves_between_steps
+        self._host = HostPlaces(spec.slots)
+        self._tally = Tally()
+        self._disk: DiskTier | None = None
+        if spec.disk is not None:
+            self._disk = DiskTier(spec.disk, self._host, self.costs, give_up=self._give_up, left=self._left)
+        self._offloads: list[BlockOffload] = []
+        self._moves = _Moves([], [])
+        """Of the batch that is being planned, or of nobody yet."""
+        self._launched: deque[_Moves] = deque()
+        self._waits = DiskWaits()
+        # More than there are places would be names that have left.
+        self._unwritten: deque[BlockHash] = deque(maxlen=max(1, len(spec.slots)))
+
+    @property
+    def capacity_blocks(self) -> int:
+        """Room of all tiers; fixed."""
+        return self._host.num_slots + (0 if self._disk is None else self._disk.capacity)
+
+    # Down
+
+    def demote(self, entry: Entry) -> bool:
+        """See LowerCache."""
+        name = entry.name
+        place = self._host.get(name)
+        if place is not None:
+            self._host.touch(place)
+            return True
+        if self.costs.prefers_store():
+            if self._make_room():
+                place = self._host.take(name, PlaceState.COMING)
+                self._moves.stores.append(place)
+                self._offloads.append(BlockOffload(entry.block, place.slot))
+                return True
+            self._tally.dropped += 1
+        return self._disk is not None and name in self._disk
+
+    def save_now(self) -> None:
+        """See LowerCache. With several ranks nobody can: what was demoted is lost, and counted."""
+        if not self._offloads:
+            return
+        if self._moves_between_steps:
+            self._copier.move_now(self._offloads, ())
+            self._filled(self._moves.stores)
+            self._offloads.clear()
+            self._moves.stores.clear()
+        else:
+            self._tally.dropped += len(self._offloads)
+            self.cancel()
+
+    def take_offloads(self) -> tuple[BlockOffload, ...]:
+        """What the batch now leaving must save; from now on it is on its way."""
+        offloads = tuple(self._offloads)
+        self._offloads.clear()
+        self._launched.append(self._moves)
+        self._moves = _Moves([], [])
+        return offloads
+
+    def cancel(self) -> None:
+        """No batch leaves that could save anything."""
+        if self._moves.loads:
+            raise InvariantError("blocks are to be loaded by no batch")
+        for place in self._moves.stores:
+            self._host.forget(place)
+            self._host.unpin(place)
+            self._left(place.name)
+        self._offloads.clear()
+        self._moves = _Moves([], [])
+
+    def executed(self) -> None:
+        """The oldest launched batch is done: what it saved may be read, what it loaded may be given up."""
+        moves = self._launched.popleft()
+        self._filled(moves.stores)
+        self._unpin(moves.loads)
+
+    def _filled(self, stores: Sequence[Place]) -> None:
+        self._tally.stores += len(stores)
+        for place in stores:
+            self._host.filled(place)
+            if self._disk is not None and not place.is_forgotten:
+                self._unwritten.append(place.name)
+
+    def _unpin(self, loads: Sequence[Place]) -> None:
+        # Tails first: of a chain its beginning is then the last to be given up.
+        for place in reversed(loads):
+            self._host.unpin(place)
+
+    def _make_room(self) -> bool:
+        """Have a free place, giving up the least recently used block; False when all are being moved."""
+        if not self._host.num_free:
+            oldest = self._host.oldest()
+            if oldest is None:
+                return False
+            if self._disk is not None and oldest.name not in self._disk:
+                self._disk.tally.dropped += 1
+            self._give_up(oldest)
+        return True
+
+    def _give_up(self, place: Place) -> None:
+        self._tally.evictions += 1
+        self._host.forget(place)
+        self._left(place.name)
+
+    def _left(self, name: BlockHash) -> None:
+        """One tier has forgotten a name: the cluster is told when no other knows it."""
+        is_below = self._host.get(name) is not None or (self._disk is not None and name in self._disk)
+        if not is_below and self._blocks.index.find(name) is None:
+            self._blocks.index.events.append(Evicted(name))
+
+    def forget(self, name: BlockHash) -> None:
+        """See LowerCache."""
+        place = self._host.get(name)
+        if place is not None:
+            self._host.forget(place)
+        if self._disk is not None:
+            self._disk.forget(name)
+
+    def clear(self) -> None:
+        """See LowerCache."""
+        for place in list(self._host):
+            self._host.forget(place)
+        if self._disk is not None:
+            self._disk.clear()
+
+    def names(self) -> Iterator[BlockHash]:
+        """See LowerCache."""
+        for place in self._host:
+            yield place.name
+        for name in self._disk or ():
+            if self._host.get(name) is None:
+                yield name
+
+    # Up
+
+    def collect(self) -> None:
+        """Take note of what the disk has done, and keep it busy. Called before every plan."""
+        if self._disk is None:
+            return
+        for name in self._disk.collect():
+            self._waits.landed(name)
+        while self._host.num_free + self._host.num_leaving < self._disk.max_writes:
+            oldest = self._host.oldest()
+            if oldest is None:
+                return
+            if oldest.name in self._disk:
+                self._give_up(oldest)
+            elif not self._disk.write(oldest, leaves=True):
+                return
+        self._write_ahead(self._disk)
+
+    def _write_ahead(self, disk: DiskTier) -> None:
+        """Copy what came last to disk while it has nothing better to do: then its place can be given up at once."""
+        while self._unwritten and disk.can_write:
+            place = self._host.get(self._unwritten.popleft())
+            if place is not None and place.state is PlaceState.READY and not place.num_pins and place.name not in disk:
+                disk.write(place, leaves=False)
+
+    def must_wait(self, request: Request, num_found_blocks: int, now: float) -> bool:
+        """Whether the request's next blocks are being read from disk, and it is worth waiting for them still.
+
+        `num_found_blocks`: its prefix in the pool, just matched. The first call begins to read.
+        """
+        if self._disk is None:
+            return False
+        if request.request_id not in self._waits:
+            self._begin_wait(self._disk, request, num_found_blocks, now)
+        return request.request_id in self._waits and self._waits.goes_on(request.request_id, now)
+
+    def _begin_wait(self, disk: DiskTier, request: Request, found: int, now: float) -> None:
+        run: list[Place] = []
+        to_read: list[BlockHash] = []
+        fetching: set[BlockHash] = set()
+        for i in range(found, self._num_full(request)):
+            name = self._blocks.name(request, i)
+            place = self._host.get(name)
+            if place is not None:
+                run.append(place)
+                if place.state is PlaceState.FETCHING:
+                    fetching.add(name)
+            elif name in disk:
+                to_read.append(name)
+            else:
+                break
+        if to_read and not self.costs.prefers_fetch():
+            to_read.clear()
+        if not fetching and not to_read:
+            return
+        # What is here already must not make room for what follows it.
+        for place in reversed(run):
+            self._host.touch(place)
+        for name in to_read:
+            if self._host.num_fetching >= disk.max_fetches or not self._make_room():
+                break
+            disk.fetch(name)
+            fetching.add(name)
+        if fetching:
+            until_s = now + self.costs.patience_s(len(run) + len(to_read))
+            self._waits.begin(request.request_id, fetching, until_s=until_s)
+
+    def patience_s(self, now: float) -> float | None:
+        """See DiskWaits."""
+        return self._waits.patience_s(now)
+
+    def reach(self, request: Request, num_found_blocks: int, *, between_steps: bool = False) -> int:
+        """Blocks after the request's prefix in the pool, just matched, that are in host memory and worth loading.
+
+        `between_steps`: by `load_now`, and not by the batch that is being planned.
+        """
+        if between_steps and not self._moves_between_steps:
+            return 0
+        count = 0
+        for i in range(num_found_blocks, self._num_full(request)):
+            place = self._host.get(self._blocks.name(request, i))
+            if place is None or place.state is PlaceState.FETCHING:
+                break
+            if between_steps and place.state is not PlaceState.READY:
+                break
+            count += 1
+        return count if count and self.costs.prefers_load() else 0
+
+    def enter(self, request: Request, num_found_blocks: int, count: int) -> list[int]:
+        """The request is admitted, and `count` blocks of `reach` are loaded for it: their places, pinned until then.
+
+        `missed` follows, when no more will be.
+        """
+        first = num_found_blocks
+        places: list[Place] = []
+        for i in range(first, first + count):
+            place = self._host.get(self._blocks.name(request, i))
+            if place is None:
+                raise InvariantError(f"request {request.request_id}: its blocks went away before they were loaded")
+            places.append(place)
+        for place in reversed(places):
+            self._host.touch(place)
+            self._host.pin(place)
+        self._moves.loads.extend(places)
+        from_disk = self._count_hits(places)
+        request.num_disk_tokens = from_disk * self._blocks.block_size
+        request.num_host_tokens = (count - from_disk) * self._blocks.block_size
+        self.drop(request.request_id)
+        return [place.slot for place in places]
+
+    def missed(self, request: Request, num_found_blocks: int) -> None:
+        """Nothing more is loaded for the request: what it has not found is counted. Once for each request."""
+        num_missed = self._num_full(request) - num_found_blocks
+        self._tally.misses += num_missed
+        if self._disk is not None:
+            self._disk.tally.misses += num_missed
+
+    def load_now(self, loads: Sequence[BlockLoad]) -> None:
+        """Carry out what `enter` was called for, where no batch does."""
+        self._copier.move_now((), loads)
+        self._unpin(self._moves.loads)
+        self._moves.loads.clear()
+
+    def drop(self, request_id: RequestId) -> None:
+        """The request waits for nothing any more."""
+        self._waits.drop(request_id)
+
+    def _num_full(self, request: Request) -> int:
+        return (request.num_tokens - 1) // self._blocks.block_size
+
+    def _count_hits(self, places: Sequence[Place]) -> int:
+        """How many the disk had."""
+        from_disk = sum(place.came_from_disk for place in places)
+        self._tally.hits += len(places) - from_disk
+        self._tally.misses += from_disk
+        if self._disk is not None:
+            self._disk.tally.hits += from_disk
+        for place in places:
+            place.came_from_disk = False
+        return from_disk
+
+    # For a later process
+
+    def unsaved(self) -> list[BlockHash]:
+        """Names of the pool and of host memory that are not on disk, beginnings first; empty without a disk."""
+        if self._disk is None:
+            return []
+        cached = self._blocks.index.names()
+        below = [place.name for place in self._host if self._blocks.index.find(place.name) is None]
+        # Host memory holds tails: they were stored before what comes before them.
+        return [name for name in (*cached, *reversed(below)) if name not in self._disk][: self._disk.capacity]
+
+    def save(self, name: BlockHash) -> bool:
+        """Begin to write a block to disk, between steps; False when that must wait until others are written."""
+        place, block = self._host.get(name), self._blocks.index.find(name)
+        if self._disk is None or (place is None and block is None) or name in self._disk:
+            return True
+        if not self._disk.can_write:
+            return False
+        if place is None and block is not None:
+            if not self._moves_between_steps or not self._make_room():
+                return True
+            place = self._host.take(name, PlaceState.COMING)
+            self._copier.move_now((BlockOffload(block, place.slot),), ())
+            self._filled([place])
+        if place is not None and place.state is PlaceState.READY and not place.num_pins:
+            self._disk.write(place, leaves=False)
+        return True
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether the disk still has something to write."""
+        return self._disk is not None and self._disk.is_writing
+
+    # Telling
+
+    def counts(self) -> tuple[TierCounts, ...]:
+        """What each tier did and holds."""
+        host = self._tally.counts("host", num_blocks=len(self._host), capacity_blocks=self._host.num_slots)
+        moved = self._copier.traffic
+        host = replace(
+            host,
+            stored_bytes=moved.saved_bytes,
+            store_s=moved.save_s,
+            loaded_bytes=moved.loaded_bytes,
+            load_s=moved.load_s,
+        )
+        return (host,) if self._disk is None else (host, replace(self._disk.counts(), late=self._waits.num_late))
+
+    def check_invariants(self) -> None:
+        """InvariantError unless bounds hold and every pin is a move's or the disk's; O(places), for audits."""
+        self._host.check_invariants()
+        if self._disk is not None:
+            self._disk.check_invariants()
+        if len(self._offloads) != len(self._moves.stores):
+            raise InvariantError("places are taken for blocks that nobody saves")
+        num_pins = sum(len(moves.stores) + len(moves.loads) for moves in (self._moves, *self._launched))
+        if self._host.num_pins != num_pins + (0 if self._disk is None else self._disk.num_pins):
+            raise InvariantError("a place is pinned by nobody")

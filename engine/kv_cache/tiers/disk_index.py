@@ -1,0 +1,135 @@
+"""Which blocks a disk holds, or is about to: names in order of use, at most so many. What a disk does is told here.
+
+The shell (`engine.kv_storage.disk_store`) is asked through a Protocol and answers when it is done: nobody waits for it.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from tandem.errors import InvariantError
+from tandem.values.ids import BlockHash
+
+
+class DiskJob(Enum):
+    """What the disk was asked."""
+
+    WRITE = "write"
+    READ = "read"
+
+
+class DiskVerdict(Enum):
+    """What came of it."""
+
+    DONE = "done"
+    FAILED = "failed"
+    """The system refused: no room, no right, no device."""
+    DAMAGED = "damaged"
+    """What was read is not what was written, or not of this cache."""
+    GONE = "gone"
+    """There is no such file any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskDone:
+    """The end of one job."""
+
+    job: DiskJob
+    name: BlockHash
+    slot: int
+    verdict: DiskVerdict
+    num_bytes: int
+    seconds: float
+
+
+class DiskPort(Protocol):
+    """Files of blocks, read into and written from places in host memory; no call waits.
+
+    Writes and deletions are carried out in the order in which they were asked for, reads at any time. A place belongs
+    to the disk from the call to its `DiskDone`.
+    """
+
+    def write(self, name: BlockHash, slot: int) -> None:
+        """Copy a place to a file."""
+        ...
+
+    def read(self, name: BlockHash, slot: int) -> None:
+        """Copy a file to a place, and verify it."""
+        ...
+
+    def delete(self, name: BlockHash) -> None:
+        """Remove a file, if it is there; nothing is answered."""
+        ...
+
+    def collect(self) -> Sequence[DiskDone]:
+        """What ended since the last call."""
+        ...
+
+
+class DiskIndex:
+    """Names on disk and those being written, together never more than `capacity`."""
+
+    __slots__ = ("_stored", "_writing", "capacity")
+
+    def __init__(self, capacity: int, names: Sequence[BlockHash] = ()) -> None:
+        """`names`: what an earlier process left, least recently used first; at most `capacity`."""
+        self.capacity = capacity
+        self._stored: OrderedDict[BlockHash, None] = OrderedDict.fromkeys(names)
+        self._writing: set[BlockHash] = set()
+        self.check_invariants()
+
+    def __contains__(self, name: BlockHash) -> bool:
+        return name in self._stored
+
+    def __iter__(self) -> Iterator[BlockHash]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    @property
+    def num_writing(self) -> int:
+        """Blocks on their way to the disk."""
+        return len(self._writing)
+
+    def begin(self, name: BlockHash) -> list[BlockHash] | None:
+        """A block is to be written: what must be deleted before, least recently used first.
+
+        None when it is being written already, or when all the room is for others being written.
+        """
+        if name in self._writing or len(self._writing) >= self.capacity:
+            return None
+        gone: list[BlockHash] = []
+        while len(self._stored) + len(self._writing) >= self.capacity:
+            gone.append(self._stored.popitem(last=False)[0])
+        self._writing.add(name)
+        return gone
+
+    def end(self, name: BlockHash, *, is_stored: bool) -> None:
+        """The write is over; what was stored is the most recently used."""
+        if name not in self._writing:
+            raise InvariantError("a block was written that nobody began to write")
+        self._writing.remove(name)
+        if is_stored:
+            self._stored[name] = None
+
+    def touch(self, name: BlockHash) -> None:
+        """It was used."""
+        if name in self._stored:
+            self._stored.move_to_end(name)
+
+    def forget(self, name: BlockHash) -> bool:
+        """It is not there any more; whether it was."""
+        if name not in self._stored:
+            return False
+        del self._stored[name]
+        return True
+
+    def check_invariants(self) -> None:
+        """InvariantError when the bound is passed."""
+        if len(self._stored) + len(self._writing) > self.capacity or self._writing & self._stored.keys():
+            raise InvariantError(
+                f"{len(self._stored)} blocks on disk, {len(self._writing)} coming, {self.capacity} fit"
+            )

@@ -1,0 +1,165 @@
+"""Places for blocks in host memory, by content name: which are free, which are in use, which to give up first.
+
+A place is *coming* (a step under way fills it from the pool), *fetching* (a disk fills it) or *ready*. Whoever reads
+or writes a place outside a step's own order pins it. Those that are ready and not pinned stand in line, least recently
+used first; a place that is *leaving* is being written to disk and will then be free, unless somebody asks for it.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from tandem.errors import InvariantError
+from tandem.values.ids import BlockHash
+
+
+class PlaceState(Enum):
+    """What a place holds."""
+
+    COMING = "coming"
+    FETCHING = "fetching"
+    READY = "ready"
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Place:
+    """One block-sized piece of host memory in use."""
+
+    name: BlockHash
+    slot: int
+    state: PlaceState
+    num_pins: int = 0
+    is_leaving: bool = False
+    is_forgotten: bool = False
+    """Nobody finds it any more; it is free once the last pin is gone."""
+    came_from_disk: bool = False
+    """And nobody has used it since."""
+
+
+class HostPlaces:
+    """A fixed set of places; every operation is O(1)."""
+
+    __slots__ = ("_free", "_in_use", "_line", "_names", "_slots", "num_fetching", "num_leaving")
+
+    def __init__(self, slots: range) -> None:
+        self._slots = slots
+        self._free = list(reversed(slots))
+        self._names: dict[BlockHash, Place] = {}
+        self._in_use: dict[int, Place] = {}
+        self._line: OrderedDict[BlockHash, Place] = OrderedDict()
+        self.num_leaving = 0
+        self.num_fetching = 0
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __iter__(self) -> Iterator[Place]:
+        return iter(self._names.values())
+
+    @property
+    def num_slots(self) -> int:
+        """All places."""
+        return len(self._slots)
+
+    @property
+    def num_pins(self) -> int:
+        """Of all places; O(places in use)."""
+        return sum(place.num_pins for place in self._in_use.values())
+
+    @property
+    def num_free(self) -> int:
+        """Places that hold nothing."""
+        return len(self._free)
+
+    def get(self, name: BlockHash) -> Place | None:
+        """The place that holds, or will hold, a block."""
+        return self._names.get(name)
+
+    def at(self, slot: int) -> Place:
+        """The place in use there; InvariantError when it is free."""
+        place = self._in_use.get(slot)
+        if place is None:
+            raise InvariantError(f"place {slot} is free")
+        return place
+
+    def take(self, name: BlockHash, state: PlaceState) -> Place:
+        """Use a free place, pinned for whoever fills it; InvariantError when there is none, or the name has one."""
+        if not self._free or name in self._names or state is PlaceState.READY:
+            raise InvariantError("no free place, or the block has one")
+        place = Place(name=name, slot=self._free.pop(), state=state, num_pins=1)
+        self._names[name] = self._in_use[place.slot] = place
+        self.num_fetching += state is PlaceState.FETCHING
+        return place
+
+    def filled(self, place: Place) -> None:
+        """What was on its way is there, and its filler's pin is gone."""
+        self.num_fetching -= place.state is PlaceState.FETCHING
+        place.state = PlaceState.READY
+        self.unpin(place)
+
+    def pin(self, place: Place) -> None:
+        """Somebody reads or writes it."""
+        place.num_pins += 1
+        self._line.pop(place.name, None)
+
+    def unpin(self, place: Place) -> None:
+        """Undo one `pin`: the last makes it the most recently used, or free when it was forgotten."""
+        if not place.num_pins:
+            raise InvariantError(f"place {place.slot} is not pinned")
+        place.num_pins -= 1
+        self._settle(place)
+
+    def touch(self, place: Place) -> None:
+        """It is wanted: it becomes the most recently used, and stays where it was about to leave."""
+        if place.is_leaving:
+            place.is_leaving = False
+            self.num_leaving -= 1
+        if place.name in self._line:
+            self._line.move_to_end(place.name)
+
+    def leave(self, place: Place) -> None:
+        """Pin a ready place for its copy to disk; it is to be free after that."""
+        self.pin(place)
+        place.is_leaving = True
+        self.num_leaving += 1
+
+    def oldest(self) -> Place | None:
+        """The ready place that nobody has used for longest; None when all are pinned or on their way."""
+        return next(iter(self._line.values()), None)
+
+    def forget(self, place: Place) -> None:
+        """Nobody finds the block any more, and its place is free as soon as nobody reads or writes it."""
+        del self._names[place.name]
+        self._line.pop(place.name, None)
+        place.is_forgotten = True
+        self._settle(place)
+
+    def _settle(self, place: Place) -> None:
+        if place.num_pins:
+            return
+        if place.is_forgotten:
+            self.num_leaving -= place.is_leaving
+            self.num_fetching -= place.state is PlaceState.FETCHING
+            del self._in_use[place.slot]
+            self._free.append(place.slot)
+        elif place.state is PlaceState.READY:
+            self._line[place.name] = place
+
+    def check_invariants(self) -> None:
+        """InvariantError unless every place is free or in use, and in line exactly when it may be given up."""
+        used = [*self._free, *self._in_use]
+        if sorted(used) != list(self._slots):
+            raise InvariantError("a place was lost, or is free and in use")
+        for slot, place in self._in_use.items():
+            if place.slot != slot or place.is_forgotten == (self._names.get(place.name) is place):
+                raise InvariantError(f"place {slot} is found under another name")
+            waits = place.state is PlaceState.READY and not place.num_pins and not place.is_forgotten
+            if waits != (self._line.get(place.name) is place):
+                raise InvariantError(f"place {slot} stands in line, or should")
+        if self._line.keys() - self._names.keys() or len(self._names) > len(self._in_use):
+            raise InvariantError("a name has no place")
+        leaving = sum(place.is_leaving for place in self._in_use.values())
+        fetching = sum(place.state is PlaceState.FETCHING for place in self._in_use.values())
+        if (leaving, fetching) != (self.num_leaving, self.num_fetching):
+            raise InvariantError("places that leave or are fetched are miscounted")

@@ -1,0 +1,64 @@
+"""Bringing a prefix's continuation up from below the pool between steps, for peers who wait for no batch. Pure."""
+
+from enum import Enum
+
+from engine.kv_cache.block_manager import BlockManager
+from engine.kv_cache.tiers.cache import CacheTiers
+from engine.types.block_moves import BlockLoad
+from engine.types.request import Request
+
+
+class Lift(Enum):
+    """What one call of `lift` has come to."""
+
+    DONE = "done"
+    """Nothing more comes up."""
+    MORE = "more"
+    """Something has come up, and there may be more."""
+    WAIT = "wait"
+    """Something is being read from disk."""
+
+
+def raise_promised(blocks: BlockManager, tiers: CacheTiers, request: Request, count: int) -> None:
+    """Lengthen the request's table by `count` blocks of `CacheTiers.reach` that were promised; they are cache then.
+
+    Nothing more comes up for it.
+    """
+    _raise_slice(blocks, tiers, request, count)
+    tiers.missed(request, len(request.block_table))
+
+
+def _raise_slice(blocks: BlockManager, tiers: CacheTiers, request: Request, count: int) -> None:
+    found = len(request.block_table)
+    places = tiers.enter(request, found, count)
+    if not count:
+        return
+    targets = blocks.allocate_promised(count)
+    blocks.grow(request, targets)
+    tiers.load_now(list(map(BlockLoad, places, targets)))
+    request.num_computed_tokens = (found + count) * blocks.block_size
+    blocks.release(blocks.index_computed(request, found))
+
+
+def lift(
+    blocks: BlockManager, tiers: CacheTiers, request: Request, *, now: float, max_blocks: int, spare_blocks: int
+) -> Lift:
+    """Bring up at most `max_blocks` that follow the request's table, and leave `spare_blocks` available.
+
+    What is on disk is read first, where that takes less time than computing. What is not there counts as missed once,
+    when all is done.
+    """
+    tiers.collect()
+    found = len(request.block_table)
+    if tiers.must_wait(request, found, now):
+        return Lift.WAIT
+    count = min(
+        tiers.reach(request, found, between_steps=True), max_blocks, max(0, blocks.num_available - spare_blocks)
+    )
+    if not count:
+        tiers.drop(request.request_id)
+        tiers.missed(request, found)
+        return Lift.DONE
+    blocks.promise(count)
+    _raise_slice(blocks, tiers, request, count)
+    return Lift.MORE

@@ -1,0 +1,258 @@
+"""Reading safetensors checkpoints: one file, or shards named by an index; memory-mapped, never unpickled.
+
+Format (https://github.com/huggingface/safetensors): eight bytes of little-endian header length, a JSON header
+`{name: {dtype, shape, data_offsets}}`, then the data. A header is believed only after its length, every shape,
+and the exact, gapless, non-overlapping cover of the data have been checked, so no later step can read astray or
+allocate more than the files hold.
+"""
+
+import hashlib
+import json
+import math
+import mmap
+import os
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+
+from engine.model.config import ModelConfig
+from engine.model.files import ModelDirectory, parse_json_object
+from engine.model.shard import Part
+from tandem.errors import ConfigError
+
+MAX_HEADER_BYTES = 100 * 2**20
+"""The format's own limit."""
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_LENGTH_BYTES = 8
+_SAMPLE_BYTES = 4096
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorEntry:
+    """Where one tensor's bytes lie in its file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    """Offset from the start of the file."""
+    end: int
+
+
+class SafetensorsFile:
+    """One checked, memory-mapped file."""
+
+    def __init__(self, path: Path) -> None:
+        self.name = path.name
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size < _LENGTH_BYTES:
+                raise ConfigError(f"{self.name}: too short to be a safetensors file")
+            # A private mapping: torch wants writable memory, and nothing here ever writes to it.
+            self._map = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
+        self.entries = _parse_header(self._map, self.name)
+
+    def tensor(self, entry: TensorEntry, part: Part | None = None) -> Tensor:
+        """The stored tensor, or a part of its rows or columns, without a copy; valid until `close`."""
+        dtype, item_bytes = _DTYPES[entry.dtype], _ITEM_BYTES[entry.dtype]
+        if entry.begin == entry.end or (part is not None and part.begin == part.end):
+            return torch.empty(entry.shape if part is None else part.shape(entry.shape), dtype=dtype)
+        raw = torch.frombuffer(self._map, dtype=torch.uint8, offset=entry.begin, count=entry.end - entry.begin)
+        *outer, inner = entry.shape or (1,)
+        raw = raw.view(*outer, inner * item_bytes)
+        if part is not None:
+            unit = item_bytes if part.dim == len(outer) else 1
+            raw = raw.narrow(part.dim, part.begin * unit, (part.end - part.begin) * unit)
+        if entry.begin % item_bytes:
+            raw = raw.clone(memory_format=torch.contiguous_format)
+        return raw.view(dtype) if entry.shape else raw.view(dtype).view(())
+
+    def forget(self, entry: TensorEntry) -> None:
+        """Give back the memory behind a tensor that has been copied; whoever reads it again reads the file again.
+
+        Mapped pages count as this process's memory: without this, loading takes every weight twice.
+        """
+        if hasattr(mmap, "MADV_DONTNEED") and entry.begin < entry.end:
+            begin = entry.begin - entry.begin % mmap.PAGESIZE
+            self._map.madvise(mmap.MADV_DONTNEED, begin, entry.end - begin)
+
+    def sample(self, entry: TensorEntry) -> bytes:
+        """A few of the tensor's bytes: from its beginning, middle and end."""
+        size = entry.end - entry.begin
+        if size <= 3 * _SAMPLE_BYTES:
+            return self._map[entry.begin : entry.end]
+        starts = (entry.begin, entry.begin + size // 2, entry.end - _SAMPLE_BYTES)
+        sampled = b"".join(self._map[start : start + _SAMPLE_BYTES] for start in starts)
+        self.forget(entry)  # looking at a page brings its neighbours into memory
+        return sampled
+
+    def close(self) -> None:
+        """Unmap; every tensor taken from here must be gone."""
+        self._map.close()
+
+
+class Checkpoint:
+    """All tensors of a model directory by name. A context manager: leaving it unmaps the files."""
+
+    def __init__(self, directory: ModelDirectory) -> None:
+        self._files: list[SafetensorsFile] = []
+        self._by_name: dict[str, tuple[SafetensorsFile, TensorEntry]] = {}
+        try:
+            for name, expected in _shards(directory).items():
+                self._add(SafetensorsFile(directory.resolve(name)), expected)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> "Checkpoint":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of all tensors."""
+        return frozenset(self._by_name)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all tensors as stored."""
+        return sum(entry.end - entry.begin for _, entry in self._by_name.values())
+
+    @property
+    def main_dtype(self) -> str:
+        """The dtype that most of the values are stored in, as `config.json` would call it."""
+        values: Counter[str] = Counter()
+        for _, entry in self._by_name.values():
+            values[entry.dtype] += math.prod(entry.shape)
+        return _NAMES[max(sorted(values), key=values.__getitem__, default="F32")]
+
+    def require(self, name: str, shape: tuple[int, ...]) -> None:
+        """Check that a tensor exists with this shape; ConfigError otherwise."""
+        if name not in self._by_name:
+            raise ConfigError(f"checkpoint: tensor {name} is missing")
+        stored = self._by_name[name][1].shape
+        if stored != shape:
+            raise ConfigError(f"checkpoint: {name} has shape {list(stored)}, config.json implies {list(shape)}")
+
+    def tensor(self, name: str, part: Part | None = None) -> Tensor:
+        """The stored tensor, or a part of it, without a copy; KeyError for a name that `require` has not approved."""
+        file, entry = self._by_name[name]
+        return file.tensor(entry, part)
+
+    def forget(self, name: str) -> None:
+        """The tensor has been copied: its pages need not stay in memory."""
+        file, entry = self._by_name[name]
+        file.forget(entry)
+
+    def fingerprint(self, config: ModelConfig) -> str:
+        """Name of this model's computation: equal for equal content, however sharded and wherever it lies.
+
+        Covers the configuration, every tensor's name, dtype and shape, and up to 12 KiB of each tensor's bytes.
+        """
+        digest = hashlib.sha256(config.digest())
+        for name in sorted(self._by_name):
+            file, entry = self._by_name[name]
+            digest.update(json.dumps([name, entry.dtype, entry.shape]).encode())
+            digest.update(file.sample(entry))
+        return digest.hexdigest()[:32]
+
+    def close(self) -> None:
+        """Unmap every file."""
+        self._by_name.clear()
+        for file in self._files:
+            file.close()
+        self._files.clear()
+
+    def _add(self, file: SafetensorsFile, expected: frozenset[str] | None) -> None:
+        self._files.append(file)
+        for entry in file.entries:
+            if entry.name in self._by_name:
+                raise ConfigError(f"checkpoint: tensor {entry.name} is in more than one shard")
+            self._by_name[entry.name] = (file, entry)
+        missing = (expected or frozenset()) - {entry.name for entry in file.entries}
+        if missing:
+            raise ConfigError(f"{_INDEX}: {min(missing)} is not in {file.name}, though the index says so")
+
+
+def _shards(directory: ModelDirectory) -> dict[str, frozenset[str] | None]:
+    """File names of the checkpoint, each with the tensors that the index promises in it (None: no index)."""
+    if directory.has(_SINGLE):
+        return {_SINGLE: None}
+    if not directory.has(_INDEX):
+        pickled = directory.names(".bin") + directory.names(".pth") + directory.names(".pt")
+        if pickled:
+            raise ConfigError(f"only pickled weights ({pickled[0]}): convert them to safetensors first")
+        raise ConfigError(f"model directory: neither {_SINGLE} nor {_INDEX} is there")
+    weight_map = directory.read_json(_INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ConfigError(f"{_INDEX}: weight_map must be a non-empty object")
+    shards: dict[str, set[str]] = {}
+    for tensor, file in weight_map.items():
+        if not isinstance(file, str) or not file.endswith(".safetensors"):
+            raise ConfigError(f"{_INDEX}: weight_map of {tensor!r:.80} must name a .safetensors file")
+        shards.setdefault(file, set()).add(tensor)
+    return {file: frozenset(tensors) for file, tensors in sorted(shards.items())}
+
+
+def _parse_header(data: mmap.mmap, where: str) -> list[TensorEntry]:
+    length = int.from_bytes(data[:_LENGTH_BYTES], "little")
+    if length > min(MAX_HEADER_BYTES, len(data) - _LENGTH_BYTES):
+        raise ConfigError(f"{where}: header length {length} exceeds the file or {MAX_HEADER_BYTES}")
+    start = _LENGTH_BYTES + length
+    header = parse_json_object(data[_LENGTH_BYTES:start], f"{where}: header")
+    header.pop("__metadata__", None)
+    entries = sorted(
+        (_parse_entry(name, value, start, where) for name, value in header.items()),
+        key=lambda entry: (entry.begin, entry.end),
+    )
+    _check_cover(entries, start, len(data), where)
+    return entries
+
+
+def _parse_entry(name: str, value: Any, start: int, where: str) -> TensorEntry:
+    label = f"{where}: tensor {name!r:.120}"
+    if not isinstance(value, dict):
+        raise ConfigError(f"{label} must be an object")
+    dtype, shape, offsets = value.get("dtype"), value.get("shape"), value.get("data_offsets")
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
+        raise ConfigError(f"{label}: dtype must be one of {', '.join(_DTYPES)}, is {dtype!r:.40}")
+    if not _naturals(shape) or len(shape) > 8:
+        raise ConfigError(f"{label}: shape must be a list of sizes")
+    if not _naturals(offsets) or len(offsets) != 2:
+        raise ConfigError(f"{label}: data_offsets must be [begin, end]")
+    begin, end = offsets
+    if end - begin != math.prod(shape) * _ITEM_BYTES[dtype]:
+        raise ConfigError(f"{label}: data_offsets do not fit its shape and dtype")
+    return TensorEntry(name=name, dtype=dtype, shape=tuple(shape), begin=start + begin, end=start + end)
+
+
+def _naturals(value: Any) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(
+        isinstance(item, int) and not isinstance(item, bool) and 0 <= item < 2**62 for item in value
+    )
+
+
+def _check_cover(entries: Iterable[TensorEntry], start: int, size: int, where: str) -> None:
+    position = start
+    for entry in entries:
+        if entry.begin != position:
+            problem = "overlaps another tensor" if entry.begin < position else "leaves a gap before it"
+            raise ConfigError(f"{where}: tensor {entry.name!r:.120} {problem}")
+        position = entry.end
+    if position != size:
+        raise ConfigError(f"{where}: tensors end at byte {position}, the file at {size}")

@@ -1,0 +1,169 @@
+"""The Llama-family decoder: embeddings, pre-normalised attention and gated MLP blocks, final norm, output head.
+
+Plain objects, not `nn.Module`: inference needs no parameter registry, and per-step overhead counts. How each piece is
+computed is the backend's business; a layer's output is added to the residual by the norm that follows it, so that a
+backend can do both in one pass.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.model.backend import Backend, Closing, Embedding, Norm, Projection
+from engine.model.config import ModelConfig
+from engine.model.layers.attention import AttentionPlan, AttentionSpec
+from engine.model.layers.norm import HeadNorm
+from engine.model.layers.rope import RotaryEmbedding
+from engine.model.parallel_group import ParallelGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DecoderLayer:
+    """One block's weights; projections that read the same input are one matrix."""
+
+    attention_norm: Norm
+    qkv: Projection  # rows: queries, keys, values
+    head_norm: HeadNorm | None
+    kv_scales: Tensor | None  # float32 [2, num_kv_heads], for a cache in fp8_e4m3
+    output: Closing
+    mlp_norm: Norm
+    gate_up: Projection  # silu(gate) * up
+    down: Closing
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the block's weights."""
+        parts = (self.attention_norm, self.qkv, self.output, self.mlp_norm, self.gate_up, self.down)
+        return sum(part.nbytes for part in parts) + (0 if self.head_norm is None else self.head_norm.nbytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DecoderWeights:
+    """Every weight of a model, as its backend keeps it."""
+
+    embedding: Embedding
+    layers: Sequence[DecoderLayer]
+    norm: Norm
+    head: Projection
+
+
+class Decoder:
+    """A loaded model: token rows in, hidden states and logits out. Knows nothing of requests."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: DecoderWeights,
+        *,
+        backend: Backend,
+        fingerprint: str,
+        group: ParallelGroup,
+    ) -> None:
+        """`group`: the ranks of which each has such a decoder, with its part of the weights."""
+        self.config = config
+        self.backend = backend
+        self.fingerprint = fingerprint
+        self._group = group
+        self.embedding = weights.embedding
+        self.layers = tuple(weights.layers)
+        self.norm = weights.norm
+        self.head = weights.head
+        self.rope = RotaryEmbedding(config.rope, config.head_dim, backend.device)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        return self.backend.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of hidden states and, unless quantized, of weights."""
+        return self.backend.dtype
+
+    @property
+    def weights_bytes(self) -> int:
+        """Memory held by the parameters; tied ones count once."""
+        ends = self.embedding.nbytes + self.norm.nbytes + self.head.nbytes
+        return ends + sum(layer.nbytes for layer in self.layers)
+
+    @property
+    def attention_spec(self) -> AttentionSpec:
+        """What a backend must know to attend for this model."""
+        norms = tuple(layer.head_norm for layer in self.layers if layer.head_norm is not None)
+        return AttentionSpec(
+            config=self.config, rope=self.rope, head_norms=norms or None, dtype=self.dtype, kv_scales=self._kv_scales()
+        )
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        plan: AttentionPlan,
+        wanted: Tensor | None = None,
+        on_layers: Callable[[int], None] | None = None,
+    ) -> Tensor:
+        """Hidden states before the final norm, `[num_rows, hidden_size]`, of int64 `[num_rows]` token ids.
+
+        `wanted`: the rows whose hidden states are asked for, int64 `[num_wanted]`; all when absent. The others still
+        leave their keys and values in every layer, which is all that a prompt's inner tokens are computed for, so
+        behind the last attention they are dropped. `on_layers` is told in how many layers keys and values were asked
+        of the device, once all ranks have.
+        """
+        residual, delta = self._blocks(self.embedding(token_ids), plan, wanted, on_layers)
+        return residual if delta is None else residual.add_(delta)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[num_rows, hidden_size]` from `forward` to float32 `[num_rows, vocab_size]`."""
+        return self.head(self.norm(hidden))
+
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether this process has the logits."""
+        return self._group.rank == 0
+
+    def final_states(self, hidden: Tensor) -> Tensor:
+        """`[num_rows, hidden_size]` from `forward` to float32 states behind the final norm, for readers of rows.
+
+        Not by the backend's norm: how its rows lie is between it and the head.
+        """
+        return F.rms_norm(hidden.float(), hidden.shape[1:], self.norm.weight.float(), self.config.rms_norm_eps)
+
+    def logits_of_embedded(self, embedded: Tensor, plan: AttentionPlan) -> Tensor:
+        """The same for every row from its embedding on, `[num_rows, hidden_size]`, which is overwritten."""
+        residual, delta = self._blocks(embedded, plan, None)
+        return self.head(self.norm(residual, delta))
+
+    def _blocks(
+        self,
+        residual: Tensor,
+        plan: AttentionPlan,
+        wanted: Tensor | None,
+        on_layers: Callable[[int], None] | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The residual stream, and what the last layer would still add to it."""
+        delta: Tensor | None = None
+        last = len(self.layers) - 1
+        for index, layer in enumerate(self.layers):
+            qkv = layer.qkv(layer.attention_norm(residual, delta))
+            attended = plan.attend(index, qkv)
+            if index == last and wanted is not None:
+                if not len(wanted):
+                    # No sum follows: rank 0 would end a step whose last keys and values others have yet to write.
+                    self._group.meet()
+                    return residual[:0], None
+                residual, attended = residual.index_select(0, wanted), attended.index_select(0, wanted)
+            delta = layer.output(attended, residual)
+            # The sum over the ranks is behind: each has come this far.
+            if on_layers is not None and index < last:
+                on_layers(index + 1)
+            delta = layer.down(layer.gate_up(layer.mlp_norm(residual, delta)), residual)
+        return residual, delta
+
+    def _kv_scales(self) -> Tensor | None:
+        given = [layer.kv_scales for layer in self.layers]
+        if all(scales is None for scales in given):
+            return None
+        ones = torch.ones(2, self.config.num_kv_heads, device=self.device)
+        return torch.stack([ones if scales is None else scales for scales in given])

@@ -1,0 +1,81 @@
+"""A model directory as a hostile place: which of its files may be opened, and how large a JSON may be.
+
+A file may lie in the directory itself or, when the directory is a snapshot in a Hugging Face hub cache
+(`models--org--name/snapshots/<revision>`), anywhere in that model's own folder, where snapshots link to
+`../../blobs`. Any other link is refused, and so is everything that is not a regular file (a FIFO would hang).
+"""
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from tandem.config.source.regular_file import read_regular_file
+from tandem.errors import ConfigError
+
+MAX_JSON_BYTES = 64 * 2**20
+
+
+class ModelDirectory:
+    """Resolves and reads the files of one model."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.root = Path(os.path.realpath(path))
+        if not self.root.is_dir():
+            raise ConfigError(f"model directory {path} does not exist or is not a directory")
+        self._allowed = _allowed_root(self.root)
+
+    def has(self, name: str) -> bool:
+        """Whether a directory entry of that name exists (its safety is judged by `resolve`)."""
+        return os.path.lexists(self.root / name)
+
+    def names(self, suffix: str) -> list[str]:
+        """File names ending in `suffix`, sorted."""
+        return sorted(entry.name for entry in self.root.iterdir() if entry.name.endswith(suffix))
+
+    def resolve(self, name: str) -> Path:
+        """Real path of a file by its plain name; ConfigError when it is missing, special, or outside."""
+        if name != os.path.basename(name) or name in {"", ".", ".."} or "\0" in name:
+            raise ConfigError(f"model directory: {name!r} is not a plain file name")
+        real = Path(os.path.realpath(self.root / name))
+        if not real.is_relative_to(self._allowed):
+            raise ConfigError(f"model directory: {name} is a link out of the directory")
+        try:
+            mode = real.stat().st_mode
+        except OSError as error:
+            raise ConfigError(f"model directory: {name} is missing") from error
+        if not stat.S_ISREG(mode):
+            raise ConfigError(f"model directory: {name} is not a regular file")
+        return real
+
+    def read_json(self, name: str) -> dict[str, Any]:
+        """A JSON object; ConfigError when it is too large, malformed, or something else."""
+        return parse_json_object(read_regular_file(self.resolve(name), max_bytes=MAX_JSON_BYTES), name)
+
+
+def parse_json_object(text: bytes, where: str) -> dict[str, Any]:
+    """Decode one JSON object strictly: no NaN, no duplicate keys, no bottomless nesting."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(pairs)
+        if len(result) != len(pairs):
+            raise ConfigError(f"{where}: an object has duplicate keys")
+        return result
+
+    def refuse(constant: str) -> Any:
+        raise ConfigError(f"{where}: {constant} is not JSON")
+
+    try:
+        value = json.loads(text, object_pairs_hook=unique, parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where} is not valid JSON: {type(error).__name__}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where} must be a JSON object")
+    return value
+
+
+def _allowed_root(root: Path) -> Path:
+    if root.parent.name == "snapshots" and root.parent.parent.name.startswith("models--"):
+        return root.parent.parent
+    return root

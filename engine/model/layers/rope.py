@@ -1,0 +1,99 @@
+"""Rotary position embedding (Su et al., 2021) with the usual ways of stretching it.
+
+Sources: linear, position interpolation (Chen et al., 2023); dynamic, NTK-aware scaling (bloc97, emozilla, 2023);
+llama3, the frequency bands of Llama 3.1's release; yarn, Peng et al., 2023.
+
+Dynamic scaling and caches. transformers derives the frequencies of one forward pass from its longest sequence,
+so a token's key would depend on tokens that come after it, and on how a prompt was cut into chunks. Blocks here
+are named by the tokens up to their end, and may be reused, moved or recomputed in other chunks; so the rotation
+of position p depends on p alone: as for a sequence of p + 1 tokens. That equals transformers for every sequence
+within `max_position_embeddings` and for every token generated with a cache, one by one, beyond it. It differs
+from transformers only inside a prompt that is itself longer than `max_position_embeddings`, where transformers
+rotates all of the prompt by the prompt's length.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from engine.model.rope_config import RopeConfig, RopeType
+
+
+class RotaryEmbedding:
+    """Angles for any position, without a table: they cost less than looking them up once per step."""
+
+    def __init__(self, config: RopeConfig, head_dim: int, device: torch.device | str = "cpu") -> None:
+        self._config = config
+        self._exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+        self._frequencies = base_frequencies(config, head_dim).to(device)  # [head_dim / 2]
+        self._ntk_power = head_dim / (head_dim - 2) if head_dim > 2 else 1.0
+
+    def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosine and signed sine for `rotate_`, each `[num_rows, 1, head_dim]`."""
+        cos, sin = self.half_angles(positions)
+        both = (torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1))
+        return both[0].to(dtype)[:, None, :], both[1].to(dtype)[:, None, :]
+
+    def half_angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of each pair (i, i + head_dim / 2): float32 `[num_rows, head_dim / 2]`."""
+        exact = positions.to(torch.float32)[:, None]
+        if self._config.rope_type is RopeType.DYNAMIC:
+            frequencies = self._dynamic_frequencies(exact)
+        else:
+            frequencies = self._frequencies
+        half = exact * frequencies  # [num_rows, head_dim / 2]
+        cos, sin = half.cos(), half.sin()
+        if self._config.attention_factor != 1.0:
+            cos, sin = cos * self._config.attention_factor, sin * self._config.attention_factor
+        return cos, sin
+
+    def _dynamic_frequencies(self, positions: Tensor) -> Tensor:
+        config = self._config
+        stretch = (positions + 1.0).clamp_(min=float(config.max_positions)) / config.max_positions
+        base = config.theta * (config.factor * stretch - (config.factor - 1.0)) ** self._ntk_power
+        return 1.0 / base**self._exponents  # [num_rows, head_dim / 2]
+
+
+def rotate_(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Rotate `[num_rows, num_heads, head_dim]` in place; pairs are (i, i + head_dim / 2), as Hugging Face stores."""
+    swapped = heads.roll(heads.shape[-1] // 2, dims=-1)
+    heads.mul_(cos).addcmul_(swapped, sin)
+
+
+def base_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
+    """Radians per position of each pair, `[head_dim / 2]`, in float32."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    frequencies = 1.0 / config.theta**exponents
+    if config.rope_type is RopeType.LINEAR:
+        return frequencies / config.factor
+    if config.rope_type is RopeType.LLAMA3:
+        return _llama3(config, frequencies)
+    if config.rope_type is RopeType.YARN:
+        return _yarn(config, frequencies, head_dim)
+    return frequencies
+
+
+def _llama3(config: RopeConfig, frequencies: Tensor) -> Tensor:
+    """Keep short wavelengths, divide long ones by the factor, and blend between the two bands."""
+    turns = config.original_max_positions * frequencies / (2 * math.pi)  # within the original context
+    blend = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
+    blend = blend.clamp(0.0, 1.0)
+    return (1.0 - blend) * frequencies / config.factor + blend * frequencies
+
+
+def _yarn(config: RopeConfig, frequencies: Tensor, head_dim: int) -> Tensor:
+    """Interpolate pairs that turn less than `beta_slow` times in the original context, keep those above `beta_fast`."""
+
+    def pair_of(turns: float) -> float:
+        wavelengths = config.original_max_positions / (turns * 2 * math.pi)
+        return head_dim * math.log(wavelengths) / (2 * math.log(config.theta))
+
+    low, high = pair_of(config.beta_fast), pair_of(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0.0, 1.0)
+    return frequencies / config.factor * ramp + frequencies * (1.0 - ramp)

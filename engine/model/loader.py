@@ -1,0 +1,261 @@
+"""From a model directory to a Decoder: each stored tensor is copied, and cast, once, into its final place.
+
+A rank of several reads its own parts of the tensors and nothing else of them (the fingerprint's samples apart).
+"""
+
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.kv_storage.heap import return_freed_memory
+from engine.model.backend import Backend, Closing, Embedding, Norm, Projection, Role
+from engine.model.checkpoint import Checkpoint
+from engine.model.config import ModelConfig, load_model_config
+from engine.model.decoder import Decoder, DecoderLayer, DecoderWeights
+from engine.model.files import ModelDirectory
+from engine.model.kv_scales import all_scale_names, kv_scales
+from engine.model.layers.norm import HeadNorm
+from engine.model.parallel_group import ParallelGroup, SoloGroup
+from engine.model.parallel_layers import GatheredHead, RowParallel, VocabParallelEmbedding
+from engine.model.shard import Part, Shard
+from tandem.errors import ConfigError
+
+Progress = Callable[[int, int], None]
+"""Called with (values done, values in all), of this rank."""
+
+
+class TensorSource(Protocol):
+    """Where a model's tensors come from, by Hugging Face's names: a checkpoint, another program's, a generator."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of all tensors."""
+        ...
+
+    def require(self, name: str, shape: tuple[int, ...]) -> None:
+        """Check that a tensor exists with this shape; ConfigError otherwise."""
+        ...
+
+    def tensor(self, name: str, part: Part | None = None) -> Tensor:
+        """A tensor, or a part of its rows or columns, of any float dtype on any device; read before the next call."""
+        ...
+
+    def forget(self, name: str) -> None:
+        """The tensor has been copied."""
+        ...
+
+    def fingerprint(self, config: ModelConfig) -> str:
+        """Name of this model's computation: equal for equal configuration and tensors."""
+        ...
+
+
+def load_model(
+    path: str | Path,
+    *,
+    backend: Backend,
+    progress: Progress | None = None,
+    group: ParallelGroup | None = None,
+) -> Decoder:
+    """Load a Hugging Face model directory for `backend`.
+
+    `group`: the ranks that share the model, of which this process loads its part. Raises ConfigError for everything
+    that is wrong with the directory: configuration, files, shapes, values.
+    """
+    config = load_model_config(path)
+    with Checkpoint(ModelDirectory(path)) as checkpoint:
+        model = build_model(config, checkpoint, backend=backend, progress=progress, group=group)
+    return_freed_memory()  # what was packed and dropped leaves holes, as much as a tenth of the weights
+    return model
+
+
+def build_model(
+    config: ModelConfig,
+    source: TensorSource,
+    *,
+    backend: Backend,
+    progress: Progress | None = None,
+    group: ParallelGroup | None = None,
+) -> Decoder:
+    """A Decoder of `source`'s tensors, one copied at a time; see `load_model`. Raises ConfigError."""
+    return _Loader(config, source, backend, group or SoloGroup(), progress).model()
+
+
+class _Loader:
+    """Names the tensors of the architecture, checks all their shapes, then fills parameters."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        source: TensorSource,
+        backend: Backend,
+        group: ParallelGroup,
+        progress: Progress | None,
+    ) -> None:
+        self._config = config
+        self._source = source
+        self._backend = backend
+        self._group = group
+        self._progress = progress
+        self._shard = Shard(config, rank=group.rank, size=group.size)
+        self._done = 0
+        self._shapes = expected_shapes(config)
+        self._num_values = sum(prod(self._local_shape(n)) for n in self._shapes if self._shard.holds(n))
+
+    def model(self) -> Decoder:
+        config, backend = self._config, self._backend
+        self._check()
+        embedding, head = self._ends()
+        layers = [self._layer(f"model.layers.{i}.") for i in range(config.num_layers)]
+        weights = DecoderWeights(embedding=embedding, layers=layers, norm=self._norm("model.norm"), head=head)
+        fingerprint = self._source.fingerprint(config)
+        return Decoder(self._shard.config, weights, backend=backend, fingerprint=fingerprint, group=self._group)
+
+    def _ends(self) -> tuple[Embedding, Projection]:
+        table = self._table("model.embed_tokens.weight")
+        embedding: Embedding
+        head: Projection
+        if self._config.tie_embeddings:
+            embedding, head = self._backend.tied(table)
+        else:
+            embedding, head = self._backend.embedding(table), self._backend.head(self._table("lm_head.weight"))
+        if self._group.size == 1:
+            return embedding, head
+        rows, first = self._shard.config.vocab_size, self._shard.first_token
+        return (
+            VocabParallelEmbedding(embedding, self._group, first_token=first, num_tokens=rows),
+            GatheredHead(head, self._group, vocab_size=self._config.vocab_size),
+        )
+
+    def _check(self) -> None:
+        for name, shape in self._shapes.items():
+            self._source.require(name, shape)
+        ignored = {"lm_head.weight"} if self._config.tie_embeddings else set()
+        for i in range(self._config.num_layers):
+            ignored |= all_scale_names(f"model.layers.{i}.self_attn.")
+        unknown = sorted(
+            name
+            for name in self._source.names - self._shapes.keys() - ignored
+            if not name.endswith("rotary_emb.inv_freq")
+        )
+        if unknown:
+            # Ignoring a bias, an adapter or a quantization scale would give a different model without a word.
+            raise ConfigError(
+                f"checkpoint: {len(unknown)} tensors that {self._config.architecture} with this "
+                f"config.json does not have, first {unknown[0]!r:.120}"
+            )
+
+    def _layer(self, prefix: str) -> DecoderLayer:
+        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        queries_keys_values = self._matrix(attention + "q_proj", attention + "k_proj", attention + "v_proj")
+        return DecoderLayer(
+            attention_norm=self._norm(prefix + "input_layernorm"),
+            qkv=self._backend.projection(*queries_keys_values, Role.QKV),
+            head_norm=self._head_norm(attention) if self._config.qk_norm else None,
+            kv_scales=self._kv_scales(attention),
+            output=self._closing(attention + "o_proj", Role.OUTPUT),
+            mlp_norm=self._norm(prefix + "post_attention_layernorm"),
+            gate_up=self._backend.gated(*self._matrix(mlp + "gate_proj", mlp + "up_proj")),
+            down=self._closing(mlp + "down_proj", Role.DOWN),
+        )
+
+    def _closing(self, name: str, role: Role) -> Closing:
+        weight, bias = self._matrix(name)
+        if self._group.size == 1:
+            return self._backend.closing(weight, bias, role)
+        return RowParallel(self._backend.projection(weight, bias, role), self._group)
+
+    def _matrix(self, *parts: str) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of projections stacked into one."""
+        has_bias = parts[0] + ".bias" in self._shapes and self._shard.holds(parts[0] + ".bias")
+        bias = self._fill(*(part + ".bias" for part in parts)) if has_bias else None
+        return self._fill(*(part + ".weight" for part in parts)), bias
+
+    def _norm(self, name: str) -> Norm:
+        return self._backend.norm(self._fill(name + ".weight"), self._config.rms_norm_eps)
+
+    def _head_norm(self, prefix: str) -> HeadNorm:
+        query, key = self._fill(prefix + "q_norm.weight"), self._fill(prefix + "k_norm.weight")
+        return HeadNorm(query, key, self._config.rms_norm_eps)
+
+    def _kv_scales(self, attention: str) -> Tensor | None:
+        """Of this rank's heads."""
+        names = all_scale_names(attention) & self._source.names
+        scales = kv_scales({name: self._source.tensor(name) for name in names}, attention, self._config.num_kv_heads)
+        part = self._shard.part(attention + "k_proj.weight")
+        if scales is None or part is None:
+            return scales if scales is None else scales.to(self._backend.device)
+        heads = slice(part.begin // self._config.head_dim, part.end // self._config.head_dim)
+        return scales[:, heads].contiguous().to(self._backend.device)
+
+    def _table(self, name: str) -> Tensor:
+        """One row per token; the rows that pad the last ranks' parts are zeros."""
+        table = self._empty((self._shard.config.vocab_size, self._config.hidden_size))
+        num_rows = self._local_shape(name)[0]
+        self._copy(name, table[:num_rows])
+        table[num_rows:].zero_()
+        return table
+
+    def _fill(self, *names: str) -> Tensor:
+        """One parameter from tensors stacked along their first dimension."""
+        shapes = [self._local_shape(name) for name in names]
+        parameter = self._empty((sum(shape[0] for shape in shapes), *shapes[0][1:]))
+        begin = 0
+        for name, shape in zip(names, shapes, strict=True):
+            self._copy(name, parameter[begin : begin + shape[0]])
+            begin += shape[0]
+        return parameter
+
+    def _copy(self, name: str, target: Tensor) -> None:
+        """This rank's part of a stored tensor, cast into `target`."""
+        if target.numel():
+            target.copy_(self._source.tensor(name, self._shard.part(name)))
+            low, high = torch.aminmax(target)
+            if not (torch.isfinite(low) and torch.isfinite(high)):
+                raise ConfigError(f"checkpoint: {name} has values that are not finite in {self._backend.dtype}")
+        self._source.forget(name)
+        self._done += target.numel()
+        if self._progress is not None:
+            self._progress(self._done, self._num_values)
+
+    def _local_shape(self, name: str) -> tuple[int, ...]:
+        part, whole = self._shard.part(name), self._shapes[name]
+        return whole if part is None else part.shape(whole)
+
+    def _empty(self, shape: tuple[int, ...]) -> Tensor:
+        return torch.empty(shape, dtype=self._backend.dtype, device=self._backend.device)
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor that the architecture reads from a checkpoint, in Hugging Face's names, with its shape."""
+    hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
+    query, key = config.num_heads * head_dim, config.num_kv_heads * head_dim
+    projections = (
+        ("self_attn.q_proj", query, hidden, config.qkv_bias),
+        ("self_attn.k_proj", key, hidden, config.qkv_bias),
+        ("self_attn.v_proj", key, hidden, config.qkv_bias),
+        ("self_attn.o_proj", hidden, query, config.output_bias),
+        ("mlp.gate_proj", inner, hidden, config.mlp_bias),
+        ("mlp.up_proj", inner, hidden, config.mlp_bias),
+        ("mlp.down_proj", hidden, inner, config.mlp_bias),
+    )
+    norms = [("input_layernorm", hidden), ("post_attention_layernorm", hidden)]
+    if config.qk_norm:
+        norms += [("self_attn.q_norm", head_dim), ("self_attn.k_norm", head_dim)]
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if not config.tie_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    for i in range(config.num_layers):
+        prefix = f"model.layers.{i}."
+        shapes |= {f"{prefix}{name}.weight": (size,) for name, size in norms}
+        for name, rows, columns, has_bias in projections:
+            shapes[f"{prefix}{name}.weight"] = (rows, columns)
+            if has_bias:
+                shapes[f"{prefix}{name}.bias"] = (rows,)
+    return shapes

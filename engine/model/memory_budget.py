@@ -1,0 +1,178 @@
+"""One budget of memory, made at start, printed, and kept: weights, workspace, headroom; the rest is KV blocks."""
+
+from dataclasses import dataclass
+
+from engine.model.config import ModelConfig
+from tandem.errors import ConfigError
+from tandem.values.kv_layout import AUTO_DTYPE, DTYPE_BYTES, KVLayout
+
+MAX_GATHER_BYTES = 256 * 2**20
+"""What one layer's attention may copy out of the pool at once, unless a single sequence needs more."""
+
+MAX_MASK_ELEMENTS = 2**24
+"""Largest attention mask, in elements, that a step keeps."""
+
+
+DEFAULT_MEMORY_SHARE = 0.8
+"""Of what is free where a worker starts, when nobody has stated how much it may take."""
+
+_HEADROOM_SHARE = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryBudget:
+    """Who gets how many bytes of one worker's memory."""
+
+    limit_bytes: int
+    weights_bytes: int
+    workspace_bytes: int
+    headroom_bytes: int
+    block_bytes: int
+    block_size: int
+    num_blocks: int
+    offload_bytes: int = 0
+    """For the KV of preempted requests, where that takes of the same memory."""
+    grammar_bytes: int = 0
+    """For compiled grammars, where those take of the same memory."""
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of all KV blocks."""
+        return self.num_blocks * self.block_bytes
+
+    def lines(self) -> tuple[str, ...]:
+        """The budget for a start banner."""
+        tokens = self.num_blocks * self.block_size
+        offload = (f"offload    {_size(self.offload_bytes)}",) if self.offload_bytes else ()
+        grammars = (f"grammars   {_size(self.grammar_bytes)}",) if self.grammar_bytes else ()
+        return (
+            f"memory     {_size(self.limit_bytes)}",
+            f"weights    {_size(self.weights_bytes)}",
+            f"workspace  {_size(self.workspace_bytes)}",
+            f"headroom   {_size(self.headroom_bytes)}",
+            *offload,
+            *grammars,
+            f"KV cache   {_size(self.kv_bytes)}: {self.num_blocks} blocks of {self.block_size} = {tokens} tokens",
+        )
+
+
+def plan_memory(
+    *,
+    limit_bytes: int,
+    weights_bytes: int,
+    workspace_bytes: int,
+    layout: KVLayout,
+    max_context: int,
+    max_blocks: int | None = None,
+    offload_bytes: int = 0,
+    grammar_bytes: int = 0,
+) -> MemoryBudget:
+    """Divide `limit_bytes`; `max_blocks` caps the pool when the rest would be more than is wanted.
+
+    `offload_bytes`, `grammar_bytes`: of the limit, for the KV of preempted requests and for compiled grammars.
+
+    Raises ConfigError, with the figures, when one sequence of `max_context` tokens would not fit.
+    """
+    headroom_bytes = int(limit_bytes * _HEADROOM_SHARE)
+    rest = limit_bytes - weights_bytes - workspace_bytes - headroom_bytes - offload_bytes - grammar_bytes
+    num_blocks = max(0, rest) // layout.block_bytes
+    if max_blocks is not None:
+        num_blocks = min(num_blocks, max_blocks)
+    budget = MemoryBudget(
+        limit_bytes=limit_bytes,
+        weights_bytes=weights_bytes,
+        workspace_bytes=workspace_bytes,
+        headroom_bytes=headroom_bytes,
+        block_bytes=layout.block_bytes,
+        block_size=layout.block_size,
+        num_blocks=num_blocks,
+        offload_bytes=offload_bytes,
+        grammar_bytes=grammar_bytes,
+    )
+    needed = -(-max_context // layout.block_size)
+    if num_blocks < needed:
+        parts = "; ".join(" ".join(line.split()) for line in budget.lines())
+        raise ConfigError(
+            f"not enough memory for one sequence of {max_context} tokens: it takes {needed} KV blocks "
+            f"({_size(needed * layout.block_bytes)}), {num_blocks} fit ({parts}). "
+            "Raise engine.memory_bytes, or lower model.max_model_len or engine.max_batched_tokens."
+        )
+    return budget
+
+
+def check_share_of_rank(stated_bytes: int, *, free_bytes: int) -> None:
+    """Raises ConfigError when a rank's part of `engine.memory_bytes` is more than the memory that is its alone."""
+    if stated_bytes > free_bytes:
+        raise ConfigError(
+            f"engine.memory_bytes: each rank may take {stated_bytes} bytes; one has {free_bytes} bytes of memory free"
+        )
+
+
+def check_share_of_machine(memory_bytes: int, *, here_bytes: int, capacity_bytes: int) -> None:
+    """Raises ConfigError when the workers of one machine may take `here_bytes`, and it has less."""
+    if here_bytes > capacity_bytes:
+        raise ConfigError(
+            f"engine.memory_bytes is {memory_bytes} for each worker: those of this machine may take {here_bytes} bytes,"
+            f" and it has {capacity_bytes} (the least of its memory and of its control groups' limits)"
+        )
+
+
+def check_room(budget: MemoryBudget, *, memory_bytes: int, pool_bytes: int, num_ranks: int, free_bytes: int) -> None:
+    """Once the weights are loaded. Raises ConfigError when `free_bytes` do not hold the rest of a stated budget.
+
+    `pool_bytes`: the KV that this machine holds; `num_ranks`: of the worker, on this machine.
+    """
+    needed = pool_bytes + num_ranks * (budget.workspace_bytes + budget.offload_bytes)
+    if needed > free_bytes:
+        raise ConfigError(
+            f"engine.memory_bytes is {memory_bytes}: beside the weights this worker would take {needed} bytes "
+            f"({pool_bytes} of them for KV), and {free_bytes} bytes of memory are free"
+        )
+
+
+def estimate_workspace_bytes(
+    config: ModelConfig,
+    *,
+    dtype: str,
+    max_batch_tokens: int,
+    max_num_seqs: int,
+    max_context: int,
+    kv_dtype: str = AUTO_DTYPE,
+) -> int:
+    """Upper bound of what one step allocates beside weights and KV: hidden states, gathered KV, masks, logits."""
+    item = DTYPE_BYTES[dtype]
+    # Codes are gathered, multiplied in float32, and rounded.
+    restored = 0 if kv_dtype == AUTO_DTYPE else DTYPE_BYTES[kv_dtype] + DTYPE_BYTES["float32"]
+    rows = max(max_batch_tokens, max_num_seqs)
+    qkv = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    attention = config.num_heads * config.head_dim
+    # Residual, its norm and one block's output; qkv with its rotated copy; gate, up, activation and product.
+    per_row = 4 * config.hidden_size + 2 * qkv + 2 * attention + 4 * config.intermediate_size
+    one_sequence = 2 * config.num_kv_heads * config.head_dim * max_context * (item + restored)
+    pool_share = one_sequence * max_num_seqs
+    gathered = max(min(MAX_GATHER_BYTES, pool_share), one_sequence)
+    masks = min(MAX_MASK_ELEMENTS, rows * max_context) * item
+    # Sampling works in float32: logits, their copy, sorted values and indices, noise and its integers.
+    sampling = max_num_seqs * config.vocab_size * 4 * 12
+    return rows * per_row * item + gathered + masks + sampling
+
+
+def kv_layout(
+    config: ModelConfig, *, fingerprint: str, dtype: str, block_size: int, tp_size: int = 1, kv_dtype: str = AUTO_DTYPE
+) -> KVLayout:
+    """The KV geometry that a model which computes in `dtype` implies on rank 0 of `tp_size`."""
+    return KVLayout(
+        model_fingerprint=fingerprint,
+        dtype=dtype if kv_dtype == AUTO_DTYPE else kv_dtype,
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block_size=block_size,
+        tp_size=tp_size,
+    )
+
+
+def _size(num_bytes: int) -> str:
+    if num_bytes >= 2**30:
+        return f"{num_bytes / 2**30:.2f} GiB"
+    return f"{num_bytes / 2**20:.1f} MiB"

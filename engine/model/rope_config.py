@@ -1,0 +1,167 @@
+"""Rotary position settings, from both layouts that Hugging Face configurations use.
+
+Old: `rope_theta` beside an optional `rope_scaling` object. New (transformers 5): one `rope_parameters` object.
+When both are there `rope_scaling` wins, as in transformers.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from engine.model.config_fields import Fields
+
+DEFAULT_THETA = 10_000.0
+_MAX_FACTOR = 1e6
+_MAX_POSITIONS = 2**31 - 1
+
+
+class RopeType(Enum):
+    """How frequencies are stretched beyond the trained context. The values are Hugging Face's words."""
+
+    DEFAULT = "default"
+    LINEAR = "linear"
+    DYNAMIC = "dynamic"
+    LLAMA3 = "llama3"
+    YARN = "yarn"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """Everything that turns a position into rotation angles, apart from the head size."""
+
+    rope_type: RopeType = RopeType.DEFAULT
+    theta: float = DEFAULT_THETA
+    max_positions: int
+    """`max_position_embeddings`; where dynamic scaling sets in."""
+    factor: float = 1.0
+    original_max_positions: int
+    """The context before scaling (llama3, yarn)."""
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+    """Multiplies cosine and sine (yarn)."""
+
+    @property
+    def max_context(self) -> int:
+        """Longest sequence the rotation is meant for.
+
+        yarn reaches `original * factor` and dynamic `max_positions * factor`; for the others the checkpoint's
+        `max_position_embeddings` already says what the model was made for.
+        """
+        if self.rope_type is RopeType.YARN:
+            return max(self.max_positions, int(self.original_max_positions * self.factor))
+        if self.rope_type is RopeType.DYNAMIC:
+            return int(self.max_positions * self.factor)
+        return self.max_positions
+
+
+def parse_rope(raw: Mapping[str, Any], max_positions: int) -> RopeConfig:
+    """Read the rotary settings of a `config.json`; ConfigError names the offending field."""
+    top = Fields(raw, "config.json")
+    name = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
+    nested = raw.get(name) or {}
+    if not isinstance(nested, dict) or any(isinstance(value, dict) for value in nested.values()):
+        raise top.error(name, "must be one flat object for all layers")
+    rope = Fields(nested, f"config.json: {name}")
+    kind = nested.get("rope_type", nested.get("type", RopeType.DEFAULT.value))
+    known = [member.value for member in RopeType]
+    if kind not in known:
+        raise rope.error("rope_type", f"must be one of {', '.join(known)}, is {kind!r:.40}")
+    for fields in (top, rope):
+        if fields.number("partial_rotary_factor", 0.0, 1.0, 1.0) != 1.0:
+            raise fields.error("partial_rotary_factor", "other than 1 is not supported")
+    holder = rope if rope.has("rope_theta") else top
+    theta = holder.number("rope_theta", 1.0 + 1e-6, 1e15, DEFAULT_THETA)
+    return _BY_TYPE[RopeType(kind)](top, rope, theta, max_positions)
+
+
+def _default(_top: Fields, _rope: Fields, theta: float, max_positions: int) -> RopeConfig:
+    return RopeConfig(theta=theta, max_positions=max_positions, original_max_positions=max_positions)
+
+
+def _linear(_top: Fields, rope: Fields, theta: float, max_positions: int) -> RopeConfig:
+    return RopeConfig(
+        rope_type=RopeType.LINEAR,
+        theta=theta,
+        max_positions=max_positions,
+        original_max_positions=max_positions,
+        factor=rope.number("factor", 1.0, _MAX_FACTOR),
+    )
+
+
+def _dynamic(_top: Fields, rope: Fields, theta: float, max_positions: int) -> RopeConfig:
+    return RopeConfig(
+        rope_type=RopeType.DYNAMIC,
+        theta=theta,
+        max_positions=max_positions,
+        original_max_positions=max_positions,
+        factor=rope.number("factor", 1.0, _MAX_FACTOR),
+    )
+
+
+def _llama3(top: Fields, rope: Fields, theta: float, max_positions: int) -> RopeConfig:
+    low = rope.number("low_freq_factor", 1e-6, _MAX_FACTOR)
+    high = rope.number("high_freq_factor", 1e-6, _MAX_FACTOR)
+    if high <= low:
+        raise rope.error("high_freq_factor", f"must exceed low_freq_factor {low:g}, is {high:g}")
+    return RopeConfig(
+        rope_type=RopeType.LLAMA3,
+        theta=theta,
+        max_positions=max_positions,
+        factor=rope.number("factor", 1.0, _MAX_FACTOR),
+        original_max_positions=_original_max(top, rope, max_positions),
+        low_freq_factor=low,
+        high_freq_factor=high,
+    )
+
+
+def _yarn(top: Fields, rope: Fields, theta: float, max_positions: int) -> RopeConfig:
+    original = _original_max(top, rope, max_positions)
+    factor = rope.number("factor", 1.0, _MAX_FACTOR, max(1.0, max_positions / original))
+    fast = rope.number("beta_fast", 1e-6, _MAX_FACTOR, 32.0)
+    slow = rope.number("beta_slow", 1e-6, _MAX_FACTOR, 1.0)
+    if fast < slow:
+        raise rope.error("beta_fast", f"must not be below beta_slow {slow:g}, is {fast:g}")
+    return RopeConfig(
+        rope_type=RopeType.YARN,
+        theta=theta,
+        max_positions=max_positions,
+        factor=factor,
+        original_max_positions=original,
+        beta_fast=fast,
+        beta_slow=slow,
+        truncate=rope.boolean("truncate", True),
+        attention_factor=_yarn_attention_factor(rope, factor),
+    )
+
+
+def _yarn_attention_factor(rope: Fields, factor: float) -> float:
+    """Temperature of YaRN (Peng et al., 2023, section 3.4), unless the checkpoint states its own."""
+    if rope.has("attention_factor"):
+        return rope.number("attention_factor", 1e-6, 1e3)
+
+    def scale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        return scale(rope.number("mscale", 0.0, 1e3)) / scale(rope.number("mscale_all_dim", 0.0, 1e3))
+    return scale(1.0)
+
+
+def _original_max(top: Fields, rope: Fields, max_positions: int) -> int:
+    holder = top if top.has("original_max_position_embeddings") else rope
+    return holder.integer("original_max_position_embeddings", 1, _MAX_POSITIONS, max_positions)
+
+
+_BY_TYPE = {
+    RopeType.DEFAULT: _default,
+    RopeType.LINEAR: _linear,
+    RopeType.DYNAMIC: _dynamic,
+    RopeType.LLAMA3: _llama3,
+    RopeType.YARN: _yarn,
+}

@@ -1,0 +1,162 @@
+"""What a step really takes: the largest steps that the scheduler may plan are run once, at start, and watched.
+
+The steps run over a pool of one block that every table names again and again, so the largest batch and the longest
+context need no more KV memory than that. It warms everything up as well: buffers, thread pools, kernels that are
+compiled at their first launch.
+"""
+
+import contextlib
+import re
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from engine.kv_storage.heap import return_freed_memory
+from engine.kv_storage.paged_cache import PagedKVCache
+from engine.model.decoder import Decoder
+from engine.runner.model_runner import ModelRunner
+from engine.types.request import Batch, BatchItem, BlockTable, Request
+from engine.types.step_inputs import StepInputs
+from tandem.values.ids import BlockHash, BlockId, RequestId
+from tandem.values.kv_layout import KVLayout
+from tandem.values.sampling import SamplingParams
+
+_STATUS = Path("/proc/self/status")
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+_RESET_PEAK = "5"
+_HOST_BYTES = 8 << 20
+_HOST_BYTES_EACH = 64 << 10
+"""Of the host's memory, what a few steps do not show: requests, tables and events, in all and for each running request,
+and what malloc leaves between them. Measured on a full pool for some hundred steps (tests: test_memory_budget)."""
+_WIDE_SAMPLING = SamplingParams(
+    temperature=1.0,
+    top_p=0.9,
+    min_p=0.01,
+    top_k=50,
+    repetition_penalty=1.1,
+    presence_penalty=0.1,
+    frequency_penalty=0.1,
+    num_logprobs=20,
+    seed=1,
+)
+"""Everything that can be asked of a draw, so that each of its tensors is met."""
+
+
+class PeakMemory:
+    """Growth of this process's memory, or of the device's, between `start` and `growth_bytes`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._before = 0
+
+    def start(self) -> bool:
+        """Begin to watch; False where the system does not let a process watch itself."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self._device)
+            # What torch has taken from the device, not what it has given out of that: graphs keep a pool of their own.
+            self._before = torch.cuda.memory_reserved(self._device)
+            return True
+        return_freed_memory()  # pages that malloc holds back would be taken again without a trace
+        try:
+            _CLEAR_REFS.write_text(_RESET_PEAK)  # proc(5): the peak becomes the present size
+        except OSError:
+            return False
+        self._before = _status_bytes("VmRSS")
+        return self._before > 0
+
+    def growth_bytes(self) -> int:
+        """Most memory in use at once since `start`, beyond what was in use then."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            return max(0, torch.cuda.max_memory_reserved(self._device) - self._before)
+        return max(0, _status_bytes("VmHWM") - self._before)
+
+
+def measure_workspace_bytes(
+    model: Decoder,
+    layout: KVLayout,
+    *,
+    max_batched_tokens: int,
+    prefill_chunk_tokens: int,
+    max_running_requests: int,
+    max_context: int,
+    max_pool_tokens: int,
+    announce: Callable[[StepInputs], None] | None = None,
+) -> int | None:
+    """Memory that steps take beside weights and KV: the most that any of the largest steps took, and what serving
+    needs beside steps where that is the same memory.
+
+    `announce`: see ModelRunner. None where the system cannot tell.
+    """
+    cache = PagedKVCache(layout, num_blocks=1, device=model.device)
+    runner = ModelRunner(model, cache, announce=announce)
+    peak = PeakMemory(model.device)
+    if not peak.start():
+        return None
+    max_context = min(max_context, max(1, max_pool_tokens))
+    prefill = _prefill_spans(max_batched_tokens, prefill_chunk_tokens, max_running_requests, max_context)
+    rows = min(max_running_requests, max_batched_tokens)
+    for spans in (prefill, *_decode_steps(rows, max_context, max_pool_tokens, compiles=model.device.type == "cuda")):
+        runner.launch(_batch(layout.block_size, spans)).tokens()
+    if layout.tp_size == 1:
+        # As they will be recorded over the real pool: their memory is theirs for good.
+        runner.record_graphs(max_rows=max_running_requests, max_length=max_context)
+    growth_bytes = peak.growth_bytes()
+    del runner
+    give_back(model)
+    if model.device.type == "cuda":
+        return growth_bytes
+    return growth_bytes + _HOST_BYTES + max_running_requests * _HOST_BYTES_EACH
+
+
+def give_back(model: Decoder) -> None:
+    """Return what dry steps leave behind: a pool is about to come, and the largest step perhaps never."""
+    model.backend.trim()
+    return_freed_memory()
+    if model.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _decode_steps(rows: int, max_context: int, pool_tokens: int, *, compiles: bool) -> list[list[tuple[int, int]]]:
+    """Every row decoding, on the widest sampling path, as long as a pool could hold them all.
+
+    Where kernels are compiled at their first launch, smaller batches as well: each splits its keys otherwise, and
+    somebody's token would have to wait for the compiler.
+    """
+    sizes = {rows} | ({1 << i for i in range(rows.bit_length())} if compiles else set())
+    return [[(min(max_context, max(1, pool_tokens // size)) - 1, 1)] * size for size in sorted(sizes, reverse=True)]
+
+
+def _prefill_spans(max_tokens: int, chunk_tokens: int, max_rows: int, max_context: int) -> list[tuple[int, int]]:
+    """Start and length of each row's share: a whole chunk that ends the longest context, beside all rows decoding."""
+    chunk_tokens = min(chunk_tokens, max_context, max_tokens)
+    num_others = min(max_rows - 1, max_tokens - chunk_tokens)
+    return [(max_context - chunk_tokens, chunk_tokens), *[(0, 1)] * num_others]
+
+
+def _batch(block_size: int, spans: list[tuple[int, int]]) -> Batch:
+    items = []
+    for number, (start, count) in enumerate(spans):
+        tokens = array("i", [0]) * (start + count)
+        request = Request(
+            request_id=RequestId(f"dry-run-{number}"),
+            token_ids=tokens,
+            num_prompt_tokens=len(tokens),
+            params=_WIDE_SAMPLING,
+            hash_root=BlockHash(b""),
+            block_table=BlockTable([BlockId(0)] * -(-len(tokens) // block_size)),
+        )
+        items.append(BatchItem(request=request, start=start, num_tokens=count, samples=True))
+    return Batch(items=tuple(items))
+
+
+def _status_bytes(field: str) -> int:
+    with contextlib.suppress(OSError):
+        found = re.search(rf"^{field}:\s*(\d+) kB$", _STATUS.read_text(), re.MULTILINE)
+        if found:
+            return int(found[1]) * 1024
+    return 0

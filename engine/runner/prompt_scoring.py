@@ -1,0 +1,112 @@
+"""Looks at rows of a step that nobody samples from: log probabilities of prompts, and their hidden states.
+
+Logits are made for a few rows at a time and forgotten, so that a chunk costs no more memory than a batch that samples.
+Every rank makes the same calls; rank 0 alone looks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.model.decoder import Decoder
+from engine.runner.device_queue import DeviceQueue
+from engine.runner.staging import Staging
+from engine.types.prompt_scoring import Reading
+from engine.types.request import Batch, SampledToken
+from engine.types.runner import LaunchedStep
+from engine.types.step_inputs import StepInputs
+
+_SLICE_LOGITS = {"cpu": 2**20, "cuda": 2**23}
+"""By device: they exist together, several times over."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RowsRead:
+    """What a step's rows told, on the device."""
+
+    logprobs: Tensor  # float32 [num_scores]
+    ranks: Tensor  # int64 [num_scores]
+    top_ids: Tensor  # int64 [num_scores, most]
+    top_logprobs: Tensor  # float32 [num_scores, most]
+    sums: Tensor  # float64 [num_pooling, hidden_size]
+
+
+def read_rows(model: Decoder, hidden: Tensor, inputs: StepInputs, staging: Staging) -> RowsRead:
+    """Look at hidden states before the final norm: those of `inputs.scores`, then those of `inputs.pooled`."""
+    num_scores = len(inputs.scores)
+    following = staging.put(inputs.scores[:, 1].copy()) if num_scores else None
+    size = max(1, _SLICE_LOGITS[model.device.type] // model.config.vocab_size)
+    parts = []
+    for begin in range(0, num_scores, size):
+        end = min(num_scores, begin + size)
+        logits = model.logits(hidden[begin:end])
+        if following is not None and model.is_first_rank:
+            parts.append(_scores(logits, following[begin:end], inputs.num_top))
+    counts = torch.bincount(torch.from_numpy(inputs.pooled[:, 1])).tolist() if len(inputs.pooled) else []
+    states = model.final_states(hidden[num_scores:]) if counts else hidden[:0]
+    sums = [rows.sum(0, dtype=torch.float64) for rows in torch.split(states, counts)] if counts else []
+    logprobs, ranks, top_ids, top_logprobs = map(torch.cat, zip(*parts, strict=True)) if parts else [hidden[:0]] * 4
+    return RowsRead(
+        logprobs=logprobs,
+        ranks=ranks,
+        top_ids=top_ids,
+        top_logprobs=top_logprobs,
+        sums=torch.stack(sums) if sums else hidden[:0],
+    )
+
+
+def _scores(logits: Tensor, following: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of `[num_rows, vocab_size]` and the tokens that follow, `[num_rows]`."""
+    logprobs = logits.log_softmax(dim=-1)
+    own = logprobs.gather(-1, following[:, None])
+    top = logprobs.topk(min(num_top, logprobs.shape[-1]), dim=-1)
+    return own[:, 0], (logprobs > own).sum(dim=-1) + 1, top.indices, top.values
+
+
+class ComingRows:
+    """See engine.types.runner.LaunchedStep: a step of which some rows are read, for as many requests as want it."""
+
+    def __init__(self, step: LaunchedStep, read: RowsRead, batch: Batch, queue: DeviceQueue) -> None:
+        """Begins the copies; waits for nothing. `step`: what is sampled."""
+        self._step = step
+        shares = [
+            (request.reading, len(request.reading.rows(start, num_tokens)))
+            for request, start, num_tokens, _ in batch.items
+            if request.reading is not None
+        ]
+        self._scoring = [(one, count) for one, count in shares if one.num_top is not None and count]
+        self._pooling = [(one, count) for one, count in shares if one.num_top is None and count]
+        self._scores = [
+            queue.download(tensor) for tensor in (read.logprobs, read.ranks, read.top_ids, read.top_logprobs)
+        ]
+        self._sums = queue.download(read.sums)
+
+    def is_over(self) -> bool:
+        """See LaunchedStep."""
+        return self._step.is_over() and self._sums.is_here()
+
+    def tokens(self) -> Sequence[SampledToken | None]:
+        """See LaunchedStep. Readings have their rows when this returns."""
+        tokens = self._step.tokens()
+        scores = [download.wait() for download in self._scores]
+        at = 0
+        for reading, count in self._scoring:
+            _hand_scores(reading, [tensor[at : at + count] for tensor in scores])
+            at += count
+        for (reading, count), total in zip(self._pooling, self._sums.wait().tolist(), strict=True):
+            reading.pooled(count, total)
+        return tokens
+
+
+def _hand_scores(reading: Reading, rows: Sequence[Tensor]) -> None:
+    logprobs, ranks, top_ids, top_logprobs = rows
+    num_top = reading.num_top or 0
+    reading.scored(
+        len(logprobs),
+        logprobs=logprobs.tolist(),
+        ranks=ranks.tolist(),
+        top_ids=top_ids[:, :num_top].flatten().tolist(),
+        top_logprobs=top_logprobs[:, :num_top].flatten().tolist(),
+    )

@@ -1,0 +1,200 @@
+"""From a scheduler's Batch to flat arrays, built once per step; nothing here keeps a view of a request's arrays.
+
+`StepInputBuilder` remembers the block tables of the step before and copies only what is new in them, so that a step's
+cost grows with its rows and not with the length of what they attend to.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.types.request import Batch, Request
+from engine.types.step_inputs import IntArray, StepInputs, no_moves
+from tandem.errors import InvariantError
+
+_ROOM = 1.5
+"""How much larger than needed the remembered tables are made."""
+
+
+def build_step_inputs(batch: Batch, block_size: int) -> StepInputs:
+    """Lay out a batch; InvariantError when an item has fewer tokens or blocks than it computes."""
+    return StepInputBuilder(block_size).build(batch)
+
+
+class StepInputBuilder:
+    """Lays out one batch after the other."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._tables: IntArray = np.zeros((0, 0), dtype=np.int64)
+        # What each row of the remembered tables holds: whose blocks, how many of them, and of which edit.
+        self._requests: list[Request] = []
+        self._versions: list[int] = []
+        self._filled: list[int] = []
+        self._last: Batch | None = None
+
+    def build(self, batch: Batch) -> StepInputs:
+        """The arrays of a batch. `tables` is a view that the next call may overwrite; all others are new.
+
+        A row may be of the token that the batch before samples: it becomes one of `feeds`. InvariantError when an item
+        has fewer tokens or blocks than it computes.
+        """
+        requests, starts_given, counts_given, samples = zip(*batch.items, strict=True)
+        starts = np.array(starts_given, dtype=np.int64)
+        counts = np.array(counts_given, dtype=np.int64)
+        awaited = _check(requests, starts, counts, self._block_size)
+        last, self._last = self._last, batch
+        order = np.lexsort((-starts, counts > 1))
+        starts, counts = starts[order], counts[order]
+        ordered = [requests[i] for i in order.tolist()]
+        ends = np.cumsum(counts)
+        num_single = int(np.count_nonzero(counts == 1))
+        sequence, positions = _rows(starts, counts, ends, num_single)
+        tables = self._gather_tables(ordered, -(-(starts + counts) // self._block_size))
+        blocks = tables[sequence, positions // self._block_size]
+        last_row = np.empty(len(ordered), dtype=np.int64)
+        last_row[order] = ends - 1
+        scores, pooled, num_top = no_moves(), no_moves(), 0
+        if any(item.request.reading is not None for item in batch.items):
+            scores, pooled, num_top = _reads(batch, (last_row + 1 - np.array(counts_given)).tolist())
+        return StepInputs(
+            token_ids=_gather_tokens(ordered, starts, counts, num_single),
+            feeds=_feeds(last, ordered, np.flatnonzero(awaited[order])) if awaited.any() else no_moves(),
+            positions=positions,
+            slots=blocks * self._block_size + positions % self._block_size,
+            tables=tables,
+            starts=starts,
+            counts=counts,
+            num_single=num_single,
+            sample_rows=last_row[np.array(samples, dtype=bool)],
+            block_size=self._block_size,
+            offloads=_pairs(batch.offloads),
+            loads=_pairs(batch.loads),
+            copies=_pairs(batch.copies),
+            scores=scores,
+            pooled=pooled,
+            num_top=num_top,
+        )
+
+    def _gather_tables(self, requests: list[Request], needed: IntArray) -> IntArray:
+        """Block ids, `[num_seqs, max_blocks]`."""
+        wanted, width = needed.tolist(), int(needed.max())
+        if len(requests) > self._tables.shape[0] or width > self._tables.shape[1]:
+            shape = (int(len(requests) * _ROOM) + 1, int(width * _ROOM) + 1)
+            self._tables = np.zeros(np.maximum(shape, self._tables.shape), dtype=np.int64)
+            self._requests, self._versions, self._filled = [], [], []
+        versions = [request.block_table.version for request in requests]
+        # Usually nobody came or went, and only those that crossed a block's end have something new.
+        if requests == self._requests and versions == self._versions:
+            stale = np.flatnonzero(np.array(self._filled, dtype=np.int64) != needed).tolist()
+        else:
+            self._keep(requests, versions)
+            stale = [i for i, (kept, now) in enumerate(zip(self._filled, wanted, strict=True)) if kept != now]
+        for i in stale:
+            self._fill(i, requests[i], wanted[i])
+        return self._tables[: len(requests), :width]
+
+    def _keep(self, requests: list[Request], versions: list[int]) -> None:
+        """Move each remembered row to where its request is now; the others hold nothing."""
+        # Requests compare by identity, and none of those remembered can have died: they are held here.
+        rows = {id(request): i for i, request in enumerate(self._requests)}
+        sources, filled = [], []
+        for request, version in zip(requests, versions, strict=True):
+            row = rows.get(id(request), -1)
+            is_kept = row >= 0 and self._versions[row] == version
+            sources.append(row if is_kept else -1)
+            filled.append(self._filled[row] if is_kept else 0)
+        used = max(len(self._requests), len(requests))
+        width = max([*self._filled, 0])
+        moved = self._tables[sources, :width]
+        moved[np.array(sources, dtype=np.int64) < 0] = 0
+        self._tables[:used, :width] = 0
+        self._tables[: len(requests), :width] = moved
+        self._requests, self._versions, self._filled = list(requests), versions, filled
+
+    def _fill(self, row: int, request: Request, needed: int) -> None:
+        """Bring one row up to date, zero after its `needed` blocks."""
+        filled = self._filled[row]
+        ids = request.block_table.ids
+        if needed > filled:
+            self._tables[row, filled:needed] = ids[filled:needed]
+        else:
+            self._tables[row, needed:filled] = 0
+        self._filled[row] = needed
+
+
+def _reads(batch: Batch, first_rows: list[int]) -> tuple[IntArray, IntArray, int]:
+    """What `scores`, `pooled` and `num_top` are, of items with these first rows; for each in the batch's order."""
+    scores: list[tuple[int, int]] = []
+    pooled: list[tuple[int, int]] = []
+    num_top = num_pooling = 0
+    for (request, start, num_tokens, _), first in zip(batch.items, first_rows, strict=True):
+        if (reading := request.reading) is None or not (rows := reading.rows(start, num_tokens)):
+            continue
+        if reading.num_top is None:
+            pooled += [(first + position - start, num_pooling) for position in rows]
+            num_pooling += 1
+        else:
+            scores += [(first + position - start, request.token_ids[position + 1]) for position in rows]
+            num_top = max(num_top, reading.num_top)
+    return _pairs(scores), _pairs(pooled), num_top
+
+
+def _pairs(moves: Sequence[tuple[int, int]]) -> IntArray:
+    return np.array(moves, dtype=np.int64).reshape(-1, 2) if moves else no_moves()
+
+
+def _check(requests: Sequence[Request], starts: IntArray, counts: IntArray, block_size: int) -> NDArray[np.bool_]:
+    """Which requests compute the token after their last known one; InvariantError when one has less than it computes.
+
+    `[num_requests]`.
+    """
+    ends = starts + counts
+    num_tokens = np.array([len(request.token_ids) for request in requests], dtype=np.int64)
+    num_blocks = np.array([len(request.block_table.ids) for request in requests], dtype=np.int64)
+    awaited: NDArray[np.bool_] = (starts == num_tokens) & (counts == 1)
+    beyond = (ends > num_tokens) & ~awaited
+    wrong = np.flatnonzero((counts < 1) | beyond | (ends > num_blocks * block_size))
+    if len(wrong):
+        i = int(wrong[0])
+        raise InvariantError(
+            f"request {requests[i].request_id}: step over tokens {starts[i]}..{ends[i]} has "
+            f"{num_tokens[i]} tokens and {num_blocks[i]} blocks"
+        )
+    return awaited
+
+
+def _feeds(last: Batch | None, requests: list[Request], rows: IntArray) -> IntArray:
+    """Pairs of a row and the sample of the batch before that it computes; rows of one token are their sequences."""
+    sampling = [] if last is None else [item.request for item in last.items if item.samples]
+    sample_of = {id(request): k for k, request in enumerate(sampling)}
+    pairs = [(row, sample_of.get(id(requests[row]))) for row in rows.tolist()]
+    for row, sample in pairs:
+        if sample is None:
+            raise InvariantError(f"request {requests[row].request_id}: nobody has sampled the token that it computes")
+    return np.array(pairs, dtype=np.int64)
+
+
+def _rows(starts: IntArray, counts: IntArray, ends: IntArray, num_single: int) -> tuple[IntArray, IntArray]:
+    """Of every row: the sequence it belongs to, and its position there."""
+    sequences = np.arange(len(starts), dtype=np.int64)
+    if num_single == len(starts):
+        return sequences, starts.copy()
+    rows = np.arange(int(ends[-1]), dtype=np.int64)
+    return np.repeat(sequences, counts), rows + np.repeat(starts - (ends - counts), counts)
+
+
+def _gather_tokens(requests: list[Request], starts: IntArray, counts: IntArray, num_single: int) -> IntArray:
+    firsts = starts.tolist()
+    # A token that only the device knows has no id here.
+    singles = [
+        request.token_ids[start] if start < len(request.token_ids) else 0
+        for request, start in zip(requests[:num_single], firsts[:num_single], strict=True)
+    ]
+    parts = [np.array(singles, dtype=np.int64)]
+    for i in range(num_single, len(requests)):
+        ids = requests[i].token_ids
+        chunk = np.frombuffer(ids, dtype=ids.typecode, count=int(counts[i]), offset=firsts[i] * ids.itemsize)
+        parts.append(chunk.astype(np.int64))
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)

@@ -1,0 +1,237 @@
+"""What sampling asks of a device, behind a small Protocol, and its reference in plain torch.
+
+Every token is a pure function of a row's logits and what is asked of it: biases and bans, penalties, temperature,
+min-p, top-k, top-p, then the largest of logits plus Gumbel noise (Gumbel, 1954), which samples the softmax exactly.
+Cut-offs are by value: tokens tied with the last one kept are kept, so that no sort order matters.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.sampling.philox import gumbel_noise
+from engine.sampling.token_counts import Penalties
+
+_NEVER = float("-inf")
+_MAX_NOISE_ELEMENTS = 2**20
+"""Noise made at a time: sixteen rows of a vocabulary of 65,536, or the integers of the noise would dwarf the logits."""
+
+UNUSABLE = -1
+"""In the place of a token, on the device: no token can be chosen from the row's logits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DrawParams:
+    """How each row draws; on the logits' device, each `[num_rows]`."""
+
+    temperature: Tensor  # float32; 0: the largest, and nothing else counts
+    min_p: Tensor  # float32, 0 is off
+    top_p: Tensor  # float32, 1 is off
+    top_k: Tensor  # int64, below 1 is off
+    seed: Tensor  # int64
+    position: Tensor  # int64, in the output
+    choice: Tensor  # int64
+
+    def rows(self, begin: int, end: int) -> "DrawParams":
+        """A run of rows."""
+        return DrawParams(**{name: getattr(self, name)[begin:end] for name in self.__slots__})
+
+    def pick(self, rows: Tensor) -> "DrawParams":
+        """Rows by index, int64."""
+        return DrawParams(**{name: getattr(self, name)[rows] for name in self.__slots__})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LogitEdits:
+    """Biases, and bans, which are biases of minus infinity; any order, each added once."""
+
+    rows: Tensor  # int32 [num_edits]; negative: padding
+    token_ids: Tensor  # int32 [num_edits]
+    values: Tensor  # float32 [num_edits]
+
+
+class SamplingKernels(Protocol):
+    """What the sampler asks of a device. The logits, float32 `[num_rows, vocab_size]`, are left as they are
+    but by `forbid_`."""
+
+    def choose(
+        self,
+        logits: Tensor,
+        params: DrawParams | None,
+        *,
+        penalties: Penalties | None = None,
+        edits: LogitEdits | None = None,
+    ) -> Tensor:
+        """One token per row, int64 `[num_rows]`; UNUSABLE where a row holds NaN or infinity, or nothing finite.
+
+        `params` None: the largest of each row, the first of equal ones. Chosen tokens are counted in the penalties'
+        counts.
+        """
+        ...
+
+    def forbid_(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+        """Ban, in place, what is not set in `bits`, int32 `[num_guided, (vocab_size + 31) // 32]`, lowest bit first.
+
+        `rows`: int64 `[num_guided]`, ascending, which of the logits' rows. All are on the logits' device.
+        """
+        ...
+
+
+class DrawKernels(Protocol):
+    """The two heavy steps of sampling, for rows that are usable."""
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """Index of each row's largest value, the lowest of equal ones: int64 `[num_rows]`."""
+        ...
+
+    def draw(self, logits: Tensor, params: DrawParams) -> Tensor:
+        """One token per row, temperatures above zero: int64 `[num_rows]`."""
+        ...
+
+
+class TorchSampling:
+    """Reference; on the CPU with numpy where that is several times as fast."""
+
+    def choose(
+        self,
+        logits: Tensor,
+        params: DrawParams | None,
+        *,
+        penalties: Penalties | None = None,
+        edits: LogitEdits | None = None,
+    ) -> Tensor:
+        """See SamplingKernels."""
+        return choose_by_steps(self, logits, params, penalties=penalties, edits=edits)
+
+    def forbid_(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+        """See SamplingKernels."""
+        (forbid_by_numpy_ if logits.device.type == "cpu" else forbid_by_torch_)(logits, rows, bits)
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """See DrawKernels."""
+        if logits.device.type == "cpu":
+            return torch.from_numpy(logits.numpy().argmax(axis=-1))
+        return logits.argmax(dim=-1)
+
+    def draw(self, logits: Tensor, params: DrawParams) -> Tensor:
+        """See DrawKernels."""
+        group = max(1, _MAX_NOISE_ELEMENTS // logits.shape[1])
+        parts = [
+            self._draw_group(logits[begin : begin + group], params.rows(begin, begin + group))
+            for begin in range(0, logits.shape[0], group)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _draw_group(self, logits: Tensor, params: DrawParams) -> Tensor:
+        logits = logits / params.temperature[:, None]
+        _truncate_(logits, params)
+        noise = gumbel_noise(params.seed, params.position, params.choice, logits.shape[-1])
+        return self.argmax(noise.add_(logits))
+
+
+def choose_by_steps(
+    kernels: DrawKernels,
+    logits: Tensor,
+    params: DrawParams | None,
+    *,
+    penalties: Penalties | None = None,
+    edits: LogitEdits | None = None,
+) -> Tensor:
+    """`SamplingKernels.choose` by torch operators around the two heavy steps. Waits for the device."""
+    usable = logits.amax(dim=-1).isfinite()  # NaN, infinity and a row of nothing all show in the largest
+    if not bool(usable.all()):
+        logits = logits.masked_fill(~usable[:, None], 0.0)
+    if edits is not None or penalties is not None:
+        logits = adjusted(logits, penalties=penalties, edits=edits)
+    tokens = _argmax_or_draw(kernels, logits, params)
+    if penalties is not None:
+        counted = ((penalties.slots >= 0) & usable).nonzero()[:, 0]
+        counts, slots = penalties.counts.counts, penalties.slots[counted].to(torch.int64)
+        twos = torch.full((len(slots),), 2, dtype=torch.int32, device=slots.device)
+        counts.index_put_((slots, tokens[counted]), twos, accumulate=True)
+    return tokens.masked_fill_(~usable, UNUSABLE)
+
+
+def _argmax_or_draw(kernels: DrawKernels, logits: Tensor, params: DrawParams | None) -> Tensor:
+    """Each row in its own way: int64 `[num_rows]`."""
+    rows = None if params is None else params.temperature.nonzero()[:, 0]
+    if params is None or rows is None or not len(rows):
+        return kernels.argmax(logits)
+    if len(rows) == len(logits):
+        return kernels.draw(logits, params)
+    tokens = kernels.argmax(logits)
+    tokens[rows] = kernels.draw(logits[rows], params.pick(rows))
+    return tokens
+
+
+def adjusted(logits: Tensor, *, penalties: Penalties | None = None, edits: LogitEdits | None = None) -> Tensor:
+    """A copy with edits made, then penalties.
+
+    Repetition counts prompt and output (Keskar et al., 2019); presence and frequency count output only.
+    """
+    logits = logits.clone()
+    if edits is not None:
+        values = edits.values.masked_fill(edits.rows < 0, 0.0)
+        logits.index_put_((edits.rows.clamp(min=0).long(), edits.token_ids.long()), values, accumulate=True)
+    if penalties is None:
+        return logits
+    rows = (penalties.slots >= 0).nonzero()[:, 0]
+    part = logits[rows]  # [num_penalised, vocab_size]
+    seen = penalties.counts.counts[penalties.slots[rows].long()]
+    repetition = penalties.repetition[rows, None]
+    part = torch.where(seen > 0, torch.where(part > 0, part / repetition, part * repetition), part)
+    output = (seen >> 1).to(torch.float32)
+    part -= penalties.frequency[rows, None] * output
+    part -= penalties.presence[rows, None] * (output > 0)
+    logits[rows] = part
+    return logits
+
+
+def forbid_by_numpy_(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+    """See SamplingKernels, on the CPU: half a dozen small operators of torch would cost more than finding the bits."""
+    values = logits.numpy()
+    banned = np.unpackbits(~bits.numpy().view(np.uint8), axis=1, bitorder="little").view(np.bool_)
+    for row, ban in zip(rows.tolist(), banned[:, : values.shape[1]], strict=True):
+        np.putmask(values[row], ban, _NEVER)
+
+
+def forbid_by_torch_(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+    """See SamplingKernels."""
+    places = torch.arange(32, dtype=torch.int32, device=logits.device)
+    banned = ((bits[:, :, None] >> places) & 1).flatten(1)[:, : logits.shape[1]] == 0
+    logits[rows] = logits[rows].masked_fill(banned, _NEVER)
+
+
+def _truncate_(logits: Tensor, params: DrawParams) -> None:
+    """Ban, in place, what min-p, top-k and top-p cut off."""
+    if bool((params.min_p > 0.0).any()):
+        least = logits.amax(dim=-1, keepdim=True) + params.min_p[:, None].log()  # log(0) is -inf: keeps all
+        logits.masked_fill_(logits < least, _NEVER)
+    vocab_size = logits.shape[-1]
+    keep = torch.where((params.top_k > 0) & (params.top_k < vocab_size), params.top_k, vocab_size)
+    nucleus = bool((params.top_p < 1.0).any())
+    widest = int(keep.max())
+    if widest == vocab_size and not nucleus and int(keep.min()) == vocab_size:
+        return
+    ordered = logits.topk(widest, dim=-1).values if widest < vocab_size else _descending(logits)
+    cutoff = ordered.gather(-1, keep[:, None] - 1)
+    if nucleus:
+        ordered = ordered.masked_fill(ordered < cutoff, _NEVER)
+        probabilities = ordered.softmax(dim=-1)
+        before = probabilities.cumsum(dim=-1) - probabilities
+        top_p = params.top_p[:, None]
+        kept = (before < top_p) | (top_p >= 1.0)  # rounding must not cut a row that asked for all
+        kept[:, 0] = True
+        smallest = ordered.masked_fill(~kept, float("inf")).amin(dim=-1, keepdim=True)
+        cutoff = torch.maximum(cutoff, smallest)
+    logits.masked_fill_(logits < cutoff, _NEVER)
+
+
+def _descending(scores: Tensor) -> Tensor:
+    """Each row's values, largest first; on the CPU by numpy, which is several times as fast at it."""
+    if scores.device.type == "cpu":
+        return torch.from_numpy(np.sort(scores.neg().numpy(), axis=-1)).neg_()
+    return scores.sort(dim=-1, descending=True).values

@@ -1,0 +1,109 @@
+"""Constraints that need no grammar: tokens that alone may come, sequences that never may; and several at once."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from engine.types.token_guide import Bits, TokenGuide, follow, num_words
+
+_ALL = np.int32(-1)
+
+
+class AllowedTokens:
+    """Nothing but these. See TokenGuide."""
+
+    is_over = False
+
+    def __init__(self, token_ids: Sequence[int], vocab_size: int) -> None:
+        flags = np.zeros(32 * num_words(vocab_size), dtype=np.uint8)
+        flags[list(token_ids)] = 1
+        self._bits = np.packbits(flags, bitorder="little").view(np.int32)
+        self._allowed = frozenset(token_ids)
+        self.num_tokens = 0
+        self.has_refused = False
+
+    def allow(self, bits: Bits) -> None:
+        """See TokenGuide."""
+        bits[:] = self._bits
+
+    def accept(self, token_id: int) -> bool:
+        """See TokenGuide."""
+        self.num_tokens += 1
+        self.has_refused = token_id not in self._allowed
+        return not self.has_refused
+
+
+class BannedSequences:
+    """Anything but the last token of a sequence whose others have just come. See TokenGuide."""
+
+    is_over = False
+
+    def __init__(self, sequences: Sequence[Sequence[int]]) -> None:
+        self._endings: dict[tuple[int, ...], set[int]] = {}
+        for *before, last in sequences:
+            self._endings.setdefault(tuple(before), set()).add(last)
+        self._lengths = sorted({len(before) for before in self._endings})
+        self._recent: list[int] = []
+        self.num_tokens = 0
+        self.has_refused = False
+
+    def allow(self, bits: Bits) -> None:
+        """See TokenGuide."""
+        bits[:] = _ALL
+        for token_id in self._banned():
+            bits[token_id // 32] &= ~np.left_shift(np.int32(1), np.int32(token_id % 32))
+
+    def accept(self, token_id: int) -> bool:
+        """See TokenGuide."""
+        self.has_refused = token_id in self._banned()
+        self._recent.append(token_id)
+        del self._recent[: len(self._recent) - self._lengths[-1]]
+        self.num_tokens += 1
+        return not self.has_refused
+
+    def _banned(self) -> set[int]:
+        found: set[int] = set()
+        for length in self._lengths:
+            if length <= len(self._recent):
+                found |= self._endings.get(tuple(self._recent[len(self._recent) - length :]), set())
+        return found
+
+
+class AllOf:
+    """What several guides allow. See TokenGuide."""
+
+    def __init__(self, guides: Sequence[TokenGuide]) -> None:
+        self._guides = guides
+        self.num_tokens = 0
+
+    @property
+    def is_over(self) -> bool:
+        """See TokenGuide."""
+        return any(guide.is_over for guide in self._guides)
+
+    @property
+    def has_refused(self) -> bool:
+        """See TokenGuide."""
+        return any(guide.has_refused for guide in self._guides)
+
+    def allow(self, bits: Bits) -> None:
+        """See TokenGuide."""
+        bits[:] = _ALL
+        own = np.zeros_like(bits)
+        for guide in self._guides:
+            guide.allow(own)
+            bits &= own
+
+    def accept(self, token_id: int) -> bool:
+        """See TokenGuide."""
+        self.num_tokens += 1
+        return all([guide.accept(token_id) for guide in self._guides])
+
+
+def catch_up(guide: TokenGuide, output: Sequence[int], vocab_size: int) -> None:
+    """Have a guide follow an answer that goes on here, and find what may come next: long work for a grammar.
+
+    What it refuses is left to the engine, which ends the answer.
+    """
+    if follow(guide, output) and not guide.is_over:
+        guide.allow(np.zeros(num_words(vocab_size), dtype=np.int32))

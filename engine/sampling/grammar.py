@@ -1,0 +1,179 @@
+"""Guides by llguidance: an Earley parser over derivatives of regular expressions, some 10 us a token.
+
+https://github.com/guidance-ai/llguidance. Imported lazily: a worker without it refuses grammars. Its messages quote
+what was generated, so nothing of them is logged or told.
+"""
+
+import hashlib
+import importlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from engine.types.token_guide import Bits
+from tandem.config.source.regular_file import read_regular_text
+from tandem.errors import ConfigError, InvalidRequest
+from tandem.values.grammar_bounds import LIMITS, fault_on_the_way, most_bytes
+
+_MAX_CACHE_BYTES = 1 << 30
+_CACHE_SHARE = 8
+"""Of a worker's memory, one part in so many at most."""
+_MAX_FOLLOWED_TOKENS = 1 << 14
+"""With one compiled grammar: it learns as it is followed, and a fresh one costs less than its limits may hold."""
+_NUM_PATHS, _NUM_TOKENS = 2, 4
+_MAX_FILE_BYTES = 256 << 20
+_SILENT = 0
+
+
+def grammar_cache_bytes(limit_bytes: int) -> int:
+    """For the compiled grammars of a worker that may take `limit_bytes` in all."""
+    return min(_MAX_CACHE_BYTES, limit_bytes // _CACHE_SHARE)
+
+
+class _Compiled:
+    """One grammar's matcher, of which every answer has a copy; what one copy learns, all have."""
+
+    def __init__(self, key: bytes, matcher: Any, size_bytes: int) -> None:
+        self.key = key
+        self.matcher = matcher
+        self.size_bytes = size_bytes
+        self.num_followed_tokens = 0
+
+
+class LlGuide:
+    """See TokenGuide."""
+
+    def __init__(
+        self, compiled: _Compiled, end_token_ids: frozenset[int], on_fault: Callable[[_Compiled], None]
+    ) -> None:
+        """`on_fault`: called when the matcher has failed, and perhaps what it shares with its copies."""
+        self._compiled = compiled
+        self._matcher = compiled.matcher.deep_copy()
+        self._end_token_ids = end_token_ids
+        self._on_fault = on_fault
+        self._has_ended = False
+        self._bits: Bits | None = None
+        self._address = 0
+        self.num_tokens = 0
+        self.has_refused = False
+
+    @property
+    def is_over(self) -> bool:
+        """See TokenGuide."""
+        return self._has_ended or bool(self._matcher.is_stopped())
+
+    def allow(self, bits: Bits) -> None:
+        """See TokenGuide. A parser that has given up allows ends only, none of which it will accept."""
+        if bits is not self._bits:  # the same for as long as a batch stays together; asking numpy is slow
+            self._bits, self._address = bits, int(bits.ctypes.data)
+        self._matcher.unsafe_compute_mask_ptr(self._address, bits.nbytes)
+
+    def accept(self, token_id: int) -> bool:
+        """See TokenGuide."""
+        if token_id in self._end_token_ids:
+            accepted = self._has_ended = bool(self._matcher.is_accepting())
+        else:
+            accepted = not self._has_ended and bool(self._matcher.consume_token(token_id))
+        self.num_tokens += accepted
+        self._compiled.num_followed_tokens += accepted
+        self.has_refused = not accepted or bool(self._matcher.is_error())
+        if self.has_refused and self._matcher.is_error():
+            self._on_fault(self._compiled)
+        return not self.has_refused
+
+
+class LlGuides:
+    """See Guides."""
+
+    def __init__(self, tokenizer: Path, *, vocab_size: int, eos_token_ids: Sequence[int], cache_bytes: int) -> None:
+        """`tokenizer`: a tokenizer.json, read when the first grammar comes. `vocab_size`: of the model's logits.
+
+        `cache_bytes`: for compiled grammars that wait for the next who asks for the same, each counted with the most
+        that it may come to take (see `tandem.values.grammar_bounds`): nothing tells what it takes now.
+        """
+        self._path = tokenizer
+        self._vocab_size = vocab_size
+        self._end_token_ids = tuple(eos_token_ids)
+        self._cache_bytes = cache_bytes
+        self._lock = threading.Lock()
+        self._tokenizer: Any = None
+        self._kept: OrderedDict[bytes, _Compiled] = OrderedDict()
+        self.kept_bytes = 0
+
+    def kept(self, grammar: str) -> LlGuide | None:
+        """See Guides."""
+        key = _key(grammar)
+        with self._lock:
+            compiled = self._kept.get(key)
+            if compiled is None:
+                return None
+            if compiled.num_followed_tokens > _MAX_FOLLOWED_TOKENS:
+                self._drop(compiled)
+                return None
+            self._kept.move_to_end(key)
+        return self._guide(compiled)
+
+    def guide(self, grammar: str) -> LlGuide:
+        """See Guides."""
+        guide = self.kept(grammar)
+        if guide is None:
+            compiled = self._compile(grammar)
+            self._keep(compiled)
+            guide = self._guide(compiled)
+        return guide
+
+    def _guide(self, compiled: _Compiled) -> LlGuide:
+        return LlGuide(compiled, frozenset(self._end_token_ids), self._forget)
+
+    def _keep(self, compiled: _Compiled) -> None:
+        with self._lock:
+            if compiled.size_bytes > self._cache_bytes:
+                return
+            if (other := self._kept.get(compiled.key)) is not None:
+                self._drop(other)
+            while self._kept and self.kept_bytes + compiled.size_bytes > self._cache_bytes:
+                self._drop(next(iter(self._kept.values())))
+            self._kept[compiled.key] = compiled
+            self.kept_bytes += compiled.size_bytes
+
+    def _forget(self, compiled: _Compiled) -> None:
+        """A lexer at its limits fails for everybody who shares it: the next who asks has a fresh one."""
+        with self._lock:
+            if self._kept.get(compiled.key) is compiled:
+                self._drop(compiled)
+
+    def _drop(self, compiled: _Compiled) -> None:
+        del self._kept[compiled.key]
+        self.kept_bytes -= compiled.size_bytes
+
+    def _compile(self, grammar: str) -> _Compiled:
+        """Its first masks are made as well: the first takes longest, and the engine would wait for it."""
+        try:
+            llguidance = importlib.import_module("llguidance")
+        except ImportError:
+            raise InvalidRequest("grammar: this worker has no llguidance", param="grammar") from None
+        limits = llguidance.LLParserLimits(**LIMITS)
+        matcher = llguidance.LLMatcher(self._loaded(llguidance), grammar, log_level=_SILENT, limits=limits)
+        if matcher.is_error():
+            raise InvalidRequest("grammar: it cannot be compiled", param="grammar")
+        if fault_on_the_way(matcher, self._end_token_ids, num_paths=_NUM_PATHS, num_tokens=_NUM_TOKENS):
+            raise InvalidRequest("grammar: it takes too much to follow", param="grammar")
+        return _Compiled(_key(grammar), matcher, most_bytes(grammar))
+
+    def _loaded(self, llguidance: Any) -> Any:
+        with self._lock:
+            if self._tokenizer is None:
+                try:
+                    text = read_regular_text(self._path, max_bytes=_MAX_FILE_BYTES)
+                    ends = list(self._end_token_ids) or None
+                    self._tokenizer = llguidance.LLTokenizer(text, n_vocab=self._vocab_size, eos_token=ends)
+                except (ConfigError, ValueError) as error:
+                    reason = type(error).__name__
+                    raise InvalidRequest(f"grammar: this model's tokenizer is of no use ({reason})") from None
+            return self._tokenizer
+
+
+def _key(grammar: str) -> bytes:
+    return hashlib.sha256(grammar.encode()).digest()

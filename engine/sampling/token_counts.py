@@ -1,0 +1,104 @@
+"""How often each running request has seen each token, kept where the logits are: what penalties are worked out from.
+
+A row of counts is brought up to date once, from the tokens that the host knows, and counts from then on what is
+sampled, as it is sampled. So a penalty never waits for a token to come to the host and back.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.types.request import Request
+from tandem.errors import InvariantError
+
+Put = Callable[[NDArray[Any]], Tensor]
+"""Brings a host array to the device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenCounts:
+    """Which tokens each running request has seen: bit 0, in its prompt; the rest, how often in its output."""
+
+    counts: Tensor  # int32 [num_slots, vocab_size]
+
+    @classmethod
+    def allocate(cls, num_slots: int, vocab_size: int, device: torch.device | str) -> "TokenCounts":
+        """One row for each request that may run at once: four bytes a token of the vocabulary."""
+        return cls(counts=torch.zeros(num_slots, vocab_size, dtype=torch.int32, device=device))
+
+    def restart(self, slot: int, prompt: Tensor, output: Tensor) -> None:
+        """Take over a slot for a request: int64 token ids of its prompt, and of its output so far."""
+        row = self.counts[slot].zero_()
+        row.index_add_(0, output, torch.full_like(output, 2, dtype=torch.int32))
+        row[prompt] |= 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Penalties:
+    """Per row; see `engine.sampling.sampler`. The chosen token is counted in `counts` as it is chosen."""
+
+    counts: TokenCounts
+    slots: Tensor  # int32 [num_rows], row of `counts`; negative: the row has none
+    repetition: Tensor  # float32 [num_rows], 1 is off
+    presence: Tensor  # float32 [num_rows], 0 is off
+    frequency: Tensor  # float32 [num_rows], 0 is off
+
+
+class _Counted(NamedTuple):
+    slot: int
+    num_tokens: int
+    """Of the request's sequence: the first so many have been counted."""
+
+
+class CountedRequests:
+    """Gives rows of counts to the requests of each step. They stay until others need them."""
+
+    def __init__(self, vocab_size: int, device: torch.device, put: Put) -> None:
+        self._vocab_size = vocab_size
+        self._put = put
+        self._device = device
+        self._counted: dict[Request, _Counted] = {}
+        self._free: list[int] = []
+        self.counts = TokenCounts.allocate(0, vocab_size, device)
+
+    def slots(self, rows: Sequence[tuple[Request, int] | None], keep: frozenset[Request]) -> NDArray[np.int32]:
+        """A slot for each request with so many tokens that is about to sample one; negative for None.
+
+        `keep`: requests of this step whose slots may not be taken. InvariantError when tokens that must be counted
+        are not known here.
+        """
+        found = np.full(len(rows), -1, dtype=np.int32)
+        for i, row in enumerate(rows):
+            if row is not None:
+                request, num_tokens = row
+                found[i] = slot = self._slot(request, num_tokens, keep)
+                self._counted[request] = _Counted(slot, num_tokens + 1)
+        return found
+
+    def _slot(self, request: Request, num_tokens: int, keep: frozenset[Request]) -> int:
+        counted = self._counted.get(request)
+        if counted is not None and counted.num_tokens == num_tokens:
+            return counted.slot
+        if num_tokens > len(request.token_ids):
+            raise InvariantError(f"request {request.request_id}: tokens to be counted are not known")
+        slot = self._take(keep) if counted is None else counted.slot
+        ids = np.array(request.token_ids[:num_tokens], dtype=np.int64)
+        prompt = request.num_prompt_tokens
+        self.counts.restart(slot, self._put(ids[:prompt]), self._put(ids[prompt:]))
+        return slot
+
+    def _take(self, keep: frozenset[Request]) -> int:
+        if not self._free:
+            gone = [request for request in self._counted if request not in keep]
+            self._free = [self._counted.pop(request).slot for request in gone]
+        if not self._free:
+            old = self.counts.counts
+            more = torch.zeros(max(1, len(old)), self._vocab_size, dtype=torch.int32, device=self._device)
+            self.counts = TokenCounts(counts=torch.cat((old, more)))
+            self._free = list(range(len(old), len(old) + len(more)))
+        return self._free.pop()

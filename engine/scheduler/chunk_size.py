@@ -1,0 +1,101 @@
+"""How many prompt tokens a step may compute while somebody reads along, so that its next token comes in time.
+
+A step beside decodes is predicted to take the time of its chunk and of as many tokens more as its decodes are worth.
+How many those are follows from steps with and without a chunk, and what a token takes from the last steps with a chunk:
+both by medians, so that one stalled step says nothing. A machine that slows down is taken to do everything more slowly.
+Of an even number of steps the slower middle one counts: chunks shorten after two slow steps and grow again after three
+that were faster.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from statistics import median, median_high
+
+from engine.scheduler.step_rates import MIN_PREFILL_TOKENS
+from engine.types.request import BatchItem
+from engine.types.step_output import StepTimings
+
+MIN_CHUNK_TOKENS = 64
+"""A chunk so small adds little to a step, which reads all weights for its decodes alone; smaller ones would only
+multiply the steps of a prompt."""
+_CHUNK_STEP = 32
+"""Chunks are multiples of this: kernels compute whole panels of rows."""
+_NUM_REMEMBERED = 4
+"""Steps with a chunk: a slow one is soon forgotten again, since shorter chunks cost those who wait for their first
+token."""
+_NUM_TYPICAL = 5
+"""Steps without a chunk, whose median is what decodes take."""
+_AIM = 0.95
+"""Part of the bound that is planned for: a straight line through few measurements misses by some percent."""
+
+
+def has_decodes(items: Iterable[BatchItem]) -> bool:
+    """Whether a step computes the newest token of a sequence that is being generated: somebody waits for the next.
+
+    The last token of a prompt is none, and nobody reads along with a prefill for a hand-off. O(1) where decodes come
+    first, as in planned steps.
+    """
+    for request, start, num_tokens, samples in items:
+        if samples and num_tokens == 1 and start >= request.num_prompt_tokens and not request.prefill_only:
+            return True
+    return False
+
+
+class ChunkPace:
+    """Bounds the chunk of a step beside decodes by time. Pure: time is told, never read."""
+
+    __slots__ = ("_decodes", "_decodes_in_tokens", "_is_unweighed", "_max_step_s", "_max_tokens", "_token_s")
+
+    def __init__(self, *, max_step_s: float | None, max_tokens: int) -> None:
+        """`max_step_s`: None for no bound but `max_tokens`."""
+        self._max_step_s = max_step_s
+        self._max_tokens = max_tokens
+        self._decodes: deque[float] = deque(maxlen=_NUM_TYPICAL)
+        """Seconds of steps that only decoded."""
+        self._decodes_in_tokens = 0.0
+        """How many prompt tokens are computed in the time that decodes take."""
+        self._is_unweighed = False
+        """That is to be worked out anew, once somebody asks: most steps only decode, and nobody does."""
+        self._token_s: deque[float] = deque(maxlen=_NUM_REMEMBERED)
+        """Seconds of a prompt token, of steps with a chunk."""
+
+    def observe(self, timings: StepTimings, *, beside_decodes: bool) -> None:
+        """Learn from a step. One with a short chunk and no decodes is passed over: the fixed cost that rules it would
+        have been paid by decodes anyway.
+        """
+        if timings.num_tokens == timings.num_requests:
+            self._decodes.append(timings.step_s)
+            self._is_unweighed = True
+            return
+        # Exact for one prompt, a token less for each further one.
+        chunk_tokens = timings.num_tokens - timings.num_requests + 1
+        least = MIN_PREFILL_TOKENS if beside_decodes else max(MIN_PREFILL_TOKENS, self._max_tokens // 2)
+        if chunk_tokens < least or timings.step_s <= 0.0:
+            return
+        self._weigh_if_needed()
+        self._token_s.append(timings.step_s / (chunk_tokens + (self._decodes_in_tokens if beside_decodes else 0.0)))
+        if beside_decodes and self._decodes and median(self._decodes) > timings.step_s:
+            # Decodes take no longer than they take with a chunk besides: those before stood still.
+            self._decodes.clear()
+            self._decodes.append(timings.step_s)
+            self._weigh_decodes()
+        elif not self._decodes_in_tokens:
+            self._weigh_decodes()
+
+    def chunk_tokens(self) -> int:
+        """Most prompt tokens of the next step, if it has decodes: `max_tokens` while no rate is known. O(1)."""
+        if self._max_step_s is None or not self._token_s:
+            return self._max_tokens
+        self._weigh_if_needed()
+        fitting = _AIM * self._max_step_s / median_high(self._token_s) - self._decodes_in_tokens
+        return min(self._max_tokens, max(MIN_CHUNK_TOKENS, int(fitting) // _CHUNK_STEP * _CHUNK_STEP))
+
+    def _weigh_if_needed(self) -> None:
+        if self._is_unweighed:
+            self._weigh_decodes()
+
+    def _weigh_decodes(self) -> None:
+        self._is_unweighed = False
+        # Not while chunk follows chunk: what decodes took before would be held against what tokens take now.
+        if self._decodes and self._token_s:
+            self._decodes_in_tokens = median(self._decodes) / median(self._token_s)

@@ -1,0 +1,122 @@
+"""Runs of steps in which nothing happens but that every running sequence gets one token more.
+
+A simulator spends its time on these: thousands of steps between two arrivals. Their effect on tables, names and counts
+is known beforehand, so it is brought about at once, in the order in which single steps would have: in each step blocks
+are taken by rank, then those that were filled get their names. Nothing is decided here: where a step could admit,
+preempt or end anybody the run is over, and the planner decides as ever.
+"""
+
+from array import array
+from bisect import bisect_left
+from typing import NamedTuple
+
+from engine.kv_cache.block_manager import BlockManager
+from engine.scheduler.request_table import Roster
+from engine.types.config import EngineConfig
+from engine.types.request import Request
+from tandem.errors import InvariantError
+
+
+class QuietRun(NamedTuple):
+    """Steps that may be taken at once, and what the first of them computes."""
+
+    num_steps: int
+    num_rows: int
+    """Sequences in each step."""
+    num_context_tokens: int
+    """Of all rows in the first step; each step adds `num_rows`."""
+
+
+NO_RUN = QuietRun(0, 0, 0)
+
+
+class _Change(NamedTuple):
+    """One block changes hands: sorts as single steps would do it."""
+
+    step: int
+    is_filled: bool
+    """A block was filled by the step and gets its name; else one is taken before it computes."""
+    position: int
+    """Of the request among the running."""
+
+
+def quiet_run(roster: Roster, blocks: BlockManager, config: EngineConfig) -> QuietRun:
+    """The steps ahead that are all alike; `NO_RUN` when the next one may not be. O(running requests).
+
+    Only for a scheduler with no step under way and no tier below its pool.
+    """
+    running = roster.running
+    num_rows = len(running)
+    if not num_rows or num_rows > min(config.max_running_requests, config.max_batched_tokens):
+        return NO_RUN
+    if len(roster.waiting) and (num_rows < config.max_running_requests or len(roster.deadlines)):
+        return NO_RUN
+    num_steps, num_tokens = config.max_sequence_tokens, 0
+    for request in running:
+        length = len(request.token_ids)
+        rule = request.end_rule
+        if length - request.num_computed_tokens != 1 or request.prefill_only or rule is None:
+            return NO_RUN
+        num_tokens += length
+        left = rule.max_tokens - length - 1
+        if left < num_steps:
+            if left <= 0:
+                return NO_RUN
+            num_steps = left
+    num_steps = _affordable(num_steps, roster, blocks)
+    return QuietRun(num_steps, num_rows, num_tokens) if num_steps else NO_RUN
+
+
+def take_quiet_steps(num_steps: int, token_id: int, roster: Roster, blocks: BlockManager) -> None:
+    """Take steps of a `quiet_run` in which each sequence samples `token_id`. InvariantError if that would end one."""
+    size = blocks.block_size
+    running = list(roster.running)
+    starts = [len(request.token_ids) - 1 for request in running]
+    changes: list[_Change] = []
+    for position, (request, start) in enumerate(zip(running, starts, strict=True)):
+        rule, end = request.end_rule, start + num_steps
+        if rule is None or end + 1 >= rule.max_tokens or token_id in rule.token_ids:
+            raise InvariantError(f"request {request.request_id} ends within a run of steps that end nobody")
+        # Step s, from 1, computes the token after the first `start + s - 1`.
+        room = len(request.block_table.ids) * size
+        if room < end:
+            changes += [_Change(at + 1 - start, False, position) for at in range(room, end, size)]
+        first = start - start % size + size
+        if first <= end:
+            changes += [_Change(at - start, True, position) for at in range(first, end + 1, size)]
+    changes.sort()
+    for step, is_filled, position in changes:
+        request = running[position]
+        if is_filled:
+            _advance(request, starts[position] + step, token_id)
+            displaced = blocks.index_computed(request, request.num_computed_tokens // size - 1)
+            if displaced:
+                blocks.surrender(request.request_id, displaced)
+        else:
+            blocks.grow(request, blocks.allocate(1))
+    for request, start in zip(running, starts, strict=True):
+        _advance(request, start + num_steps, token_id)
+        request.token_ids.append(token_id)
+
+
+def _advance(request: Request, num_computed_tokens: int, token_id: int) -> None:
+    """So many tokens are computed and none is known beyond them."""
+    missing = num_computed_tokens - len(request.token_ids)
+    if missing > 0:
+        request.token_ids.extend(array("i", (token_id,)) * missing)
+    request.num_computed_tokens = num_computed_tokens
+
+
+def _affordable(num_steps: int, roster: Roster, blocks: BlockManager) -> int:
+    """The most of so many steps for whose tokens there are blocks without preempting anybody."""
+    available = blocks.num_available
+    if len(roster.running) * (num_steps // blocks.block_size + 1) <= available:
+        return num_steps
+    rows = [(len(request.token_ids) - 1, len(request.block_table.ids)) for request in roster.running]
+
+    def fits(count: int) -> bool:
+        return sum(max(0, blocks.blocks_for(start + count) - held) for start, held in rows) <= available
+
+    if fits(num_steps):
+        return num_steps
+    return bisect_left(range(1, num_steps + 1), True, key=lambda count: not fits(count))

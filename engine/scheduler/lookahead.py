@@ -1,0 +1,70 @@
+"""Steps that are launched and not settled yet.
+
+While a step runs, the next one may be planned: each request that samples is taken to get one more token, whose id the
+device will fill in. A request counts what is under way (`num_in_flight_tokens`, `num_awaited_tokens`), so that the
+computed and the known stay what they are. Steps settle in the order in which they were launched; the block references
+that wait for them are `engine.kv_cache.pool.StepHolds`.
+"""
+
+from collections import deque
+
+from engine.types.request import Batch, Request
+from tandem.errors import InvariantError
+from tandem.values.ids import BlockId
+
+
+class Lookahead:
+    """The launched steps of one scheduler, oldest first."""
+
+    __slots__ = ("_batches",)
+
+    def __init__(self) -> None:
+        self._batches: deque[Batch] = deque()
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def launch(self, batch: Batch) -> None:
+        """The batch is on its way: from now on its requests are planned as if it were done."""
+        self._batches.append(batch)
+        for request, _, num_tokens, samples in batch.items:
+            request.num_in_flight_tokens += num_tokens
+            if samples:
+                request.num_awaited_tokens += 1
+
+    def settle(self, batch: Batch) -> None:
+        """The batch is done. InvariantError unless it is the oldest."""
+        if not self._batches or self._batches[0] is not batch:
+            raise InvariantError("a step was committed that is not the oldest one launched")
+        self._batches.popleft()
+
+    def arriving(self) -> set[BlockId]:
+        """Blocks that a launched step fills before it computes. They have their names already, for steps behind it;
+        whoever reads beside the steps finds their content only when it has settled."""
+        loaded = {load.target for batch in self._batches for load in batch.loads}
+        return loaded | {copy.target for batch in self._batches for copy in batch.copies}
+
+    def check_invariants(self) -> None:
+        """InvariantError unless requests count what the launched steps do; O(rows), for tests and audits."""
+        expected: dict[Request, tuple[int, int]] = {}
+        for batch in self._batches:
+            for request, start, num_tokens, samples in batch.items:
+                computing, awaited = expected.get(request, (0, 0))
+                if start != request.num_computed_tokens + computing and request.finish_reason is None:
+                    raise InvariantError(f"request {request.request_id}: a launched step leaves a gap")
+                expected[request] = (computing + num_tokens, awaited + samples)
+        for request, (computing, awaited) in expected.items():
+            if (request.num_in_flight_tokens, request.num_awaited_tokens) != (computing, awaited):
+                raise InvariantError(f"request {request.request_id} counts other tokens in flight than are")
+
+
+def ends_the_plan(request: Request) -> bool:
+    """Whether no row may follow a token that is being sampled: it is the request's last, whatever it will be, or what
+    may come next depends on it.
+    """
+    if not request.num_awaited_tokens:
+        return False
+    if request.prefill_only or request.guide is not None:
+        return True
+    rule = request.end_rule
+    return rule is not None and len(request.token_ids) + request.num_awaited_tokens >= rule.max_tokens

@@ -1,0 +1,315 @@
+"""Chooses what one step computes: decode first, then prompts in order, within the step's budgets.
+
+Sequences that are one token behind come first, since somebody reads along. What is left goes, in rank order and at
+most `prefill_chunk_tokens` in all, to those further behind: running ones and, from the queue, newcomers that rank
+before them. So a prompt's first token waits for no later prompt's chunk, and a step never gets longer than its decodes
+and one chunk, which `engine.scheduler.chunk_size` cuts to what the machine computes in time while somebody reads along.
+
+Progress: one total rank orders everything. A request that finds no block preempts the last-ranked one, itself if need
+be, never one before it; and while the queue's head finds no room nothing else enters, reservations included. So the
+first-ranked request always advances, unless all blocks are held by hand-offs, which end by lease.
+
+A step may be planned while others are under way. What is under way counts as done, but nobody is preempted then: a
+request that finds no block sits the step out, the next plan waits until every step has settled, and preempts.
+"""
+
+from dataclasses import dataclass
+
+from engine.kv_cache.block_manager import BlockManager, PrefixMatch
+from engine.kv_cache.pins import PrefixPins
+from engine.kv_cache.tiers.cache import CacheTiers
+from engine.scheduler.chunk_size import ChunkPace
+from engine.scheduler.lookahead import Lookahead, ends_the_plan
+from engine.scheduler.preemption import Offloading
+from engine.scheduler.queue_order import QueueOrder
+from engine.scheduler.request_queue import Rank
+from engine.scheduler.request_table import Roster
+from engine.scheduler.shared_prefills import InFlight
+from engine.scheduler.step_events import Notices
+from engine.scheduler.step_plan import StepPlan
+from engine.types.block_moves import BlockLoad, BlockOffload
+from engine.types.config import EngineConfig
+from engine.types.request import Batch, Request, RequestState
+from tandem.values.ids import RequestId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """What has KV beside the requests; what leaves the pool for nowhere is computed again."""
+
+    pins: PrefixPins
+    """Prefixes that stay in the pool."""
+    offloading: Offloading | None = None
+    """Of preempted requests."""
+    tiers: CacheTiers | None = None
+    """Of cached blocks."""
+
+
+class Planner:
+    """Between a roster of requests and the blocks they need."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        blocks: BlockManager,
+        roster: Roster,
+        notices: Notices,
+        ahead: Lookahead,
+        pace: ChunkPace,
+        beside: Beside,
+    ) -> None:
+        self.head_is_blocked = False
+        """The first of the queue finds no room: nothing may enter before it."""
+        self._config = config
+        self._blocks = blocks
+        self._pins = beside.pins
+        self._roster = roster
+        self._notices = notices
+        self._ahead = ahead
+        self._pace = pace
+        self._must_settle = False
+        self._offloading = beside.offloading
+        self._tiers = beside.tiers
+        self._in_flight = InFlight(blocks)
+        self._order = QueueOrder(
+            roster.waiting, blocks, self._in_flight, max_overtakes=config.max_overtakes, tiers=beside.tiers
+        )
+        self._was_admitted: set[RequestId] = set()
+
+    def admitted_elsewhere(self, request: Request) -> None:
+        """Its reservation was its admission: the prefix found then is what it was spared, not what landed since."""
+        self._was_admitted.add(request.request_id)
+
+    def surrender(self, request: Request) -> None:
+        """The request gives up its blocks, and nobody can share them any more."""
+        self._in_flight.leave(request)
+        self._blocks.surrender(request.request_id, self._blocks.take_table(request))
+
+    def forget(self, request: Request) -> None:
+        """The request is over."""
+        self.surrender(request)
+        self._in_flight.forget(request)
+        self._was_admitted.discard(request.request_id)
+        self._order.forget(request.request_id)
+        if self._offloading is not None:
+            self._offloading.drop(request.request_id)
+        if self._tiers is not None:
+            self._tiers.drop(request.request_id)
+
+    def executed(self) -> None:
+        """The oldest batch is computed: its moves are done."""
+        self._blocks.end_step()
+        if self._offloading is not None:
+            self._offloading.executed()
+        if self._tiers is not None:
+            self._tiers.executed()
+
+    def quiet(self, num_steps: int) -> None:
+        """So many steps were taken without a plan: nobody could have entered or lost anything."""
+        self.head_is_blocked = False
+        self._in_flight.skip_steps(num_steps)
+
+    # Running requests
+
+    def plan(self, now: float) -> Batch | None:
+        """The next step's work; None when nothing can run, or must wait until the steps under way have settled.
+
+        O(running requests + admitted blocks).
+        """
+        if self._must_settle and self._ahead:
+            return None
+        self._must_settle = False
+        plan = StepPlan(
+            max_tokens=self._config.max_batched_tokens,
+            max_rows=self._config.max_running_requests,
+            chunk_tokens=self._config.prefill_chunk_tokens,
+        )
+        self._in_flight.begin_step()
+        if self._tiers is not None:
+            self._tiers.collect()
+        self.head_is_blocked = False
+        behind = self._plan_decodes(plan)
+        if (behind or len(self._roster.waiting)) and plan.has_decodes:
+            plan.bound_chunk(self._pace.chunk_tokens())
+        for request in behind:
+            if plan.has_room(2):
+                self._admit(plan, now, before=self._roster.rank(request))
+                self._plan_one(request, plan)
+        # After a preemption the room is for those who run; only when it left nobody may the queue be asked.
+        self._admit(plan, now, before=None)
+        if not len(plan):
+            if self._offloading is not None:
+                self._offloading.cancel_offloads()
+            if self._tiers is not None:
+                self._tiers.cancel()
+            return None
+        nothing: tuple[BlockOffload, ...] = ()
+        return plan.batch(
+            self._offloading.take_offloads() if self._offloading is not None else nothing,
+            self._tiers.take_offloads() if self._tiers is not None else nothing,
+        )
+
+    def _plan_decodes(self, plan: StepPlan) -> list[Request]:
+        """Plan those one token behind; returns the others, in order."""
+        running = list(self._roster.running)
+        behind: list[Request] = []
+        size = self._blocks.block_size
+        running_state = RequestState.RUNNING
+        # One row is kept for the oldest even if it is in the middle of its prompt: everybody progresses in turn.
+        spare = 1 if running and running[0].num_unplanned_tokens > 1 else 0
+        room = min(plan.tokens_left, plan.rows_left) - spare
+        for request in running:
+            num_planned = request.num_computed_tokens + request.num_in_flight_tokens
+            if len(request.token_ids) + request.num_awaited_tokens - num_planned > 1:
+                behind.append(request)
+            elif room <= 0 or (request.num_awaited_tokens and ends_the_plan(request)):
+                continue
+            elif num_planned % size and request.state is running_state:
+                # The token before it has a block with room for this one.
+                plan.add_token(request)
+                room -= 1
+            else:
+                self._plan_one(request, plan)
+                room = min(plan.tokens_left, plan.rows_left) - spare
+        return behind
+
+    def _plan_one(self, request: Request, plan: StepPlan) -> None:
+        """Schedule a running request, taking blocks from those behind it when there are no others."""
+        if request.state is not RequestState.RUNNING or not plan.has_room(request.num_unplanned_tokens):
+            return
+        num_tokens = request.num_tokens + request.num_awaited_tokens
+        num_missing = self._blocks.blocks_for(num_tokens) - len(request.block_table)
+        while num_missing > self._blocks.num_available:
+            if self._pins.make_way(self._blocks.blocks_for(num_tokens), request.block_table):
+                continue
+            if self._ahead:
+                self._must_settle = True
+                return
+            victim = self._last_preemptible()
+            if victim is None or self._roster.rank(victim) <= self._roster.rank(request):
+                self._preempt(request, plan)
+                return
+            self._preempt(victim, plan)
+        if num_missing > 0:
+            self._blocks.grow(request, self._blocks.allocate(num_missing))
+        plan.add(request)
+
+    def _last_preemptible(self) -> Request | None:
+        """The last-ranked running request whose blocks would really come free."""
+        for request in reversed(self._roster.running):
+            if not request.prefill_only and not self._blocks.is_pinned(request.request_id):
+                return request
+        return None
+
+    def _preempt(self, request: Request, plan: StepPlan) -> None:
+        """Back to the queue; what it had computed is saved, or stays findable while memory allows."""
+        plan.drop(request)
+        plan.has_preempted = True
+        self.head_is_blocked = True
+        if self._offloading is not None:
+            self._offloading.save(request)
+        self.surrender(request)
+        self._roster.requeue(request)
+        request.num_preemptions += 1
+        self._notices.preemption(request)
+
+    # The queue
+
+    def _admit(self, plan: StepPlan, now: float, *, before: Rank | None) -> None:
+        """Admit from the queue, those that rank before `before`; a head without room preempts only lower priorities."""
+        if len(plan) and (plan.has_preempted or self.head_is_blocked):
+            return
+        while len(self._roster.running) < self._config.max_running_requests and plan.has_room(1):
+            if before is not None and self._next_ranks_after(before):
+                return
+            choice = self._order.choose(now=now, may_wait=len(plan) > 0 or len(self._ahead) > 0)
+            if choice is None or (before is not None and self._roster.rank(choice.head.request) > before):
+                return
+            head = choice.head
+            if not self._fits(head.match):
+                if not self._make_room(head.request, head.match, plan):
+                    self.head_is_blocked = True
+                    return
+                continue
+            best = choice.best
+            if not self._fits(best.match):
+                best = head
+            if not self._start(best.request, best.match, plan, now):
+                return
+            if best is not head:
+                self._order.left(choice)
+            if plan.has_preempted:
+                return
+
+    def _next_ranks_after(self, rank: Rank) -> bool:
+        waiting = self._roster.waiting
+        return not len(waiting) or self._roster.rank(waiting.first()) > rank
+
+    def _make_room(self, head: Request, match: PrefixMatch, plan: StepPlan) -> bool:
+        """Whether something gave its blocks up for the queue's head: pins beside which it never fits, or a request."""
+        if self._pins.make_way(match.num_blocks + match.num_missing, self._blocks.found(head, match)):
+            return True
+        victim = self._last_preemptible()
+        if victim is None or not self._yields(victim, head):
+            return False
+        if self._ahead:
+            self._must_settle = True
+            return False
+        self._preempt(victim, plan)
+        return True
+
+    def _yields(self, victim: Request, request: Request) -> bool:
+        """Whether a running request makes room for a waiting one: only for a higher priority, and one before it."""
+        return victim.priority > request.priority and self._roster.rank(victim) > self._roster.rank(request)
+
+    def _fits(self, match: PrefixMatch) -> bool:
+        # Beside others some room stays for their growth, or the newcomer would be preempted at once.
+        margin = 1 + self._config.num_blocks // 100 if len(self._roster.running) else 0
+        return match.cost + margin <= self._blocks.num_available
+
+    def _start(self, request: Request, match: PrefixMatch, plan: StepPlan, now: float) -> bool:
+        """Give a waiting request its blocks and a share of the step; False when the step has no tokens for it."""
+        offloading, tiers, found = self._offloading, self._tiers, match.num_blocks
+        num_saved = 0 if offloading is None else offloading.num_saved_tokens(request, found)
+        is_read = request.reading is not None  # row by row: nothing that others have computed tells of its rows
+        num_below = 0 if num_saved or is_read or tiers is None else tiers.reach(request, found)
+        twin = None if num_saved or num_below or is_read else self._in_flight.twin(request, found)
+        num_cached = (found + num_below) * self._blocks.block_size
+        num_here = num_saved or (twin.num_tokens if twin is not None else num_cached)
+        if not plan.has_room(request.num_tokens - num_here):
+            return False
+        # Before anything is evicted: its content may go where these are now.
+        places: list[int] = []
+        if tiers is not None and not num_saved:
+            places = tiers.enter(request, found, num_below)
+            tiers.missed(request, found + num_below)
+        self._blocks.take_prefix(request, match)
+        if twin is not None:
+            plan.move(request, loads=[], copies=[self._blocks.fork(request, twin.block)])
+            request.num_computed_tokens = twin.num_tokens
+        missing = self._blocks.blocks_for(request.num_tokens) - len(request.block_table)
+        self._blocks.grow(request, self._blocks.allocate(missing))
+        loads = [BlockLoad(slot, request.block_table[found + i]) for i, slot in enumerate(places)]
+        if loads:
+            request.num_computed_tokens = num_cached
+        elif num_saved and offloading is not None:
+            loads = offloading.resume(request)
+        if loads:
+            plan.move(request, loads=loads, copies=[])
+            self._blocks.surrender_loaded(self._blocks.index_computed(request, found))
+        if offloading is not None:
+            offloading.drop(request.request_id)
+        self._roster.admit(request)
+        self._in_flight.forget(request)
+        self._in_flight.enter(request)
+        self._note_admission(request, now)
+        plan.add(request)
+        return True
+
+    def _note_admission(self, request: Request, now: float) -> None:
+        if request.request_id in self._was_admitted:
+            return
+        self._was_admitted.add(request.request_id)
+        request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+        self._notices.admission(request, now)

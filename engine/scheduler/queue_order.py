@@ -1,0 +1,104 @@
+"""Who leaves the queue next: rank, but a cached prefix may overtake, a bounded number of times.
+
+A prefix that is cached now may be evicted by the time its turn comes, so within one priority the request with the
+most cached tokens among the first `WINDOW` goes first (cf. longest prefix match in SGLang, Zheng et al., 2024). The
+bound: no request is ever overtaken in this way by more than `max_overtakes` others, in its whole life.
+
+Requests that wait for somebody's blocks (`engine.scheduler.shared_prefills`), or for a disk
+(`engine.kv_cache.tiers.cache`), are stepped over meanwhile.
+"""
+
+from dataclasses import dataclass
+from itertools import islice
+
+from engine.kv_cache.block_manager import BlockManager, PrefixMatch
+from engine.kv_cache.tiers.cache import CacheTiers
+from engine.scheduler.request_queue import RequestQueue
+from engine.scheduler.shared_prefills import InFlight
+from engine.types.request import Request
+from tandem.values.ids import RequestId
+
+WINDOW = 8
+"""Requests whose prefixes are compared."""
+_REACH = 32
+"""Requests looked at, those that wait for somebody's blocks included: bounds what a step costs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A waiting request and what is here of it."""
+
+    request: Request
+    match: PrefixMatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """Who is first, who should go first, and who is overtaken by that."""
+
+    head: Candidate
+    best: Candidate
+    overtaken: tuple[Request, ...]
+
+
+class QueueOrder:
+    """Chooses from a waiting queue; keeps how often each request was overtaken."""
+
+    def __init__(
+        self,
+        waiting: RequestQueue,
+        blocks: BlockManager,
+        in_flight: InFlight,
+        *,
+        max_overtakes: int,
+        tiers: CacheTiers | None = None,
+    ) -> None:
+        self._waiting = waiting
+        self._blocks = blocks
+        self._in_flight = in_flight
+        self._tiers = tiers
+        self._max_overtakes = max_overtakes
+        self._overtakes: dict[RequestId, int] = {}
+
+    def choose(self, *, now: float, may_wait: bool) -> Choice | None:
+        """None when the queue is empty, or all in reach wait: for a disk, or for somebody's blocks if they may."""
+        found: list[Candidate] = []
+        best = 0
+        for request in islice(self._waiting, _REACH):
+            if found and request.priority != found[0].request.priority:
+                break
+            reading = request.reading
+            match = self._blocks.match(request, max_tokens=None if reading is None else reading.num_read)
+            if reading is None and self._must_wait(request, match.num_blocks, now, may_wait=may_wait):
+                continue
+            found.append(Candidate(request=request, match=match))
+            if match.num_blocks > found[best].match.num_blocks:
+                best = len(found) - 1
+            if len(found) == WINDOW or self._may_not_be_passed(request):
+                break
+        if not found:
+            return None
+        return Choice(head=found[0], best=found[best], overtaken=tuple(c.request for c in found[:best]))
+
+    def _must_wait(self, request: Request, num_found_blocks: int, now: float, *, may_wait: bool) -> bool:
+        if self._tiers is not None and self._tiers.must_wait(request, num_found_blocks, now):
+            return True
+        if not may_wait or not self._in_flight.must_wait(request, num_found_blocks):
+            return False
+        return self._tiers is None or not self._tiers.reach(request, num_found_blocks)
+
+    def _may_not_be_passed(self, request: Request) -> bool:
+        return self._overtakes.get(request.request_id, 0) >= self._max_overtakes
+
+    def left(self, choice: Choice) -> None:
+        """The choice's best has left the queue."""
+        for request in choice.overtaken:
+            self._overtakes[request.request_id] = self._overtakes.get(request.request_id, 0) + 1
+
+    def num_overtakes(self, request_id: RequestId) -> int:
+        """How many others a cached prefix has let go before this request."""
+        return self._overtakes.get(request_id, 0)
+
+    def forget(self, request_id: RequestId) -> None:
+        """The request is over."""
+        self._overtakes.pop(request_id, None)

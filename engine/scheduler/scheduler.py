@@ -1,0 +1,393 @@
+"""What the engine computes next: requests catch up with their tokens, within budgets, in rank order.
+
+One step is `schedule` → a runner executes the batch → `commit`, and the next may be scheduled before that. There is no
+prefill and no decode phase: a request's `num_computed_tokens` trails its tokens by a prompt, by one, or by everything
+after a preemption, and each step closes some of the gap. Blocks for all known tokens are taken when a request is
+admitted, so only sampling makes a request grow, and a `prefill_only` request, which samples once, is never preempted
+under a running hand-off.
+
+Who gets a share of a step, and whose blocks, is `engine.scheduler.planner`'s to say; this is the door and the accounts.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+from engine.kv_cache.block_manager import BlockManager
+from engine.kv_cache.eviction import eviction_policy
+from engine.kv_cache.lower_tiers import OffloadTier
+from engine.kv_cache.pins import PinBounds, PrefixPins
+from engine.kv_cache.pool import PoolExhausted
+from engine.kv_cache.reservations import Reservations
+from engine.kv_cache.tiers.cache import CacheTiers, TierSpec
+from engine.scheduler.chunk_size import ChunkPace, has_decodes
+from engine.scheduler.fast_forward import NO_RUN, QuietRun, quiet_run, take_quiet_steps
+from engine.scheduler.lookahead import Lookahead
+from engine.scheduler.planner import Beside, Planner
+from engine.scheduler.preemption import Offloading
+from engine.scheduler.request_limits import check_size, end_rule, finish_reason, reason_of
+from engine.scheduler.request_queue import Ranking
+from engine.scheduler.request_table import Roster
+from engine.scheduler.step_events import Notices
+from engine.scheduler.step_rates import RateMeter
+from engine.types.config import EngineConfig
+from engine.types.kv_events import KVEventLog
+from engine.types.request import Batch, FinishReason, Request, RequestState, SampledToken
+from engine.types.step_output import Load, StepOutput, StepTimings
+from engine.types.token_guide import follow
+from tandem.errors import InvalidRequest, InvariantError, Overloaded
+from tandem.telemetry.logs import about
+from tandem.values.block_hash import BlockHasher
+from tandem.values.ids import BlockId, RequestId
+
+_log = logging.getLogger(__name__)
+_RETRY_AFTER_S = 1.0
+
+
+class Scheduler:
+    """All requests of one worker and the blocks they use. Plain, synchronous, touched by the engine thread alone.
+
+    Between `schedule` and the launch of its batch nothing may be called: the runner lays it out from live tables. From
+    then to its `commit` anything may: what a launched step can touch stays as it is until the step has settled.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        hasher: BlockHasher,
+        *,
+        tier: OffloadTier | None = None,
+        block_bytes: int = 0,
+        cache: TierSpec | None = None,
+        pins: PinBounds | None = None,
+        clock: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """`tier` takes the KV of preempted requests where that costs less than computing it again; `block_bytes` is
+        then the size of a block over all layers, and `offloading.copies_at` must be told. `cache` takes evicted blocks;
+        `tiers.costs.copies_at` must be told, and `patience_s` be heeded where there is a disk. Whoever has one of them,
+        or bounds steps by time (`max_step_s`), calls `observe` after every `commit`. Without `pins` none is taken.
+        `clock`: see BlockManager.
+        """
+        self._config = config
+        kv_events = KVEventLog(config.kv_event_capacity)
+        blocks, size, policy = config.num_blocks, config.block_size, eviction_policy(config.eviction)
+        self.blocks = BlockManager(
+            num_blocks=blocks, block_size=size, hasher=hasher, events=kv_events, policy=policy, clock=clock
+        )
+        self.tiers = CacheTiers(self.blocks, cache) if cache is not None else None
+        if self.tiers is not None:
+            self.blocks.put_below(self.tiers)
+        self._notices = Notices(kv_events)
+        self.pins = PrefixPins(self.blocks, pins or PinBounds(), lost=self._notices.pin_lost)
+        self.reservations = Reservations(
+            self.blocks, self.pins, screen=self._screen_reservation, adopt=self._adopt_reserved, tiers=self.tiers
+        )
+        self.offloading = Offloading(self.blocks, tier, block_bytes=block_bytes) if tier is not None else None
+        self._roster = Roster(Ranking(config.priority_aging_s))
+        self._ahead = Lookahead()
+        self._rates = RateMeter()
+        self._pace = ChunkPace(max_step_s=config.max_step_s, max_tokens=config.prefill_chunk_tokens)
+        self._untold: dict[RequestId, Request] = {}
+        """Prompts with progress that is told when the steps under way have settled."""
+        self._had_decodes = False
+        """Whether the batch committed last computed the newest token of some sequence."""
+        self._planner = Planner(
+            config,
+            blocks=self.blocks,
+            roster=self._roster,
+            notices=self._notices,
+            ahead=self._ahead,
+            pace=self._pace,
+            beside=Beside(pins=self.pins, offloading=self.offloading, tiers=self.tiers),
+        )
+
+    # Entering and leaving
+
+    def add(self, request: Request) -> None:
+        """Queue a request; one whose last token already ends it (a resume that lost only the end) ends at once.
+
+        Raises InvalidRequest, ContextLengthExceeded, RequestTooLarge (it can never run), Overloaded (queue full).
+        """
+        self._screen(request)
+        if len(self._roster.waiting) >= self._config.max_waiting_requests:
+            raise Overloaded(f"{len(self._roster.waiting)} requests are waiting", retry_after_s=_RETRY_AFTER_S)
+        self._adopt(request)
+
+    def match_prefix(self, request: Request) -> int:
+        """Tokens of the request whose KV is here now. Pins nothing: `reserve` and admission look again and pin."""
+        return self.blocks.match(request).num_blocks * self._config.block_size
+
+    def abort(self, request_id: RequestId) -> bool:
+        """End a request in any state with reason "abort"; False when it is unknown or already over.
+
+        One that is still reserved is ended through `reservations`, which know whether its writer is quiet.
+        """
+        request = self._roster.requests.get(request_id)
+        if request is None:
+            return False
+        self._end(request, FinishReason.ABORT)
+        return True
+
+    def release_held(self, request_id: RequestId) -> bool:
+        """Let go of a finished prefill after its hand-off; False when it is not (or no longer) held."""
+        request = self._roster.requests.get(request_id)
+        if request is None or request.state is not RequestState.HELD:
+            return False
+        self._retire(request)
+        return True
+
+    def pin_blocks(self, request_id: RequestId) -> None:
+        """A transfer starts reading the request's blocks: they outlive even its abort, until `unpin_blocks`.
+
+        Counted: one per transfer. InvalidRequest when the request is not here.
+        """
+        if request_id not in self._roster.requests:
+            raise InvalidRequest(f"request {request_id} is not here")
+        self.blocks.pin(request_id)
+
+    def unpin_blocks(self, request_id: RequestId) -> None:
+        """A transfer is quiet; the request itself may be long gone."""
+        self.blocks.unpin(request_id)
+
+    def _screen(self, request: Request) -> None:
+        request_id = request.request_id
+        if request_id in self._roster.requests or self.reservations.has_request(request_id):
+            raise InvalidRequest(f"request {request_id} is already here")
+        if finish_reason(request, self._config) is None:
+            check_size(request, self._config)
+
+    def _screen_reservation(self, request: Request) -> None:
+        self._screen(request)
+        if finish_reason(request, self._config) is not None:
+            raise InvalidRequest(f"request {request.request_id} is already complete")
+        if self._planner.head_is_blocked:
+            raise PoolExhausted("requests before this one wait for KV blocks", retry_after_s=_RETRY_AFTER_S)
+
+    def _adopt(self, request: Request) -> None:
+        """Take over a request that holds all its KV but the last token's, or none at all."""
+        request.end_rule = end_rule(request, self._config)
+        self._roster.enter(request)
+        reason = finish_reason(request, self._config)
+        guide = request.guide
+        if reason is None and guide is not None:
+            if not follow(guide, request.token_ids[request.num_prompt_tokens :]):
+                reason = FinishReason.ERROR
+            elif guide.is_over:
+                reason = FinishReason.STOP
+        if reason is not None:
+            self._end(request, reason)
+
+    def _adopt_reserved(self, request: Request) -> None:
+        self._planner.admitted_elsewhere(request)
+        self._adopt(request)
+
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        # A held prefill whose one token was also its last has told its end already.
+        if request.finish_reason is None:
+            request.finish_reason = reason
+            self._notices.end(request, reason)
+        self._retire(request)
+
+    def _retire(self, request: Request) -> None:
+        self._roster.leave(request)
+        self._planner.forget(request)
+        self._notices.forget(request.request_id)
+
+    # One step
+
+    def schedule(self, now: float) -> Batch | None:
+        """Choose the next step's work, taking every launched step for done.
+
+        None when nothing can run until a launched step is committed or, without any, somebody adds, releases or aborts,
+        a disk has read what somebody waits for, or `patience_s` is over.
+
+        `now` is on the clock of the requests' `arrival_s`; whoever waited beyond its `deadline_s` ends here, told by
+        the next output. Costs O(running requests + admitted blocks).
+        """
+        for request in self._roster.deadlines.expired(now):
+            self._end(request, FinishReason.DEADLINE)
+        self.pins.expire(now)
+        batch = self._planner.plan(now)
+        if batch is not None:
+            self._ahead.launch(batch)
+            self.blocks.begin_step()
+        return batch
+
+    def commit(self, batch: Batch, sampled: Sequence[SampledToken | None]) -> StepOutput:
+        """Account for the oldest launched batch: one sampled token per sampling item, in order.
+
+        None stands for logits that no token can be chosen from: only its own request fails. Of requests that ended
+        since the launch nothing is kept.
+        """
+        if len(sampled) != sum([item.samples for item in batch.items]):
+            raise InvariantError(f"{len(sampled)} tokens sampled for {len(batch.items)} items")
+        self._ahead.settle(batch)
+        self._planner.executed()
+        self._tell_untold()
+        self._had_decodes = has_decodes(batch.items)
+        size, running = self._config.block_size, RequestState.RUNNING
+        tokens = iter(sampled)
+        num_caught_up = 0
+        leaving: list[Request] = []
+        failed: list[Request] = []
+        for request, start, num_tokens, samples in batch.items:
+            request.num_in_flight_tokens -= num_tokens
+            token = None
+            if samples:
+                request.num_awaited_tokens -= 1
+                token = next(tokens)
+            if request.state is not running:
+                continue
+            end = start + num_tokens
+            request.num_computed_tokens = end
+            num_caught_up += num_tokens
+            if samples and (token is None or not _may_follow(request, token)):
+                failed.append(request)
+                continue
+            if start // size != end // size or request.prefill_only:
+                self._commit_blocks(request, start // size)
+            if token is not None:
+                num_caught_up -= 1  # a token more to compute
+                if self._commit_token(request, token) or request.prefill_only:
+                    leaving.append(request)
+        self._roster.backlog_tokens -= num_caught_up
+        for request in leaving:
+            if request.prefill_only:
+                self._roster.hold(request)
+            else:
+                self._retire(request)
+        for request in failed:
+            name = request.request_id
+            _log.warning("%s: no token can be chosen from its logits", name, extra=about(name))
+            self.pins.distrust(request)
+            self.blocks.condemn(request)
+            self._end(request, FinishReason.ERROR)
+        return self.drain()
+
+    def _commit_blocks(self, request: Request, first_block: int) -> None:
+        """Its full blocks from `first_block` on may be found and, if it waits for a hand-off, sent."""
+        displaced = self.blocks.index_computed(request, first_block)
+        if displaced:
+            self.blocks.surrender(request.request_id, displaced)
+        if request.prefill_only:
+            self._tell_progress(request)
+
+    def _tell_progress(self, request: Request) -> None:
+        """What it has may be read by others from now on. A block may be one that another request has brought up."""
+        if self.is_arriving(request.block_table):
+            self._untold[request.request_id] = request
+        else:
+            self._notices.progress(request, self._config.block_size)
+
+    def _tell_untold(self) -> None:
+        if not self._untold:
+            return
+        untold, self._untold = self._untold, {}
+        for request in untold.values():
+            if request.state in (RequestState.RUNNING, RequestState.HELD):
+                self._tell_progress(request)
+
+    def is_arriving(self, blocks: Iterable[BlockId]) -> bool:
+        """Whether a step under way fills one of these: until it has settled nobody else may read them."""
+        return not self._ahead.arriving().isdisjoint(blocks)
+
+    def _commit_token(self, request: Request, token: SampledToken) -> bool:
+        """Whether it was the last."""
+        request.token_ids.append(token.token_id)
+        rule = request.end_rule or end_rule(request, self._config)
+        num_tokens = len(request.token_ids)
+        reason = None
+        if num_tokens >= rule.max_tokens or token.token_id in rule.token_ids:
+            reason = reason_of(rule, token.token_id, num_tokens)
+        if request.guide is not None and request.guide.is_over:
+            reason = FinishReason.STOP
+        if reason is not None:
+            request.finish_reason = reason
+        self._notices.token(request, num_tokens - request.num_prompt_tokens - 1, token, reason)
+        return reason is not None
+
+    def quiet_run(self) -> QuietRun:
+        """How many steps `take_quiet_steps` may take at once, for simulations; see `engine.scheduler.fast_forward`."""
+        if self._ahead or self.tiers is not None or self.offloading is not None:
+            return NO_RUN
+        return quiet_run(self._roster, self.blocks, self._config)
+
+    def take_quiet_steps(self, num_steps: int, token_id: int) -> StepOutput:
+        """Do what so many steps of the `quiet_run` of now, at most all of them, would; all their tokens are `token_id`.
+
+        The output tells all that theirs would, except tokens. InvariantError for steps that would end somebody.
+        """
+        if self._ahead:
+            raise InvariantError("steps cannot be taken at once while one is under way")
+        self._planner.quiet(num_steps)
+        self._had_decodes = True
+        take_quiet_steps(num_steps, token_id, self._roster, self.blocks)
+        return self.drain()
+
+    def observe(self, timings: StepTimings) -> None:
+        """What the batch committed last took: chunks beside decodes are bounded by it, and copying compared with it."""
+        self._pace.observe(timings, beside_decodes=self._had_decodes)
+        self._rates.observe(timings)
+        if self.offloading is not None:
+            self.offloading.computes_at(self._rates.prefill_tokens_per_s)
+        if self.tiers is not None:
+            self.tiers.costs.computes_at(self._rates.prefill_tokens_per_s)
+
+    def patience_s(self, now: float) -> float | None:
+        """After a `schedule` that found nothing to run: how long until another may, whatever happens; None for ever."""
+        return None if self.tiers is None else self.tiers.patience_s(now)
+
+    # Telling
+
+    @property
+    def has_notices(self) -> bool:
+        """Whether something happened that no output has told yet."""
+        return bool(self._notices)
+
+    @property
+    def has_admissions(self) -> bool:
+        """Whether a request has just left the queue: worth telling before its step is executed."""
+        return self._notices.has_admissions
+
+    def drain(self) -> StepOutput:
+        """Everything since the last output, told once."""
+        return self._notices.drain(self.load())
+
+    def load(self) -> Load:
+        """The worker's occupation now; O(1) beside quarantines."""
+        return Load(
+            num_running=len(self._roster.running),
+            num_waiting=len(self._roster.waiting),
+            num_held=self._roster.num_held,
+            num_reservations=len(self.reservations),
+            num_backlog_tokens=self._roster.backlog_tokens,
+            num_blocks=self.blocks.pool.num_blocks,
+            num_used_blocks=self.blocks.pool.num_used,
+            num_evictable_blocks=self.blocks.pool.num_idle,
+            num_promised_blocks=self.blocks.num_promised,
+            num_quarantined_blocks=self.reservations.num_quarantined_blocks,
+            tiers=() if self.tiers is None else self.tiers.counts(),
+            pins=self.pins.totals(),
+        )
+
+    def check_invariants(self) -> None:
+        """Every reference count is accounted for by its owners; O(num_blocks), for tests and audits."""
+        self.blocks.check_invariants()
+        self._roster.check_invariants()
+        self._ahead.check_invariants()
+        if self.tiers is not None:
+            self.tiers.check_invariants()
+        owned = self.reservations.references() + self.blocks.pinned_blocks() + self.pins.references()
+        for request in self._roster.requests.values():
+            owned.extend(request.block_table)
+        owners = Counter(owned)
+        for block in map(BlockId, range(self.blocks.pool.num_blocks)):
+            if owners[block] != self.blocks.pool.num_refs(block):
+                raise InvariantError(
+                    f"block {block} has {owners[block]} owners and {self.blocks.pool.num_refs(block)} references"
+                )
+
+
+def _may_follow(request: Request, token: SampledToken) -> bool:
+    """Whether a sampled token is one that the request's grammar allows; no other can be sampled from sound logits."""
+    return request.guide is None or request.guide.accept(token.token_id)

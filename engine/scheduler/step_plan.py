@@ -1,0 +1,92 @@
+"""A batch in the making: what is left of the step's budgets, who has a share, and which blocks move first."""
+
+from engine.scheduler.chunk_size import has_decodes
+from engine.types.block_moves import BlockCopy, BlockLoad, BlockOffload
+from engine.types.request import Batch, BatchItem, Request
+from tandem.errors import InvariantError
+from tandem.values.ids import RequestId
+
+
+class StepPlan:
+    """Budgets of one step; a request has at most one share.
+
+    `tokens_left` and `rows_left` bound everybody, `chunk_left` only those that are more than one token behind.
+    """
+
+    __slots__ = ("_copies", "_items", "_loads", "_moving", "chunk_left", "has_preempted", "rows_left", "tokens_left")
+
+    def __init__(self, *, max_tokens: int, max_rows: int, chunk_tokens: int) -> None:
+        self.tokens_left = max_tokens
+        self.rows_left = max_rows
+        self.chunk_left = chunk_tokens
+        self.has_preempted = False
+        self._items: list[BatchItem] = []
+        self._loads: list[BlockLoad] = []
+        self._copies: list[BlockCopy] = []
+        self._moving: set[RequestId] = set()
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    @property
+    def has_decodes(self) -> bool:
+        """Whether somebody reads along with what is planned so far; O(1), since decodes are planned first."""
+        return has_decodes(self._items)
+
+    def bound_chunk(self, num_tokens: int) -> None:
+        """Leave at most so many tokens to those that are more than one behind."""
+        self.chunk_left = min(self.chunk_left, num_tokens)
+
+    def has_room(self, num_tokens: int) -> bool:
+        """Whether a request that is so far behind could have a share."""
+        return self.tokens_left > 0 and self.rows_left > 0 and (num_tokens == 1 or self.chunk_left > 0)
+
+    def add_token(self, request: Request) -> None:
+        """Give a request that is one token behind that token."""
+        self._items.append(BatchItem(request, request.num_computed_tokens + request.num_in_flight_tokens, 1, True))
+        self.tokens_left -= 1
+        self.rows_left -= 1
+
+    def add(self, request: Request) -> None:
+        """Give a request as many of its next tokens as the budgets allow."""
+        gap = request.num_unplanned_tokens
+        if gap == 1:
+            self.add_token(request)
+            return
+        num_tokens = min(gap, self.chunk_left, self.tokens_left)
+        self._items.append(BatchItem(request, request.num_planned_tokens, num_tokens, num_tokens == gap))
+        self.chunk_left -= num_tokens
+        self.tokens_left -= num_tokens
+        self.rows_left -= 1
+
+    def move(self, request: Request, *, loads: list[BlockLoad], copies: list[BlockCopy]) -> None:
+        """Fill some of a newcomer's blocks before the step computes."""
+        self._loads += loads
+        self._copies += copies
+        self._moving.add(request.request_id)
+
+    def drop(self, request: Request) -> None:
+        """Take a share back, if the request has one. InvariantError for a newcomer whose blocks are yet to be filled:
+        what its preemption would save does not exist.
+        """
+        if request.request_id in self._moving:
+            raise InvariantError(f"request {request.request_id} was admitted and preempted in one step")
+        for i, item in enumerate(self._items):
+            if item.request is request:
+                del self._items[i]
+                self.tokens_left += item.num_tokens
+                self.rows_left += 1
+                if item.num_tokens > 1 or not item.samples:
+                    self.chunk_left += item.num_tokens
+                return
+
+    def batch(self, preempted: tuple[BlockOffload, ...] = (), demoted: tuple[BlockOffload, ...] = ()) -> Batch:
+        """The finished batch: it saves blocks of preempted requests, and others that somebody in it has taken over."""
+        return Batch(
+            items=tuple(self._items),
+            offloads=preempted + demoted,
+            loads=tuple(self._loads),
+            copies=tuple(self._copies),
+            # Who has taken a block over may have been preempted later in the same plan.
+            saves_free_blocks=bool(preempted) or (self.has_preempted and bool(demoted)),
+        )

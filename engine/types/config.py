@@ -1,0 +1,74 @@
+"""Bounds of one engine. Defaults live with the cluster's configuration, never here: a value is stated once."""
+
+from dataclasses import dataclass
+
+from tandem.errors import ConfigError
+from tandem.values.block_hash import HASH_BLOCK_TOKENS
+
+EVICTION_POLICIES = ("lru", "lfu", "prefix")
+"""The names of `engine.kv_cache.eviction.POLICIES`, which makes them."""
+_AT_LEAST_ONE = (
+    "num_blocks",
+    "block_size",
+    "max_model_len",
+    "max_batched_tokens",
+    "prefill_chunk_tokens",
+    "max_running_requests",
+    "max_waiting_requests",
+    "kv_event_capacity",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What the scheduler may do in one step and in total. ConfigError for a bound that cannot work."""
+
+    num_blocks: int
+    """Physical KV blocks of the pool, from the memory budget made at start."""
+    block_size: int
+    """Tokens per physical block: a multiple of the hash block."""
+    max_model_len: int
+    """Tokens of the longest sequence, prompt and output."""
+    max_batched_tokens: int
+    """Tokens computed in one step, over all requests."""
+    prefill_chunk_tokens: int
+    """Prompt tokens computed in one step, given to requests in order: bounds how long prompts delay the sequences
+    that are being generated, and how long a later prompt delays an earlier one."""
+    max_step_s: float | None
+    """Time that a step beside decodes is planned to end in: it gets fewer prompt tokens where the machine is too slow
+    for `prefill_chunk_tokens` (see `engine.scheduler.chunk_size`); None: no such bound."""
+    max_running_requests: int
+    """Rows of one step."""
+    max_waiting_requests: int
+    """Queue bound: one more is refused as Overloaded."""
+    kv_event_capacity: int
+    """KV events kept between two steps; beyond it they are dropped as a visible gap."""
+    eos_token_ids: frozenset[int]
+    """The model's own end tokens."""
+    eviction: str
+    """Which cached block is given up first: one of `EVICTION_POLICIES`."""
+    max_overtakes: int
+    """How many requests with more of their prompt cached may leave the queue before one that came earlier; 0: none."""
+    priority_aging_s: float | None
+    """A request one level lower ranks as if it had arrived so much later; None: strictly after all above it."""
+
+    def __post_init__(self) -> None:
+        for name in _AT_LEAST_ONE:
+            value = getattr(self, name)
+            if value < 1:
+                raise ConfigError(f"engine.{name} must be at least 1, not {value}")
+        if self.max_overtakes < 0:
+            raise ConfigError(f"engine.max_overtakes must be at least 0, not {self.max_overtakes}")
+        for name in ("max_step_s", "priority_aging_s"):
+            seconds = getattr(self, name)
+            if seconds is not None and not seconds > 0.0:
+                raise ConfigError(f"engine.{name} must be above 0, not {seconds}")
+        if self.eviction not in EVICTION_POLICIES:
+            raise ConfigError(f"engine.eviction must be one of {', '.join(EVICTION_POLICIES)}, not {self.eviction!r}")
+        if self.block_size % HASH_BLOCK_TOKENS:
+            raise ConfigError(f"engine.block_size must be a multiple of {HASH_BLOCK_TOKENS}, not {self.block_size}")
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """Tokens that one sequence can ever reach: the model's context, or the whole pool where that is smaller."""
+        return min(self.max_model_len, self.num_blocks * self.block_size)

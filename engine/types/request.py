@@ -1,0 +1,217 @@
+"""One generation as the engine sees it: tokens, of which some still need computing.
+
+A request has no phase. `num_computed_tokens` trails `num_tokens` by a whole prompt when it is new, by one token
+while it decodes, by everything after a preemption or a lost hand-off; the scheduler only ever closes that gap.
+Everything here is touched by the engine thread alone.
+"""
+
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+from engine.types.block_moves import BlockCopy, BlockLoad, BlockOffload
+from engine.types.block_seconds import BlockSeconds
+from engine.types.prompt_scoring import Reading
+from engine.types.token_guide import TokenGuide
+from tandem.errors import InvariantError
+from tandem.values.ids import BlockHash, BlockId, RequestId
+from tandem.values.outputs import FinishReason as FinishReason
+from tandem.values.outputs import SampledToken as SampledToken
+from tandem.values.outputs import TokenLogprob as TokenLogprob
+from tandem.values.sampling import SamplingParams
+
+
+class RequestState(Enum):
+    """Where a request stands with the scheduler."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    HELD = "held"
+    """Prefill is done and the blocks stay pinned until the hand-off ends."""
+    FINISHED = "finished"
+
+
+_NEXT: dict[RequestState, frozenset[RequestState]] = {
+    RequestState.WAITING: frozenset({RequestState.RUNNING, RequestState.FINISHED}),
+    RequestState.RUNNING: frozenset({RequestState.WAITING, RequestState.HELD, RequestState.FINISHED}),
+    RequestState.HELD: frozenset({RequestState.FINISHED}),
+    RequestState.FINISHED: frozenset(),
+}
+
+
+class BlockTable:
+    """A request's ordered physical blocks, as a C int array that a runner can view without copying."""
+
+    __slots__ = ("_ids", "version")
+
+    def __init__(self, ids: Iterable[BlockId] = ()) -> None:
+        self._ids = array("i", ids)
+        self.version = 0
+        """Changes with every edit that is not an append: whoever mirrors a table copies only what is new."""
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __getitem__(self, index: int) -> BlockId:
+        return BlockId(self._ids[index])
+
+    def __iter__(self) -> Iterator[BlockId]:
+        return (BlockId(i) for i in self._ids)
+
+    @property
+    def ids(self) -> "array[int]":
+        """The live array; read-only by convention, and never kept across a step."""
+        return self._ids
+
+    def append(self, block: BlockId) -> None:
+        """Add the block for the next `block_size` tokens."""
+        self._ids.append(block)
+
+    def extend(self, blocks: Iterable[BlockId]) -> None:
+        """Add the blocks for the next tokens, in order."""
+        self._ids.extend(blocks)
+
+    def replace(self, index: int, block: BlockId) -> None:
+        """Point at an equal block instead: the one place where a table is not append-only (deduplication)."""
+        self._ids[index] = block
+        self.version += 1
+
+    def clear(self) -> list[BlockId]:
+        """Give up every block, in order."""
+        ids = [BlockId(i) for i in self._ids]
+        del self._ids[:]
+        self.version += 1
+        return ids
+
+
+class EndRule(NamedTuple):
+    """When a request is over: made once by `engine.scheduler.request_limits.end_rule`, checked after every token."""
+
+    token_ids: frozenset[int]
+    """Sampling one of these ends the request, once it has `min_tokens`."""
+    min_tokens: int
+    """Of its whole sequence, prompt and output."""
+    max_tokens: int
+    """Of its whole sequence."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Request:
+    """Mutable state of one choice of one client request."""
+
+    request_id: RequestId
+    token_ids: "array[int]"
+    """Prompt, then output."""
+    num_prompt_tokens: int
+    params: SamplingParams
+    hash_root: BlockHash
+    """Parent of the first block's hash: model, adapter and tenant salt."""
+    choice_index: int = 0
+    arrival_s: float = 0.0
+    priority: int = 0
+    """Lower is sooner."""
+    deadline_s: float | None = None
+    """On the clock of `arrival_s`. Until it runs, earlier deadlines go first, and one that has passed ends it."""
+    prefill_only: bool = False
+    """Compute the prompt, sample one token, then hold the blocks for a hand-off."""
+    state: RequestState = RequestState.WAITING
+    num_computed_tokens: int = 0
+    num_in_flight_tokens: int = 0
+    """Tokens after these that launched steps compute; see `engine.scheduler.lookahead`."""
+    num_awaited_tokens: int = 0
+    """Tokens after the known ones that launched steps sample: nobody knows their ids yet."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that were not computed for this request because their KV was already here."""
+    num_host_tokens: int = 0
+    """Tokens that the latest admission loaded from host memory."""
+    num_disk_tokens: int = 0
+    """The same, from disk."""
+    num_preemptions: int = 0
+    held: BlockSeconds = field(default_factory=BlockSeconds)
+    """By the clock of the block manager."""
+    block_table: BlockTable = field(default_factory=BlockTable)
+    block_hashes: list[BlockHash] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    guide: TokenGuide | None = None
+    """Follows the answer's grammar, if it has one."""
+    reading: Reading | None = None
+    """What is asked of the prompt's own tokens; such a request samples one token, which nobody wants."""
+    end_rule: EndRule | None = None
+    """The scheduler's, from `params` and the model; None before it has seen the request."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known so far, prompt and output."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far, on whatever worker."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Known tokens whose KV does not exist yet."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def num_planned_tokens(self) -> int:
+        """Tokens whose KV exists once every launched step is done."""
+        return self.num_computed_tokens + self.num_in_flight_tokens
+
+    @property
+    def num_unplanned_tokens(self) -> int:
+        """Tokens, known or awaited, that no launched step computes."""
+        return len(self.token_ids) + self.num_awaited_tokens - self.num_computed_tokens - self.num_in_flight_tokens
+
+    def move_to(self, state: RequestState) -> None:
+        """Change state; InvariantError for a move that the life cycle does not have."""
+        if state not in _NEXT[self.state]:
+            raise InvariantError(f"request {self.request_id}: {self.state} -> {state}")
+        self.state = state
+
+
+class BatchItem(NamedTuple):
+    """One request's share of a step: the next `num_tokens` tokens after `start`.
+
+    A tuple, as `TokenEvent` is: every step makes one per request, and a frozen dataclass costs five times as much.
+    """
+
+    request: Request
+    start: int
+    num_tokens: int
+    samples: bool
+    """Whether the step reaches the last known token, so that a new one is sampled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What one step computes; built by the scheduler, executed by a runner.
+
+    Blocks are moved first (see `engine.types.block_moves` for the order), then the items' tokens are computed.
+    """
+
+    items: tuple[BatchItem, ...]
+    offloads: tuple[BlockOffload, ...] = ()
+    loads: tuple[BlockLoad, ...] = ()
+    copies: tuple[BlockCopy, ...] = ()
+    saves_free_blocks: bool = False
+    """Of what is offloaded some blocks are nobody's any more: until the step is done nobody outside may get them."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of the step's hidden states."""
+        return sum([item.num_tokens for item in self.items])
+
+
+class TokenEvent(NamedTuple):
+    """One new token of one request, or its end, or both."""
+
+    request_id: RequestId
+    index: int  # type: ignore[assignment]  # nobody searches an event: the tuple's own `index` is not missed
+    """Position of the token in the output, from 0; equals the number of outputs when only an end is told."""
+    token: SampledToken | None
+    finish_reason: FinishReason | None
+    num_cached_tokens: int

@@ -1,0 +1,130 @@
+"""What one engine step tells the worker's shell: values only, safe to hand to another thread.
+
+What every step makes is a tuple: a frozen dataclass costs five times as much.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from engine.types.kv_events import KVEventBatch
+from engine.types.request import TokenEvent
+from engine.types.tier_counts import TierCounts
+from tandem.values.ids import BlockId, RequestId
+from tandem.values.outputs import CachedTokens
+from tandem.values.prefix_pin import PinKey, PinTotals
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """A request left the queue for the first time."""
+
+    request_id: RequestId
+    queued_s: float
+    """Since its arrival, on the clock that `arrival_s` was read from."""
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    prefill_only: bool
+    num_host_tokens: int = 0
+    """Of those cached and perhaps of output behind them: loaded from host memory."""
+    num_disk_tokens: int = 0
+
+    def cached(self, num_fetched_tokens: int) -> CachedTokens:
+        """The cached tokens by source; `num_fetched_tokens` of those in the pool had come from a peer."""
+        pool = max(0, self.num_cached_tokens - self.num_host_tokens - self.num_disk_tokens)
+        fetched = min(num_fetched_tokens, pool)
+        host = min(self.num_host_tokens, self.num_cached_tokens - pool)
+        return CachedTokens(
+            prefill_pool=pool - fetched if self.prefill_only else 0,
+            decode_pool=0 if self.prefill_only else pool - fetched,
+            fetched=fetched,
+            host=host,
+            disk=self.num_cached_tokens - pool - host,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillProgress:
+    """Source blocks of a `prefill_only` request that got their final content in this step.
+
+    Over a request's life these cover its table once, in order, blocks of its prefix hit first.
+    """
+
+    request_id: RequestId
+    num_computed_tokens: int
+    first_block_index: int
+    """Index in the request's table of the first of `block_ids`."""
+    block_ids: tuple[BlockId, ...]
+    is_complete: bool
+    """The prompt is computed; the last block may be partly filled."""
+
+
+class ComingPrompt(NamedTuple):
+    """A `prefill_only` request in a step under way."""
+
+    request_id: RequestId
+    num_computed_tokens: int
+    """Before the step, in all layers."""
+    num_coming_tokens: int
+    """After it."""
+    block_ids: tuple[BlockId, ...]
+    """The whole table."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayersDone:
+    """Within a step: keys and values of its tokens are in the pool, on all ranks, in the first layers."""
+
+    num_layers: int
+    prompts: tuple[ComingPrompt, ...]
+
+
+class Load(NamedTuple):
+    """A worker's occupation after the step."""
+
+    num_running: int
+    num_waiting: int
+    num_held: int
+    """Finished prefills whose blocks wait for a hand-off."""
+    num_reservations: int
+    num_backlog_tokens: int
+    """Known tokens still to compute, waiting and running."""
+    num_blocks: int
+    num_used_blocks: int
+    num_evictable_blocks: int
+    num_promised_blocks: int
+    num_quarantined_blocks: int
+    tiers: tuple[TierCounts, ...] = ()
+    """Below the pool, the nearest first."""
+    pins: PinTotals = PinTotals()
+
+
+class StepTimings(NamedTuple):
+    """Where one step's time went, and over how many tokens."""
+
+    schedule_s: float
+    execute_s: float
+    commit_s: float
+    num_tokens: int
+    num_requests: int
+    is_overlapped: bool = False
+    """Scheduling and committing were done while the device computed."""
+
+    @property
+    def step_s(self) -> float:
+        """From one step to the next, in a row of steps alike."""
+        return self.execute_s if self.is_overlapped else self.schedule_s + self.execute_s + self.commit_s
+
+
+class StepOutput(NamedTuple):
+    """Everything that happened since the output before."""
+
+    events: tuple[TokenEvent, ...]
+    admissions: tuple[Admission, ...]
+    progress: tuple[PrefillProgress, ...]
+    preemptions: tuple[RequestId, ...]
+    kv_events: KVEventBatch
+    load: Load
+    timings: StepTimings | None = None
+    """None when nothing was executed, for example after an abort of the last request."""
+    lost_pins: tuple[PinKey, ...] = ()
+    """Pinned prefixes that gave way."""

@@ -1,0 +1,100 @@
+"""How a prompt's cells are cut into chunks: what one write moves and one checksum covers. Pure.
+
+Cells leave as they come into being: all layers of what earlier steps computed, and of the step under way those layers
+that are done. So the wire is busy while the next layers are computed, and what is still to be sent when the last
+one is done is the last few layers of the last step.
+"""
+
+from dataclasses import dataclass
+
+from kv_transfer.layout.cell_range import CellRange
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellShape:
+    """What the cells of one hand-off are made of."""
+
+    num_layers: int
+    num_heads: int
+    unit_layer_bytes: int
+    """Of one unit in one layer, all heads of K and V, as they travel."""
+
+
+class ChunkPlanner:
+    """Plans each cell once, in chunks of at most `chunk_bytes` (at least one unit of one layer)."""
+
+    __slots__ = ("_chunk_bytes", "_done", "_shape", "_slab_end", "_slab_layers")
+
+    def __init__(self, shape: CellShape, *, chunk_bytes: int) -> None:
+        self._shape = shape
+        self._chunk_bytes = chunk_bytes
+        self._done = 0
+        """Units planned in all layers."""
+        self._slab_end = 0
+        """Units up to here are being computed by the step under way; beyond `_done` only within a step."""
+        self._slab_layers = 0
+        """Of those, layers that are planned."""
+
+    def plan(self, num_ready: int, *, coming: int = 0, num_layers: int = 0) -> list[CellRange]:
+        """Chunks for what became ready since the last call.
+
+        `num_ready`: units that are computed in all layers. `coming`: units that will be after the step under way,
+        which has computed them in the first `num_layers` layers; 0 while no step is under way.
+        """
+        chunks: list[CellRange] = []
+        if self._slab_layers and num_ready >= self._slab_end:
+            chunks += self._by_layers(self._slab_end, self._slab_layers, self._shape.num_layers)
+            self._done, self._slab_layers = self._slab_end, 0
+        if not self._slab_layers and num_ready > self._done:
+            chunks += self._by_units(num_ready)
+            self._done = num_ready
+        if coming > self._done and (not self._slab_layers or coming == self._slab_end):
+            chunks += self._extend_slab(coming, num_layers)
+        return chunks
+
+    def _extend_slab(self, end: int, num_layers: int) -> list[CellRange]:
+        """Whole groups of layers only; the last layer is never told before its step is over."""
+        group = self._layers_at_once(end - self._done)
+        new_layers = min(num_layers, self._shape.num_layers - 1) - self._slab_layers
+        planned = self._slab_layers + max(0, new_layers) // group * group
+        chunks = self._by_layers(end, self._slab_layers, planned)
+        if chunks:
+            self._slab_end, self._slab_layers = end, planned
+        return chunks
+
+    def _by_layers(self, end: int, first_layer: int, end_layer: int) -> list[CellRange]:
+        """What a step computes: all its units, a few layers at a time."""
+        layers = self._layers_at_once(end - self._done)
+        units = self._units_at_once(layers)
+        return [
+            self._box(layer, min(layers, end_layer - layer), unit, min(units, end - unit))
+            for layer in range(first_layer, end_layer, layers)
+            for unit in range(self._done, end, units)
+        ]
+
+    def _by_units(self, end: int) -> list[CellRange]:
+        """What is there in all layers: a few units at a time, so that whole blocks have landed if it fails midway."""
+        all_layers = self._shape.num_layers
+        units = self._units_at_once(all_layers)
+        layers = self._layers_at_once(units)
+        return [
+            self._box(layer, min(layers, all_layers - layer), unit, min(units, end - unit))
+            for unit in range(self._done, end, units)
+            for layer in range(0, all_layers, layers)
+        ]
+
+    def _layers_at_once(self, num_units: int) -> int:
+        return max(1, min(self._shape.num_layers, self._chunk_bytes // (num_units * self._shape.unit_layer_bytes)))
+
+    def _units_at_once(self, num_layers: int) -> int:
+        return max(1, self._chunk_bytes // (num_layers * self._shape.unit_layer_bytes))
+
+    def _box(self, first_layer: int, num_layers: int, first_unit: int, num_units: int) -> CellRange:
+        return CellRange(
+            first_layer=first_layer,
+            num_layers=num_layers,
+            first_unit=first_unit,
+            num_units=num_units,
+            first_head=0,
+            num_heads=self._shape.num_heads,
+        )

@@ -1,0 +1,249 @@
+"""Payloads from one cache dtype to another, to the bit as the engine writes them (`engine/kv_storage/kv_codes.py`).
+
+Plain numpy on one thread, in tiles that stay in a core's cache; bfloat16 is uint16 and shifts. What `kv_codes.py` asks
+of values holds here: they are finite.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kv_transfer.layout.mapping import Payload, vector_bytes
+from tandem.errors import TransferError
+from tandem.values.kv_agreement import CONVERSIONS
+from tandem.values.kv_layout import QUANTISED_DTYPES
+
+Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+Array = npt.NDArray[Any]
+
+TILE_VALUES = 1 << 16
+"""Converted at once: with its scratch it fits into a second-level cache, and numpy's cost per call is spread well."""
+
+_STORED = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.float16, "int8": np.int8, "fp8_e4m3": np.uint8}
+_LARGEST_INT8 = np.float32(127)
+_SMALLEST_PEAK = np.float32(1e-30)
+_ROUND_TO_BFLOAT16 = np.uint32(0x7FFF)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tile:
+    """Some pieces of some layers: `[layer, piece, k/v, head, token, head_dim]`, scales without the last."""
+
+    values: Array
+    scales: Floats | None
+    """In int8."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """Which layers and heads a tile is of."""
+
+    layers: slice
+    heads: slice
+
+
+class Converter:
+    """From one dtype to another. One thread at a time; whoever converts on several has several."""
+
+    def __init__(self, source: str, destination: str, *, head_scales: Floats | None = None) -> None:
+        """`head_scales`: the model's, for fp8_e4m3: `[num_layers, 2, num_kv_heads]` of all ranks; 1 when absent.
+
+        Raises TransferError when there is no such conversion.
+        """
+        if source != destination and (source, destination) not in CONVERSIONS:
+            raise TransferError(f"dtype: no conversion from {source} to {destination}")
+        self.source, self.destination = source, destination
+        self._head_scales = head_scales
+        self._to_fp8 = _fp8_of_bfloat16()
+        self._of_fp8 = _values_of_fp8()
+        self._scratch: dict[type[np.generic], Array] = {}
+
+    def convert(self, payload: Payload, data: Bytes, out: Bytes) -> None:
+        """Write into `out` what `data` is in the destination's dtype; both contiguous and in the order of the wire.
+
+        Raises TransferError when either has not the payload's size.
+        """
+        for name, array, dtype in (("payload", data, self.source), ("room", out, self.destination)):
+            if array.nbytes != payload.num_bytes(dtype):
+                raise TransferError(f"{name} of {array.nbytes} bytes, {dtype} has {payload.num_bytes(dtype)}")
+        if self.source == self.destination:
+            np.copyto(out, data)
+        else:
+            # What torch does without a word: scaled beyond float32 is infinite, and the bound of a code.
+            with np.errstate(all="ignore"):
+                self._convert_parts(payload, data, out)
+
+    def _convert_parts(self, payload: Payload, data: Bytes, out: Bytes) -> None:
+        reads, writes = (_parts(payload, a, d) for a, d in ((data, self.source), (out, self.destination)))
+        for (part, given), (_, made) in zip(reads, writes, strict=True):
+            for layers, pieces in _tiles(given.values.shape):
+                tile = _Part(
+                    layers=slice(part.layers.start + layers.start, part.layers.start + layers.stop), heads=part.heads
+                )
+                self._convert(tile, _cut(given, layers, pieces), _cut(made, layers, pieces))
+
+    def _convert(self, part: _Part, given: _Tile, made: _Tile) -> None:
+        if self.source in QUANTISED_DTYPES:
+            self._restore(part, given, made)
+        elif made.scales is not None:
+            self._to_int8(given.values, made.values, made.scales)
+        else:
+            self._to_fp8_codes(part, given.values, made.values)
+
+    def _to_int8(self, values: Array, codes: Array, scales: Floats) -> None:
+        floats = self._floats(values)
+        peaks = self._peaks(values if self.source == "bfloat16" else floats)
+        factors = np.zeros_like(peaks)
+        np.divide(_LARGEST_INT8, peaks, out=factors, where=peaks > _SMALLEST_PEAK)
+        np.divide(peaks, _LARGEST_INT8, out=scales)
+        products = self._room(np.float32, values.shape)
+        np.multiply(floats, factors[..., None], out=products)
+        # No bound is needed: |value| * (127 / peak) is off by two roundings at most, and what it rounds to is 127.
+        np.rint(products, out=products)
+        np.copyto(codes, products, casting="unsafe")
+
+    def _to_fp8_codes(self, part: _Part, values: Array, codes: Array) -> None:
+        scales = self._scales_of(part)
+        if self.source == "bfloat16" and scales is None:
+            indices: Array = values
+        else:
+            scaled = self._room(np.float32, values.shape)
+            np.divide(self._floats(values), np.float32(1) if scales is None else scales, out=scaled)
+            indices = self._sticky(scaled)
+        np.copyto(codes, self._to_fp8.take(indices, out=self._room(np.uint8, indices.shape), mode="clip"))
+
+    def _sticky(self, floats: Floats) -> Array:
+        """The upper halves of floats, their last bits set when anything was cut off.
+
+        So cut, a value lies between the same two codes, and on the same side of their middle, as before: the middles of
+        e4m3's codes have no such bit (rounding to odd: Boldo and Melquiond, 2008).
+        """
+        bits = floats.view(np.uint32)
+        indices = self._room(np.uint16, bits.shape)
+        np.right_shift(bits, 16, out=indices, casting="unsafe")
+        np.bitwise_and(bits, np.uint32(0xFFFF), out=bits)
+        np.bitwise_or(indices, np.not_equal(bits, 0, out=self._room(np.bool_, bits.shape)), out=indices)
+        return indices
+
+    def _restore(self, part: _Part, given: _Tile, made: _Tile) -> None:
+        floats = self._room(np.float32, given.values.shape)
+        if given.scales is not None:
+            np.copyto(floats, given.values)
+            scales: Floats | None = given.scales[..., None]
+        else:
+            self._of_fp8.take(given.values, out=floats, mode="clip")
+            scales = self._scales_of(part)
+        if scales is not None:
+            np.multiply(floats, scales, out=floats)
+        if self.destination != "bfloat16":
+            np.copyto(made.values, floats, casting="same_kind")
+            return
+        bits = floats.view(np.uint32)
+        half = np.right_shift(bits, 16, out=self._room(np.uint32, bits.shape))
+        np.bitwise_and(half, np.uint32(1), out=half)
+        np.add(half, _ROUND_TO_BFLOAT16, out=half)
+        np.add(bits, half, out=bits)
+        np.right_shift(bits, 16, out=made.values, casting="unsafe")
+
+    def _floats(self, values: Array) -> Floats:
+        """`values` as float32; in the scratch unless they are that already."""
+        if values.dtype == np.float32:
+            return values.view(np.float32)
+        floats = self._room(np.float32, values.shape)
+        if self.source == "bfloat16":
+            np.left_shift(values, 16, out=floats.view(np.uint32), dtype=np.uint32, casting="unsafe")
+        else:
+            np.copyto(floats, values)
+        return floats
+
+    def _peaks(self, values: Array) -> Floats:
+        """Largest magnitude of each vector: finite floats without their signs are in the order of their bits."""
+        half = values.dtype == np.uint16
+        bits, sign = (values, 0x8000) if half else (values.view(np.uint32), 0x80000000)
+        unsigned = np.bitwise_and(bits, sign - 1, out=self._room(np.uint16 if half else np.uint32, values.shape))
+        peaks: Floats = np.left_shift(unsigned.max(-1), 16 * half, dtype=np.uint32).view(np.float32)
+        return peaks
+
+    def _room(self, dtype: type[np.generic], shape: tuple[int, ...]) -> Array:
+        """Scratch, one array of each dtype, overwritten at the next request."""
+        size = math.prod(shape)
+        room = self._scratch.get(dtype)
+        if room is None or room.size < size:
+            room = self._scratch[dtype] = np.empty(size, dtype)
+        return room[:size].reshape(shape)
+
+    def _scales_of(self, part: _Part) -> Floats | None:
+        """fp8_e4m3's, shaped to broadcast over a tile; None when they are 1."""
+        if self._head_scales is None:
+            return None
+        scales = self._head_scales[part.layers, :, part.heads]
+        return scales[:, None, :, :, None, None]
+
+
+def _parts(payload: Payload, data: Bytes, dtype: str) -> Iterator[tuple[_Part, _Tile]]:
+    """Views of a payload, each regular: one range of heads and one span, over all layers."""
+    layers = payload.num_layers
+    rows = data.reshape(layers, -1, copy=False)
+    row_bytes = vector_bytes(dtype, payload.head_dim)
+    value_bytes = payload.head_dim * np.dtype(_STORED[dtype]).itemsize
+    begin = 0
+    for first_head, num_heads in payload.head_ranges:
+        part = _Part(
+            layers=slice(payload.first_layer, payload.first_layer + layers),
+            heads=slice(first_head, first_head + num_heads),
+        )
+        for span in payload.spans:
+            shape = (layers, span.num_pieces, 2, num_heads, span.piece_tokens)
+            vectors = 2 * num_heads * span.piece_tokens
+            end = begin + span.num_pieces * vectors * row_bytes
+            pieces = rows[:, begin:end].reshape(layers, span.num_pieces, -1, copy=False)
+            values = pieces[..., : vectors * value_bytes].view(_STORED[dtype])
+            scales = None
+            if dtype == "int8":
+                scales = pieces[..., vectors * value_bytes :].view(np.float32).reshape(shape, copy=False)
+            yield part, _Tile(values=values.reshape(*shape, payload.head_dim, copy=False), scales=scales)
+            begin = end
+
+
+def _tiles(shape: tuple[int, ...]) -> Iterator[tuple[slice, slice]]:
+    """Layers and pieces of each tile of a view of this shape."""
+    num_layers, num_pieces = shape[:2]
+    piece_values = math.prod(shape[2:])
+    pieces = min(num_pieces, max(1, TILE_VALUES // piece_values))
+    layers = max(1, TILE_VALUES // (piece_values * num_pieces)) if pieces == num_pieces else 1
+    for layer in range(0, num_layers, layers):
+        for piece in range(0, num_pieces, pieces):
+            yield slice(layer, min(layer + layers, num_layers)), slice(piece, min(piece + pieces, num_pieces))
+
+
+def _cut(tile: _Tile, layers: slice, pieces: slice) -> _Tile:
+    scales = None if tile.scales is None else tile.scales[layers, pieces]
+    return _Tile(values=tile.values[layers, pieces], scales=scales)
+
+
+def _values_of_fp8() -> Floats:
+    """What each code of e4m3 stands for: sign, four bits of exponent biased by 7, three of fraction; no infinities."""
+    codes = np.arange(256)
+    exponent, fraction = codes >> 3 & 15, codes & 7
+    magnitude = np.where(exponent == 0, np.ldexp(fraction, -9), np.ldexp(8 + fraction, exponent - 10))
+    magnitude[codes & 127 == 127] = np.nan
+    values: Floats = np.where(codes < 128, magnitude, -magnitude).astype(np.float32)
+    return values
+
+
+def _fp8_of_bfloat16() -> Bytes:
+    """The nearest code of e4m3 for each bfloat16, ties to even, held within +-448; NaN stays NaN."""
+    codes = _values_of_fp8()[:127].astype(np.float64)
+    middles = (codes[:-1] + codes[1:]) / 2
+    magnitudes = (np.arange(0x7F81, dtype=np.uint32) << np.uint32(16)).view(np.float32)
+    below = np.searchsorted(middles, magnitudes, side="left")
+    above = np.searchsorted(middles, magnitudes, side="right")
+    nearest = np.full(0x8000, 127, np.uint8)
+    nearest[: magnitudes.size] = np.where(below % 2 == 0, below, above)
+    table: Bytes = np.concatenate([nearest, nearest | 128])
+    return table

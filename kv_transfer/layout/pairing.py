@@ -1,0 +1,83 @@
+"""What two workers have agreed on when they met: how cells of one are cells of the other, and what travels. Pure."""
+
+from dataclasses import dataclass
+
+from kv_transfer.layout.cells import TokenBlocks
+from kv_transfer.layout.dtype_conversion import Converter, Floats
+from kv_transfer.layout.mapping import CellMapping, vector_bytes
+from kv_transfer.layout.placed_cells import PlacedCells
+from tandem.errors import TransferError
+from tandem.values.ids import BlockId
+from tandem.values.kv_agreement import cannot_travel_as
+from tandem.values.kv_layout import KVLayout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Pairing:
+    """From a prefill worker's pool to a decode worker's."""
+
+    source: KVLayout
+    destination: KVLayout
+    wire_dtype: str
+    mapping: CellMapping
+    head_scales: Floats | None = None
+    """The model's, for fp8_e4m3: `[num_layers, 2, num_kv_heads]`; 1 when absent."""
+
+    @classmethod
+    def of(
+        cls, source: KVLayout, destination: KVLayout, *, wire_dtype: str, head_scales: Floats | None = None
+    ) -> "Pairing":
+        """Raises TransferError, naming the field, for layouts and a dtype that do not agree."""
+        if reason := cannot_travel_as(source.dtype, wire_dtype, destination.dtype):
+            raise TransferError(reason)
+        return cls(
+            source=source,
+            destination=destination,
+            wire_dtype=wire_dtype,
+            mapping=CellMapping(source, destination),
+            head_scales=head_scales,
+        )
+
+    def at_source(
+        self, held_tokens: int, first_block: int, blocks: tuple[BlockId, ...], pool_blocks: int
+    ) -> PlacedCells:
+        """Cells in some of a prompt's blocks at the source, beginning with the prompt's `first_block`."""
+        at = TokenBlocks(blocks=blocks, first_block=first_block, pool_blocks=pool_blocks)
+        return PlacedCells(mapping=self.mapping, held_tokens=held_tokens, at=at)
+
+    def at_destination(self, held_tokens: int, blocks: tuple[BlockId, ...], pool_blocks: int) -> PlacedCells:
+        """Cells in the blocks behind the held prefix at the destination."""
+        first_block = held_tokens // self.destination.block_size
+        at = TokenBlocks(blocks=blocks, first_block=first_block, pool_blocks=pool_blocks)
+        return PlacedCells(mapping=self.mapping, held_tokens=held_tokens, at=at)
+
+    @property
+    def unit_layer_bytes(self) -> int:
+        """Of one unit in one layer, all heads of K and V, as they travel."""
+        vectors = 2 * self.mapping.unit * self.source.num_kv_heads
+        return vectors * vector_bytes(self.wire_dtype, self.source.head_dim)
+
+    def at_departure(self) -> Converter | None:
+        """What the sender makes of its cells; None when they travel as they are."""
+        return self._converter(self.source.dtype, self.wire_dtype)
+
+    def at_arrival(self) -> Converter | None:
+        """What the receiver makes of what travels; None when it stays as it is."""
+        return self._converter(self.wire_dtype, self.destination.dtype)
+
+    def _converter(self, source: str, destination: str) -> Converter | None:
+        if source == destination:
+            return None
+        return Converter(source, destination, head_scales=self.head_scales)
+
+
+def choose_wire_dtype(source: KVLayout, destination: KVLayout, *, wish: str, one_sided: bool) -> str:
+    """What KV travels in: as it is to rest where nobody at the destination could convert it, else what is wished.
+
+    Without a wish the smaller of both sides' dtypes, which costs no accuracy that would not be lost anyway.
+    """
+    if one_sided:
+        return destination.dtype
+    if wish:
+        return wish
+    return min(source.dtype, destination.dtype, key=lambda dtype: vector_bytes(dtype, source.head_dim))

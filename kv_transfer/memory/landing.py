@@ -1,0 +1,174 @@
+"""Where one attempt's chunks land: in the pool itself, or beside it until they are verified and converted."""
+
+import threading
+from dataclasses import replace
+
+import numpy as np
+
+from kv_transfer.layout.cell_range import CellRange
+from kv_transfer.layout.pairing import Pairing
+from kv_transfer.layout.placed_cells import PlacedCells
+from kv_transfer.layout.runs import Runs
+from kv_transfer.memory import numpy_copy
+from kv_transfer.memory.cell_addresses import PlacedBytes
+from kv_transfer.memory.checksum import checksum_of
+from kv_transfer.memory.mover import load_mover
+from kv_transfer.memory.region import Bytes, KVRegion
+from tandem.errors import TransferError
+
+
+class Landing:
+    """One reservation's destinations. Used by one transport, under its own lock where threads meet."""
+
+    def __init__(self, region: KVRegion, cells: PlacedCells, pairing: Pairing) -> None:
+        self.cells = cells
+        self.pairing = pairing
+        self._region = region
+        self._converter = pairing.at_arrival()
+        self._converting = threading.Lock()
+        self._device = region.device
+        num_tokens = len(cells.at.blocks) * pairing.destination.block_size
+        num_units = num_tokens // pairing.mapping.unit
+        self._max_staged_bytes = num_units * pairing.destination.num_layers * pairing.unit_layer_bytes
+        self._staged: dict[CellRange, Bytes] = {}
+        self._checksums: dict[CellRange, int] = {}
+        self._written: set[CellRange] = set()
+        self._bytes: PlacedBytes | None = None
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether a device does what `settle` asks for: no lock that the event loop takes may be held meanwhile."""
+        return self._device is not None
+
+    def num_bytes(self, cells: CellRange) -> int:
+        """Payload of these cells. Raises TransferError when they are not the model's."""
+        return self.cells.payload(cells).num_bytes(self.pairing.wire_dtype)
+
+    def spare(self, cells: CellRange) -> Bytes | None:
+        """Memory for `room`, to be had before its lock is taken: what a device copies from may have to wait for it.
+
+        None where `room` needs none, or will refuse.
+        """
+        if self._device is None:
+            return None
+        try:
+            self.cells.writes(cells)
+            num_bytes = self.num_bytes(cells)
+        except TransferError:
+            return None
+        return self._device.allocate(num_bytes) if num_bytes <= self._max_staged_bytes else None
+
+    def room(self, cells: CellRange, spare: Bytes | None = None) -> list[memoryview]:
+        """Where their payload goes, in the order of the wire; `spare`: see there.
+
+        Raises TransferError for cells not reserved, and for those that were written before and not found damaged.
+        """
+        runs = self.cells.writes(cells)
+        if self._converter is None and self._device is None:
+            self._begin(cells)
+            return self._region.views(runs)
+        others = sum(staged.nbytes for of, staged in list(self._staged.items()) if of != cells)
+        num_bytes = self.num_bytes(cells)
+        if others + num_bytes > self._max_staged_bytes:
+            raise TransferError("more is on the way than was reserved")
+        self._begin(cells)
+        staged = self._staged[cells] = self._allocate(num_bytes) if spare is None else spare
+        return [staged.data]
+
+    def place(self, cells: CellRange) -> PlacedBytes | None:
+        """Where compiled code puts their payload itself; None when it has to go where `room` says.
+
+        Raises TransferError as `room` does.
+        """
+        if self._converter is not None or self._device is not None:
+            return None
+        self._begin(cells)
+        return self._placed_bytes()
+
+    def on_device(self, cells: CellRange) -> Runs:
+        """Where their payload goes when it comes from device to device. Raises TransferError as `room` does."""
+        if self._converter is not None or self._device is None:
+            raise TransferError("this pool takes no payload from a device")
+        runs = self.cells.writes(cells)
+        self._begin(cells)
+        return runs
+
+    def _begin(self, cells: CellRange) -> None:
+        """A second write would not be looked at: its damage would stand where verified cells stood."""
+        if cells in self._written:
+            raise TransferError("these cells have been written")
+        self._written.add(cells)
+        self._checksums.pop(cells, None)
+
+    def landed(self, cells: CellRange, checksum: int) -> None:
+        """All of it is there; its checksum was computed on the way."""
+        self._checksums[cells] = checksum
+
+    def checksum(self, cells: CellRange) -> int | None:
+        """Of what lies there now, as far as anything does."""
+        known = self._checksums.pop(cells, None)
+        if known is not None:
+            return known
+        staged = self._staged.get(cells)
+        if staged is not None:
+            return checksum_of([staged.data])
+        if self._converter is not None:
+            return None
+        if self._device is not None:
+            # What a peer put there by itself never was in host memory: it names another sum (see torch_pool).
+            return self._device.checksum(self.cells.writes(cells))
+        return self._checksum_in_place(cells)
+
+    def _checksum_in_place(self, cells: CellRange) -> int:
+        mover = load_mover()
+        if mover is None:
+            return checksum_of(self._region.views(self.cells.writes(cells)))
+        return mover.checksum(self._placed_bytes(), cells)
+
+    def _placed_bytes(self) -> PlacedBytes:
+        if self._bytes is None:
+            self._bytes = PlacedBytes(self._region, self.cells, is_source=False)
+        return self._bytes
+
+    def num_pieces(self, cells: CellRange) -> int:
+        """Steps in which verified cells are put into place, none of them long; 0 where they landed in it."""
+        if cells not in self._staged and not self.cells.fan_out(cells).lanes:
+            return 0
+        # A device copies all layers as fast as one.
+        return cells.num_layers if self._device is None else 1
+
+    def settle(self, cells: CellRange, piece: int) -> None:
+        """Take one of these steps: convert what is staged, copy what several ranks hold.
+
+        For other cells other threads may, at the same time, where a device does it.
+        """
+        staged = self._staged.get(cells)
+        if self._device is not None:
+            if staged is not None:
+                self._device.scatter(self.cells.writes(cells), self._converted(cells, staged))
+            self._device.copy(self.cells.fan_out(cells))
+            return
+        layer = replace(cells, first_layer=cells.first_layer + piece, num_layers=1)
+        pool = self._region.array()
+        if staged is not None:
+            payload = self._converted(layer, staged.reshape(cells.num_layers, -1)[piece])
+            numpy_copy.scatter(self.cells.writes(layer), payload, pool)
+        numpy_copy.copy(self.cells.fan_out(layer), pool, pool)
+
+    def _converted(self, cells: CellRange, staged: Bytes) -> Bytes:
+        if self._converter is None:
+            return staged
+        payload = self.cells.payload(cells)
+        converted = self._allocate(payload.num_bytes(self._converter.destination))
+        with self._converting:  # it keeps scratch memory, and chunks on a device are verified side by side
+            self._converter.convert(payload, staged, converted)
+        return converted
+
+    def _allocate(self, num_bytes: int) -> Bytes:
+        return np.empty(num_bytes, np.uint8) if self._device is None else self._device.allocate(num_bytes)
+
+    def judged(self, cells: CellRange, *, intact: bool) -> None:
+        """Forget a payload that is in place, or damaged: then it may be written again."""
+        self._staged.pop(cells, None)
+        if not intact:
+            self._written.discard(cells)

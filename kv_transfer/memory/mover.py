@@ -1,0 +1,136 @@
+"""Moving and checksumming chunks in one pass by compiled code (csrc/), chosen when it can be built here.
+
+A chunk is named by its layers and units: compiled code finds its runs itself, so a chunk costs Python a few
+microseconds however many runs it has. The sources need no more of a processor than the compiler does; the instructions
+that are used are chosen when they run.
+"""
+
+import ctypes
+import functools
+import logging
+from array import array
+from enum import IntEnum
+from pathlib import Path
+
+from kv_transfer.layout.cell_range import CellRange
+from kv_transfer.memory.cell_addresses import PlacedBytes
+from kv_transfer.memory.socket_stream import CellStreams
+from kv_transfer.memory.write_stop_lock import PIECE_BYTES, Gate
+from tandem.errors import InvariantError, TransferError
+from tandem.native.build import NativeUnavailable, Recipe, build
+from tandem.native.library import NativeLibrary
+
+RECIPE = Recipe(
+    name="movers",
+    sources=Path(__file__).parents[1] / "csrc",
+    flags=("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden"),
+)
+# csrc/pass.h
+_PAUSED, _OUTSIDE = 0, -1
+
+log = logging.getLogger(__name__)
+
+
+class Level(IntEnum):
+    """Instructions of csrc/kernels.h."""
+
+    PLAIN = 0
+    AVX2 = 1
+    AVX512 = 2
+
+
+class Mover:
+    """The compiled functions; any thread may use them, and none of them holds the GIL."""
+
+    def __init__(self, library: NativeLibrary, level: Level | None = None) -> None:
+        """With the best instructions that the processor has, unless told which."""
+        best = Level(library.bind("tandem_mover_level", "", "i")())
+        self.level = int(best if level is None else min(level, best))
+        self._move = library.bind("tandem_move", "p", "i")
+        self._checksum = library.bind("tandem_checksum", "p", "i")
+        self._runs = library.bind("tandem_runs", "piiiipi", "i")
+        self._crc32 = library.bind("tandem_crc32", "ipii", "i")
+        self.streams = CellStreams(library, self.level)
+        """Through sockets."""
+
+    def move(
+        self, source: PlacedBytes, target: PlacedBytes, cells: CellRange, gate: Gate, *, with_checksum: bool = True
+    ) -> tuple[int, int]:
+        """Copy `cells`; returns (their checksum, bytes).
+
+        The gate is passed for a piece or more: as soon as somebody wants one of its locks, the piece under way is the
+        last one before it is passed again. Raises TransferError for cells that are not there, and as the gate does.
+        """
+        here, here_unit = source.seek(cells)
+        there, there_unit = target.seek(cells)
+        # csrc/mover.cpp: Move
+        move = array(
+            "q",
+            (
+                self.level,
+                here.address,
+                here_unit,
+                there.address,
+                there_unit,
+                cells.first_layer,
+                cells.num_layers,
+                cells.num_units,
+                PIECE_BYTES,
+                gate.wanted,
+                gate.also_wanted,
+                with_checksum,
+                0,
+                0,
+            ),
+        )
+        address = move.buffer_info()[0]
+        result = _PAUSED
+        while result == _PAUSED:
+            with gate:
+                result = self._move(address)
+        if result < 0:
+            raise _refusal(result)
+        return move[-1], move[-2]
+
+    def checksum(self, place: PlacedBytes, cells: CellRange) -> int:
+        """Of `cells` where they lie. Raises TransferError for cells that are not there."""
+        at, unit = place.seek(cells)
+        # csrc/mover.cpp: Sum
+        box = (cells.first_layer, cells.num_layers, cells.num_units)
+        asked = array("q", (self.level, at.address, unit, *box))
+        result: int = self._checksum(asked.buffer_info()[0])
+        if result < 0:
+            raise _refusal(result)
+        return result
+
+    def runs(self, place: PlacedBytes, cells: CellRange) -> list[tuple[int, int]]:
+        """(offset, length) in the order of the wire; no run continues the one before it. Raises TransferError."""
+        at, unit = place.seek(cells)
+        box = (cells.first_layer, cells.num_layers, cells.num_units)
+        count: int = self._runs(at.address, unit, *box, None, 0)
+        if count < 0:
+            raise _refusal(count)
+        found = (ctypes.c_int64 * (2 * count))()
+        self._runs(at.address, unit, *box, found, count)
+        return list(zip(found[::2], found[1::2], strict=True))
+
+    def crc32(self, address: int, num_bytes: int, value: int = 0) -> int:
+        """As zlib's."""
+        result: int = self._crc32(self.level, address, num_bytes, value)
+        return result
+
+
+@functools.cache
+def load_mover() -> Mover | None:
+    """This process's, built the first time (seconds); None, and a line in the log, where none can be built."""
+    try:
+        return Mover(NativeLibrary(build(RECIPE)))
+    except NativeUnavailable as unavailable:
+        log.warning("KV chunks are moved by numpy, at half the rate or less: %s", unavailable)
+        return None
+
+
+def _refusal(result: int) -> Exception:
+    if result == _OUTSIDE:
+        return TransferError("cells outside the blocks of their prompt, or blocks outside the KV region")
+    return InvariantError("source and destination of a chunk differ in size")

@@ -1,0 +1,65 @@
+"""A worker's whole KV pool as bytes."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kv_transfer.layout.runs import Runs
+from kv_transfer.memory.device_pool import DevicePool
+from tandem.errors import InvariantError
+from tandem.values.kv_layout import KVLayout
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class KVRegion:
+    """Contiguous bytes `[plane, block, layer_block_bytes]`: the layers of all ranks, one rank after another."""
+
+    buffer: memoryview
+    num_blocks: int
+    layout: KVLayout
+    fd: int | None = None
+    """Of the memory itself when it can be mapped by another process (see transports/shared_pool.py)."""
+    address: int = 0
+    """Of the first byte, in this process; 0 where that is not in host memory."""
+    device: DevicePool | None = None
+    """Where the blocks are when they are not in host memory; then `buffer` is empty."""
+
+    @classmethod
+    def of(cls, buffer: memoryview, layout: KVLayout, *, fd: int | None = None) -> "KVRegion":
+        """The region that `buffer` (writable, contiguous) is under `layout`; ValueError when the sizes disagree."""
+        flat = buffer.cast("B")
+        num_blocks, rest = divmod(flat.nbytes, layout.worker_block_bytes)
+        if flat.readonly or rest or not num_blocks:
+            raise ValueError(f"{flat.nbytes} bytes are not a writable pool of {layout.worker_block_bytes}-byte blocks")
+        address = int(np.frombuffer(flat, dtype=np.uint8).ctypes.data)
+        return cls(buffer=flat, num_blocks=num_blocks, layout=layout, address=address, fd=fd)
+
+    @classmethod
+    def on_device(cls, device: DevicePool) -> "KVRegion":
+        """The region whose blocks `device` holds."""
+        return cls(buffer=memoryview(b""), num_blocks=device.num_blocks, layout=device.layout, device=device)
+
+    def views(self, runs: Runs) -> list[memoryview]:
+        """These bytes, without copying; what is the same in all layers is worked out once.
+
+        Raises InvariantError for a pool that is not in host memory.
+        """
+        buffer = self._host_bytes()
+        views: list[memoryview] = []
+        parts = [[slice(offset, offset + length) for offset, length in pattern] for pattern in runs.patterns]
+        for plane, pattern in runs.lanes:
+            lane = buffer[plane * runs.plane_bytes : (plane + 1) * runs.plane_bytes]
+            views += [lane[part] for part in parts[pattern]]
+        return views
+
+    def array(self) -> Bytes:
+        """All bytes, without copying. Raises InvariantError for a pool that is not in host memory."""
+        return np.frombuffer(self._host_bytes(), dtype=np.uint8)
+
+    def _host_bytes(self) -> memoryview:
+        if self.device is not None:
+            raise InvariantError("this KV pool is not in host memory")
+        return self.buffer

@@ -1,0 +1,89 @@
+"""Chunks between a pool and a socket by compiled code (csrc/stream.cpp): no view and no call of Python per run."""
+
+import os
+from array import array
+from collections.abc import Callable
+from enum import IntEnum
+
+from kv_transfer.layout.cell_range import CellRange
+from kv_transfer.memory.cell_addresses import PlacedBytes
+from kv_transfer.memory.write_stop_lock import PieceLock
+from tandem.errors import TransferError
+from tandem.native.library import NativeLibrary
+
+PIECE_BYTES = 256 << 10
+"""Moved in one system call: what a second-level cache still has when it is checksummed."""
+
+
+class Progress(IntEnum):
+    """How a step along a stream ended."""
+
+    PAUSED = 0
+    """Somebody may be waiting for the lock; there is more to do."""
+    DONE = 1
+    BLOCKED = 2
+    """Nothing more has come yet, or there is no more room yet."""
+    ENDED = 3
+    """The peer has ended."""
+
+
+class CellStream:
+    """One chunk on its way out of a pool or into it. `advance` does not wait; one thread, under `lock`."""
+
+    __slots__ = ("_advance", "_numbers", "_place", "address", "num_bytes")
+
+    def __init__(self, numbers: "array[int]", place: object, advance: Callable[[int], int], num_bytes: int) -> None:
+        self._numbers = numbers
+        self._place = place  # its memory is pointed to
+        self._advance = advance
+        self.address = numbers.buffer_info()[0]
+        self.num_bytes = num_bytes
+        """Of the whole chunk."""
+
+    @property
+    def num_moved(self) -> int:
+        """Bytes that have gone through."""
+        return self._numbers[-3]
+
+    @property
+    def checksum(self) -> int:
+        """CRC-32 of these."""
+        return self._numbers[-2]
+
+    def advance(self) -> Progress:
+        """Move what can be moved. Raises OSError."""
+        result = self._advance(self.address)
+        if result < 0:
+            error = self._numbers[-1]
+            raise OSError(error, os.strerror(error))
+        return Progress(result)
+
+
+class CellStreams:
+    """Opens streams; any thread may."""
+
+    def __init__(self, library: NativeLibrary, level: int) -> None:
+        self._level = level
+        self._open = library.bind("tandem_stream_open", "p", "i")
+        self._advance = library.bind("tandem_stream_advance", "p", "i")
+
+    def open(
+        self,
+        place: PlacedBytes,
+        cells: CellRange,
+        socket: int,
+        lock: PieceLock,
+        *,
+        is_sending: bool,
+        with_checksum: bool = True,
+    ) -> CellStream:
+        """Of `cells`, through a connected socket's descriptor. Raises TransferError for cells that are not there."""
+        at, unit = place.seek(cells)
+        # csrc/stream.cpp: Stream
+        box = (cells.first_layer, cells.num_layers, cells.num_units)
+        asked = (self._level, socket, is_sending, at.address, unit, *box, PIECE_BYTES, lock.wanted, 0, with_checksum)
+        numbers = array("q", (*asked, 0, 0, 0, 0))
+        num_bytes: int = self._open(numbers.buffer_info()[0])
+        if num_bytes < 0:
+            raise TransferError("cells outside the blocks of their prompt, or blocks outside the KV region")
+        return CellStream(numbers, at, self._advance, num_bytes)

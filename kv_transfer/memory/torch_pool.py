@@ -1,0 +1,239 @@
+"""A DevicePool over a torch tensor, on whatever device that is. Imports torch lazily.
+
+Work on the pool has streams of its own and waits for nobody. The engine's stream runs a step ahead, so whoever waited
+for it would wait for steps that touch none of the blocks in question. That nothing is read before it is written, nor
+written while it is read, follows from what holds before anybody asks for work here:
+
+- A *source* is told once the step that wrote it has settled, that is, the engine's thread has waited for the step's
+  own event (`engine.runner.pending_samples`), so everything up to that step is in the pool. A block that a step brings
+  up from host memory bears its name sooner, but is told with that step, too (`Scheduler.is_arriving`); one that comes
+  up between steps is there when the call returns (`BlockMover.move_now` waits); one that a hand-off has brought is
+  told after its `verify`, which ends after the copies below. No later step writes what was told: steps write positions
+  beyond those computed, and a prompt's last block leaves after its last step. Layers of a step under way are told only
+  where the host itself computes them.
+- A *destination* is a free block, and a block becomes free when the newest step that may touch it has settled
+  (`engine.lookahead.StepHolds`). Where a step still saves a block that nobody holds, nobody outside is given it before
+  that step has settled (`Batch.saves_free_blocks`); what `bind` evicts has been saved when it returns.
+- What has *landed* is read by steps launched after `verify`. Every call here returns when the device is done with it,
+  and a peer that writes by itself (`cuda_ipc`) says so when its own stream is done.
+
+`tests/unit/engine/scheduler/test_lookahead_machine.py` holds the scheduler to the first two, with steps that run late.
+
+Tensors made here are used and given back within one such stream, so the allocator needs no events either.
+
+Runs of a layer are the same in every layer, so each is one strided copy over all layers, into or from a payload that is
+contiguous on the device; host memory is copied as a whole.
+
+`sum32` is the checksum of payload that never leaves devices: its little-endian 32-bit words, the last one filled up
+with zeros, each times an odd number that depends on its place, added modulo 2**32. Any change of a single word shows,
+any other with a probability of 1 - 2**-32; a CRC would have to be computed a byte at a time.
+"""
+
+import importlib
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from kv_transfer.layout.runs import Copies, Runs
+from kv_transfer.memory.device_pool import Bytes
+from kv_transfer.memory.numpy_copy import rows_of
+from tandem.errors import TransferError
+from tandem.values.kv_layout import KVLayout
+
+MAX_STREAMS = 8
+"""Of one pool, made as they are needed. torch has 32 of high priority for each GPU, which NCCL's links use as well."""
+_HIGH_PRIORITY = -1
+_WEIGHT_STEP = 0x9E3779B2
+"""Even, so that weights 1, 1 + step, 1 + 2 step, ... are odd."""
+_WORD_BYTES = 4
+_MASK = 0xFFFFFFFF
+
+
+class SideStreams:
+    """Streams of one device beside the engine's, which they do not wait for; each used by one thread at a time.
+
+    Of high priority: a copy of some megabytes begins as soon as the step's current kernels leave it room.
+    """
+
+    def __init__(self, cuda: Any, device: Any, *, max_streams: int = MAX_STREAMS) -> None:
+        """`cuda`: the module torch.cuda."""
+        self._cuda = cuda
+        self._device = device
+        self._free: list[Any] = []
+        self._num_unmade = max_streams
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def one(self) -> Iterator[Any]:
+        """A stream, the thread's current one meanwhile; waits for a free one when all are in use."""
+        stream = self._take()
+        try:
+            with self._cuda.stream(stream):
+                yield stream
+        finally:
+            with self._changed:
+                self._free.append(stream)
+                self._changed.notify()
+
+    def _take(self) -> Any:
+        with self._changed:
+            while not (self._free or self._num_unmade):
+                self._changed.wait()
+            if not self._free:
+                stream = self._cuda.Stream(self._device, priority=_HIGH_PRIORITY)
+                self._num_unmade -= 1
+                return stream
+            # The one used last: torch's allocator keeps memory for each stream by itself.
+            return self._free.pop()
+
+
+class TorchPool:
+    """`memory`: a contiguous uint8 tensor that begins with the pool's first plane. See DevicePool."""
+
+    def __init__(self, memory: Any, layout: KVLayout, *, streams: SideStreams | None = None) -> None:
+        """`streams`: where its work is done; by default the device's, where it has any."""
+        self._torch = importlib.import_module("torch")
+        self._memory = memory.view(-1)
+        num_blocks, rest = divmod(self._memory.numel(), layout.worker_block_bytes)
+        if rest or not num_blocks or self._memory.dtype is not self._torch.uint8:
+            raise ValueError(f"{self._memory.numel()} bytes are not a pool of {layout.worker_block_bytes}-byte blocks")
+        self.num_blocks: int = num_blocks
+        self.layout = layout
+        self._planes = self._memory.view(layout.num_planes, -1)
+        self._on_cuda = self._memory.device.type == "cuda"
+        if streams is None and self._on_cuda:
+            streams = SideStreams(self._torch.cuda, self._memory.device)
+        self._streams = streams
+
+    @property
+    def memory(self) -> Any:
+        """The whole pool, a uint8 tensor."""
+        return self._memory
+
+    @property
+    def identity(self) -> str:
+        """See DevicePool."""
+        device = self._memory.device
+        if not self._on_cuda:
+            return str(device.type)
+        return f"{device.type} {self._torch.cuda.get_device_properties(device).uuid}"
+
+    def allocate(self, num_bytes: int) -> Bytes:
+        """See DevicePool."""
+        tensor = self._torch.empty(num_bytes, dtype=self._torch.uint8, pin_memory=self._on_cuda)
+        payload: Bytes = tensor.numpy()
+        return payload
+
+    def gather(self, runs: Runs, payload: Bytes) -> None:
+        """See DevicePool."""
+        if payload.nbytes != runs.num_bytes:
+            raise TransferError(f"payload of {payload.nbytes} bytes for cells of {runs.num_bytes}")
+        with self.working():
+            self._torch.from_numpy(payload).copy_(self.pack(runs), non_blocking=True)
+
+    def scatter(self, runs: Runs, payload: Bytes) -> None:
+        """See DevicePool."""
+        with self.working():
+            self.unpack(runs, self._torch.from_numpy(payload).to(self._memory.device, non_blocking=True))
+
+    def copy(self, copies: Copies) -> None:
+        """See DevicePool."""
+        if not copies.lanes:
+            return
+        with self.working():
+            for source, target, pattern in copies.lanes:
+                for begin, end, length in copies.patterns[pattern]:
+                    piece = self._planes[source, begin : begin + length]
+                    self._planes[target, end : end + length].copy_(piece)
+
+    def send(self, reads: Runs, target: "TorchPool", writes: Runs) -> int:
+        """See DevicePool. All of it runs on one of this pool's streams."""
+        with self.working():
+            packed = self.pack(reads)
+            total = self.sum_of(packed)
+            target.unpack(writes, packed)
+            return self._number(total)
+
+    def blank(self, num_bytes: int) -> Any:
+        """See DevicePool."""
+        with self._on_stream():
+            return self._torch.empty(num_bytes, dtype=self._torch.uint8, device=self._memory.device)
+
+    def take(self, runs: Runs) -> tuple[Any, int]:
+        """See DevicePool."""
+        with self.working():
+            packed = self.pack(runs)
+            return packed, self._number(self.sum_of(packed))
+
+    def put(self, runs: Runs, packed: Any) -> int:
+        """See DevicePool."""
+        with self.working():
+            total = self.sum_of(packed)
+            self.unpack(runs, packed)
+            return self._number(total)
+
+    def checksum(self, runs: Runs) -> int:
+        """See DevicePool."""
+        with self.working():
+            return self._number(self.sum_of(self.pack(runs)))
+
+    def pack(self, runs: Runs) -> Any:
+        """What `runs` name as one uint8 tensor on the device. Within `working`."""
+        packed = self._torch.empty(runs.num_bytes, dtype=self._torch.uint8, device=self._memory.device)
+        layers = packed.view(runs.num_layers, -1)
+        for (planes, columns), part in rows_of(runs):
+            layers[:, part].copy_(self._planes[planes, columns])
+        return packed
+
+    def unpack(self, runs: Runs, packed: Any) -> None:
+        """The opposite of `pack`. Within `working`. Raises TransferError when sizes disagree."""
+        if packed.numel() != runs.num_bytes:
+            raise TransferError(f"payload of {packed.numel()} bytes for cells of {runs.num_bytes}")
+        layers = packed.view(runs.num_layers, -1)
+        for (planes, columns), part in rows_of(runs):
+            self._planes[planes, columns] = layers[:, part]
+
+    def sum_of(self, packed: Any) -> Any:
+        """`sum32` of a uint8 tensor, as an int64 tensor whose low 32 bits count. Within `working`."""
+        torch = self._torch
+        padding = -packed.numel() % _WORD_BYTES
+        if padding:
+            packed = torch.nn.functional.pad(packed, (0, padding))
+        words = packed.view(torch.int32)
+        weights = torch.arange(words.numel(), dtype=torch.int32, device=words.device) * (_WEIGHT_STEP - (1 << 32)) + 1
+        # 32-bit products wrap; their 64-bit sum cannot.
+        return (words * weights).sum(dtype=torch.int64)
+
+    @staticmethod
+    def _number(total: Any) -> int:
+        """What `sum_of` has found, once it is known. Within `working`, so that no other stream is waited for."""
+        return int(total.item()) & _MASK
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Work on the device that waits for nobody's, and is done when this ends. Threads work side by side.
+
+        Raises TransferError when the device has no memory left for it.
+        """
+        with self._on_stream() as stream:
+            if stream is None:
+                yield
+                return
+            try:
+                yield
+            finally:
+                # Whatever went wrong: memory that is still read must not be given back.
+                stream.synchronize()
+
+    @contextmanager
+    def _on_stream(self) -> Iterator[Any]:
+        """On a stream of this pool; None where there are no streams."""
+        try:
+            if self._streams is None:
+                yield None
+                return
+            with self._streams.one() as stream:
+                yield stream
+        except self._torch.OutOfMemoryError:
+            raise TransferError("the device has no memory left beside the pool") from None

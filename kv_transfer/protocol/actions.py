@@ -1,0 +1,148 @@
+"""What the pure halves of a hand-off ask their shell to do, in order."""
+
+from dataclasses import dataclass
+
+from kv_transfer.layout.cell_range import CellRange
+from kv_transfer.protocol.messages import Body, Chunk, Failure, FirstToken, PrefillJob
+from tandem.values.ids import BlockId
+from tandem.values.outputs import PhaseTimes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Send:
+    """Send this message to the peer, in order; a dead link drops it."""
+
+    body: Body
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BindBlocks:
+    """Receiver: find destinations; answer with Bound or BindRefused."""
+
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenGrant:
+    """Receiver: let the peer write into these destinations; answer with GrantOpened."""
+
+    blocks: tuple[BlockId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verify:
+    """Receiver: compare the landed bytes with the checksum; answer with Verified."""
+
+    chunk: Chunk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardFirstToken:
+    """Receiver: show the token to the client now."""
+
+    first_token: FirstToken
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitInfo:
+    """A hand-off that arrived whole."""
+
+    blocks: tuple[BlockId, ...]
+    """Destinations in order, after the held prefix; they belong to the owner from now on."""
+    first_token: FirstToken | None
+    """None when a known token follows the prompt."""
+    cached_tokens: int
+    """Prompt tokens that the prefill worker did not have to compute."""
+    times: PhaseTimes
+    """The prefill worker's, with the exposed transfer as seen here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """Receiver: the sequence joins the batch; answer with Committed."""
+
+    info: CommitInfo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Revoke:
+    """Receiver: close the grant; answer with Quiet once no byte of it can land any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportFailed:
+    """Receiver: tell the owner; `landed` leading blocks are verified and belong to it from now on."""
+
+    landed: tuple[BlockId, ...]
+    failure: Failure
+    expired: bool
+    """Whether a lease ended, rather than somebody saying what is wrong."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quarantine:
+    """Receiver: count and show these blocks; their writer may be alive."""
+
+    blocks: tuple[BlockId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleaseBlocks:
+    """Receiver: nothing writes into these blocks any more; they may be reused."""
+
+    blocks: tuple[BlockId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubmitPrefill:
+    """Sender: hand the job to the engine; answer with Submitted or SubmitRefused."""
+
+    job: PrefillJob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartWrite:
+    """Sender: write source blocks into these cells; answer with Written or WriteFailed."""
+
+    seq: int
+    rewrite: int
+    cells: CellRange
+    first_block: int
+    """Which block of the prompt `sources` begins with, counted in blocks of this worker."""
+    sources: tuple[BlockId, ...]
+    """All blocks here that hold some of these cells."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AbortPrefill:
+    """Sender: stop computing; the sources stay until ReleaseSources."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CancelWrites:
+    """Sender: stop reading sources; answer with WritesQuiet when nothing reads them any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleaseSources:
+    """Sender: nothing reads the sources any more; the engine may free them."""
+
+
+Action = (
+    Send
+    | BindBlocks
+    | OpenGrant
+    | Verify
+    | ForwardFirstToken
+    | Commit
+    | Revoke
+    | ReportFailed
+    | Quarantine
+    | ReleaseBlocks
+    | SubmitPrefill
+    | StartWrite
+    | AbortPrefill
+    | CancelWrites
+    | ReleaseSources
+)
+Actions = tuple[Action, ...]

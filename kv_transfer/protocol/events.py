@@ -1,0 +1,180 @@
+"""What happens on a worker that concerns a hand-off: answers to actions, and news from its engine or link."""
+
+from dataclasses import dataclass
+
+from kv_transfer.protocol.messages import Failure, FirstToken
+from tandem.values.ids import BlockHash, BlockId
+from tandem.values.outputs import PhaseTimes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """Answer to BindBlocks."""
+
+    blocks: tuple[BlockId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BindRefused:
+    """Answer to BindBlocks."""
+
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrantOpened:
+    """Answer to OpenGrant."""
+
+    transport: str
+    grant: bytes
+    drain_proves_quiet: bool
+    """Whether this transport's bytes have all landed once the sender says DRAINED."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verified:
+    """Answer to Verify."""
+
+    seq: int
+    rewrite: int
+    intact: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quiet:
+    """Proof that no byte of this attempt can land any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed:
+    """Answer to Commit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancelled:
+    """Nobody wants this hand-off any more."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkLost:
+    """The peer cannot be reached, has gone, or is not the process that was meant."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerFaulted:
+    """The peer sent something that cannot be understood."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submitted:
+    """Answer to SubmitPrefill."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubmitRefused:
+    """Answer to SubmitPrefill."""
+
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scheduled:
+    """The prompt left the engine's queue."""
+
+    queue_s: float
+    tail_hash: BlockHash | None
+    """Name of the last full hash block of what will be sent, as the engine has it."""
+    num_tokens: int | None = None
+    """For a fetch: how many of the tokens are held; None: all will be there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """KV of the first `num_computed_tokens` tokens is in `blocks` (the whole table, held prefix included).
+
+    While a step is under way that will have computed `coming_tokens` tokens, what it has done of them is in the blocks
+    too, in the first `num_layers` layers.
+    """
+
+    num_computed_tokens: int
+    blocks: tuple[BlockId, ...]
+    coming_tokens: int = 0
+    num_layers: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstTokenSampled:
+    """The engine sampled the first output token."""
+
+    first_token: FirstToken
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """All KV exists."""
+
+    cached_tokens: int
+    times: PhaseTimes
+    tail_hash: BlockHash | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillFailed:
+    """The engine gave the request up."""
+
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """Answer to StartWrite: the bytes are in the remote memory."""
+
+    seq: int
+    rewrite: int
+    checksum: int
+    seconds: float
+    """What the write took."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteFailed:
+    """Answer to StartWrite."""
+
+    seq: int
+    rewrite: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WritesQuiet:
+    """Answer to CancelWrites."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WritesEnding:
+    """Answer to CancelWrites: no write begins any more, and each that is under way will be told as it ends."""
+
+
+ReceiverEvent = Bound | BindRefused | GrantOpened | Verified | Quiet | Committed | Cancelled | LinkLost | PeerFaulted
+SenderEvent = (
+    Submitted
+    | SubmitRefused
+    | Scheduled
+    | Progress
+    | FirstTokenSampled
+    | Finished
+    | PrefillFailed
+    | Written
+    | WriteFailed
+    | WritesQuiet
+    | WritesEnding
+    | Cancelled
+    | LinkLost
+    | PeerFaulted
+)

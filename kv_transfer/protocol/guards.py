@@ -1,0 +1,147 @@
+"""The guards of the hand-off protocol: each is one reason why a message, a commit or a release must not happen.
+
+The state machines call them as `guards.name(...)`, so that a proof can take one away and see the protocol break.
+All are predicates over plain values.
+"""
+
+from kv_transfer.layout.cell_range import CellRange
+from kv_transfer.protocol.coverage import Coverage
+from kv_transfer.protocol.leases import Lease
+from kv_transfer.protocol.messages import Chunk, Envelope, FirstToken, Nack, Offer, Reserve, Seal, TransferKey
+from kv_transfer.protocol.states import LIVE, HandoffState
+from tandem.values.ids import BlockHash, Incarnation
+
+
+def stale_attempt(envelope: Envelope, key: TransferKey) -> bool:
+    """The message belongs to another attempt or another hand-off."""
+    return envelope.key != key
+
+
+def stale_incarnation(envelope: Envelope, peer: Incarnation) -> bool:
+    """The message comes from a process other than the one this hand-off was agreed with."""
+    return envelope.incarnation != peer
+
+
+def misdirected(envelope: Envelope, own: Incarnation) -> bool:
+    """The message was meant for another process: perhaps for the one that was here before this one."""
+    return envelope.addressee != own
+
+
+def superseded(attempt: int, newest: int | None) -> bool:
+    """An attempt at least as new is known: this one is a replay, or too late."""
+    return newest is not None and attempt <= newest
+
+
+def unexpected_size(announced: Offer | Reserve, expected: int) -> bool:
+    """The two sides disagree about how many units travel."""
+    return announced.num_units != expected
+
+
+def impossible_fetch(offer: Offer, most_units: int, units_per_block: int) -> bool:
+    """More is offered than was asked for, or part of a block."""
+    return not 0 < offer.num_units <= most_units or offer.num_units % units_per_block != 0
+
+
+def wrong_binding(num_bound: int, expected: int) -> bool:
+    """The owner bound another number of blocks than travel."""
+    return num_bound != expected
+
+
+def out_of_range(cells: CellRange, coverage: Coverage) -> bool:
+    """The cells are empty or lie outside the reservation."""
+    return not coverage.contains(cells)
+
+
+def beyond_seal(seq: int, seal: Seal | None, max_chunks: int) -> bool:
+    """More chunks than stated, or than there are cells."""
+    return seq >= (max_chunks if seal is None else seal.num_chunks)
+
+
+def repeated_chunk(chunk: Chunk, newest: Chunk, nacked: bool) -> bool:
+    """Not the one write that is awaited: a duplicate, or older than the verdict on it."""
+    return not nacked or chunk.rewrite != newest.rewrite + 1
+
+
+def altered_chunk(chunk: Chunk, newest: Chunk) -> bool:
+    """A rewrite must cover what the first write covered."""
+    return chunk.cells != newest.cells
+
+
+def overlapping(cells: CellRange, coverage: Coverage) -> bool:
+    """Another chunk covers some of these cells."""
+    return coverage.claimed(cells)
+
+
+def stale_verdict(rewrite: int, newest: Chunk) -> bool:
+    """The verification was of an earlier write."""
+    return rewrite != newest.rewrite
+
+
+def rewrites_exhausted(rewrite: int, max_rewrites: int) -> bool:
+    """Written again often enough."""
+    return rewrite >= max_rewrites
+
+
+def contradicting_seal(seal: Seal, known: Seal) -> bool:
+    """Sealed twice with different content."""
+    return seal != known
+
+
+def repeated_first_token(known: FirstToken | None, resume: bool) -> bool:
+    """The first token is authoritative: whatever comes later is dropped."""
+    return resume or known is not None
+
+
+def wrong_identity(sent: BlockHash | None, expected: BlockHash | None) -> bool:
+    """The sender computed other tokens than were asked for: a stale reference on its side."""
+    return expected is not None and sent != expected
+
+
+def complete(seal: Seal | None, num_verified: int, coverage: Coverage) -> bool:
+    """Sealed, every stated chunk verified, and no cell missing."""
+    return seal is not None and num_verified == seal.num_chunks and coverage.complete
+
+
+def continuable(first_token: FirstToken | None, resume: bool) -> bool:
+    """The token after the prompt is known, so that decoding can start."""
+    return resume or first_token is not None
+
+
+def quiet(granted: bool, proven_quiet: bool) -> bool:
+    """No writer can touch the destinations: none was let in, or it is proven to have stopped."""
+    return proven_quiet or not granted
+
+
+def drain_is_proof(drain_proves_quiet: bool) -> bool:
+    """Over this transport a sender that has drained has nothing left on the way."""
+    return drain_proves_quiet
+
+
+def still_live(state: HandoffState) -> bool:
+    """The hand-off may still commit; otherwise news about progress is too late."""
+    return state in LIVE
+
+
+def not_granted(grant: bytes | None) -> bool:
+    """Nothing is written before the receiver lets it in."""
+    return grant is None
+
+
+def stale_nack(nack: Nack, current_rewrite: int, announced: bool) -> bool:
+    """The NACK is not about the write that was announced last: answering it would write over verified cells."""
+    return not announced or nack.rewrite != current_rewrite
+
+
+def out_of_time(deadline: Lease | None, now: float) -> bool:
+    """Whoever asked for the prompt waits no longer."""
+    return deadline is not None and deadline.expired(now)
+
+
+def reads_pending(num_writes_under_way: int) -> bool:
+    """A write still reads the sources."""
+    return num_writes_under_way > 0
+
+
+def unsealed_commit(state: HandoffState) -> bool:
+    """A commit of something that was never sealed."""
+    return state is not HandoffState.SEALED

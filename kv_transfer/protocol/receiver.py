@@ -1,0 +1,384 @@
+"""The decode worker's half of one attempt of one hand-off: reserve, verify, commit; or fail and prove quiet.
+
+A plain synchronous object: messages, events and the time go in, actions come out. Whoever runs it executes the actions
+in order and feeds the answers back. Every block that it is given leaves exactly once: in a Commit, as
+`landed` in ReportFailed, or in ReleaseBlocks (perhaps after a Quarantine).
+"""
+
+from dataclasses import dataclass, replace
+
+from kv_transfer.protocol import guards
+from kv_transfer.protocol.actions import (
+    Action,
+    Actions,
+    BindBlocks,
+    Commit,
+    CommitInfo,
+    ForwardFirstToken,
+    OpenGrant,
+    Quarantine,
+    ReleaseBlocks,
+    ReportFailed,
+    Revoke,
+    Send,
+    Verify,
+)
+from kv_transfer.protocol.coverage import Coverage
+from kv_transfer.protocol.events import (
+    BindRefused,
+    Bound,
+    Cancelled,
+    Committed,
+    GrantOpened,
+    LinkLost,
+    PeerFaulted,
+    Quiet,
+    ReceiverEvent,
+    Verified,
+)
+from kv_transfer.protocol.leases import Lease
+from kv_transfer.protocol.messages import (
+    Abort,
+    Chunk,
+    CommitAck,
+    Drained,
+    Envelope,
+    Failure,
+    FirstToken,
+    Nack,
+    Offer,
+    Prefill,
+    PrefillJob,
+    Reject,
+    Reserve,
+    Seal,
+    TransferKey,
+)
+from kv_transfer.protocol.states import NEXT, HandoffState
+from tandem.errors import InvariantError, TransferError
+from tandem.values.ids import BlockHash, BlockId, Incarnation
+from tandem.values.kv_layout import KVLayout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceiverPlan:
+    """What is fixed when an attempt starts. Times are seconds; see TransferSettings."""
+
+    key: TransferKey
+    own: Incarnation
+    """Of this process."""
+    peer: Incarnation
+    job: PrefillJob
+    layout: KVLayout
+    lease_s: float
+    stall_s: float
+    queue_s: float
+    drain_s: float
+    max_rewrites: int
+
+
+@dataclass(slots=True, kw_only=True)
+class _Landing:
+    """One chunk on its way to being verified."""
+
+    chunk: Chunk
+    nacked: bool = False
+    verified: bool = False
+
+
+class Receiver:
+    """See the module's docstring."""
+
+    def __init__(self, plan: ReceiverPlan, now: float) -> None:
+        self.plan = plan
+        self.state = HandoffState.NEW
+        self._num_blocks = plan.job.num_blocks(plan.layout.block_size)
+        self._units_per_block = 1
+        self._coverage = self._nothing_covered(self._num_blocks)
+        self._lease = Lease(plan.lease_s, now)
+        self._progress = Lease(plan.queue_s, now)
+        self._drain = Lease(plan.drain_s, now)
+        self._blocks: tuple[BlockId, ...] = ()
+        self._binding = False
+        self._granted = False
+        self._drain_proves_quiet = False
+        self._landings: dict[int, _Landing] = {}
+        self._num_verified = 0
+        self._first_token: FirstToken | None = None
+        self._seal: Seal | None = None
+        self._sealed_at = now
+
+    def _nothing_covered(self, num_units: int) -> Coverage:
+        layout = self.plan.layout
+        return Coverage(num_units=num_units, num_layers=layout.num_layers, num_heads=layout.num_kv_heads)
+
+    def start(self, unit_tokens: int) -> Actions:
+        """Ask for the prefill. `unit_tokens`: what cells are counted in with this peer; divides the block size."""
+        self._units_per_block = self.plan.layout.block_size // unit_tokens
+        self._coverage = self._nothing_covered(self.plan.job.num_blocks(unit_tokens))
+        return (Send(body=Prefill(job=self.plan.job, lease_s=self.plan.lease_s)),)
+
+    @property
+    def num_leased_blocks(self) -> int:
+        """Destinations that the peer may write, or may still be writing."""
+        over = self.state in (HandoffState.COMMITTED, HandoffState.CLOSED)
+        return len(self._blocks) if self._granted and not over else 0
+
+    def renew(self, now: float) -> None:
+        """The peer says that this hand-off is alive on its side."""
+        self._lease.renew(now)
+
+    def on_message(self, envelope: Envelope, now: float) -> Actions:
+        """Digest a message from the peer; stale, repeated and late ones do nothing."""
+        if guards.stale_incarnation(envelope, self.plan.peer) or guards.misdirected(envelope, self.plan.own):
+            return ()
+        if guards.stale_attempt(envelope, self.plan.key):
+            return ()
+        body = envelope.body
+        if isinstance(body, Drained):
+            return self._on_drained()
+        if not guards.still_live(self.state):
+            return ()
+        self._lease.renew(now)
+        self._progress.renew(now)
+        match body:
+            case Offer():
+                return self._on_offer(body, now)
+            case Chunk():
+                return self._on_chunk(body, now)
+            case FirstToken():
+                return self._on_first_token(body, now)
+            case Seal():
+                return self._on_seal(body, now)
+            case Reject():
+                return self._fail(body.failure, now)
+            case Abort():
+                return self._fail(_transfer_failure(f"prefill worker: {body.reason}"), now)
+            case _:
+                return self._violation(f"{type(body).__name__} is not for a decode worker", now)
+
+    def on_event(self, event: ReceiverEvent, now: float) -> Actions:
+        """Digest what happened here."""
+        match event:
+            case Bound():
+                return self._on_bound(event.blocks, now)
+            case BindRefused():
+                return self._on_bind_refused(event.failure, now)
+            case GrantOpened():
+                return self._on_grant_opened(event)
+            case Verified():
+                return self._on_verified(event, now)
+            case Quiet():
+                return self._on_quiet()
+            case Committed():
+                self._move(HandoffState.CLOSED)
+                return (Send(body=CommitAck()), Revoke())
+            case Cancelled() | LinkLost() | PeerFaulted():
+                return self._on_end(event, now)
+
+    def on_timer(self, now: float) -> Actions:
+        """End what has run out of time; called by the reaper."""
+        if guards.still_live(self.state):
+            if self._lease.expired(now):
+                return self._fail(_transfer_failure("prefill worker is silent"), now, expired=True)
+            if self._progress.expired(now):
+                return self._fail(_transfer_failure("no progress"), now, expired=True)
+        elif self.state is HandoffState.ABORTING and self._granted and self._drain.expired(now):
+            self._drain.renew(now)
+            self._move(HandoffState.QUARANTINED)
+            return (Quarantine(blocks=self._blocks),)
+        elif self.state is HandoffState.QUARANTINED and self._drain.expired(now):
+            # The answer may have been lost with a link; asking again costs one message.
+            self._drain.renew(now)
+            return (Send(body=Abort(reason="are you quiet?")),)
+        return ()
+
+    def _move(self, state: HandoffState) -> None:
+        if state not in NEXT[self.state]:
+            raise InvariantError(f"receiver {self.plan.key}: {self.state} -> {state}")
+        self.state = state
+
+    # Towards a commit
+
+    def _on_offer(self, offer: Offer, now: float) -> Actions:
+        if self.state is not HandoffState.NEW:
+            return ()
+        job, most = self.plan.job, self._coverage.num_units
+        if job.fetch:
+            if guards.impossible_fetch(offer, most, self._units_per_block):
+                return self._violation(f"offers {offer.num_units} units of at most {most}", now)
+            self._num_blocks = offer.num_units // self._units_per_block
+            self._coverage = self._nothing_covered(offer.num_units)
+        elif guards.unexpected_size(offer, most):
+            return self._violation(f"offers {offer.num_units} units, {most} travel", now)
+        # Before anything is bound: what lands in an attempt that fails later is kept under these tokens' names.
+        if guards.wrong_identity(offer.tail_hash, self._expected_tail()):
+            return self._violation("computes other tokens than were asked for", now)
+        self._move(HandoffState.OFFERED)
+        self._progress = Lease(self.plan.stall_s, now)
+        self._binding = True
+        return (BindBlocks(num_blocks=self._num_blocks),)
+
+    def _on_bound(self, blocks: tuple[BlockId, ...], now: float) -> Actions:
+        if not self._binding:
+            raise InvariantError(f"receiver {self.plan.key}: bound twice")
+        self._binding = False
+        self._blocks = blocks
+        if self.state is not HandoffState.OFFERED:
+            return self._close()
+        if guards.wrong_binding(len(blocks), self._num_blocks):
+            return self._violation(f"{len(blocks)} blocks bound, {self._num_blocks} travel", now)
+        self._granted = True
+        self._move(HandoffState.RESERVED)
+        return (OpenGrant(blocks=blocks),)
+
+    def _on_bind_refused(self, failure: Failure, now: float) -> Actions:
+        self._binding = False
+        if self.state is not HandoffState.OFFERED:
+            return self._close()
+        return (Send(body=Reject(failure=failure)), *self._fail(failure, now))
+
+    def _on_grant_opened(self, event: GrantOpened) -> Actions:
+        self._drain_proves_quiet = event.drain_proves_quiet
+        if not guards.still_live(self.state):
+            return ()
+        reserve = Reserve(num_units=self._coverage.num_units, transport=event.transport, grant=event.grant)
+        return (Send(body=reserve),)
+
+    def _on_chunk(self, chunk: Chunk, now: float) -> Actions:
+        if not self._granted:
+            return self._violation("chunk before a reservation", now)
+        if guards.out_of_range(chunk.cells, self._coverage):
+            return self._violation(f"chunk {chunk.seq} lies outside the reservation", now)
+        if guards.beyond_seal(chunk.seq, self._seal, self._coverage.num_cells):
+            return self._violation(f"chunk {chunk.seq} is beyond the stated count", now)
+        landing = self._landings.get(chunk.seq)
+        if landing is None:
+            if chunk.rewrite > 0:
+                return ()
+            if guards.overlapping(chunk.cells, self._coverage):
+                return self._violation(f"chunk {chunk.seq} overlaps another", now)
+            self._coverage.claim(chunk.cells)
+            self._landings[chunk.seq] = _Landing(chunk=chunk)
+        else:
+            if guards.repeated_chunk(chunk, landing.chunk, landing.nacked):
+                return ()
+            if guards.altered_chunk(chunk, landing.chunk):
+                return self._violation(f"chunk {chunk.seq} changed its range", now)
+            landing.chunk, landing.nacked = chunk, False
+        if self.state is HandoffState.RESERVED:
+            self._move(HandoffState.STREAMING)
+        return (Verify(chunk=chunk),)
+
+    def _on_verified(self, event: Verified, now: float) -> Actions:
+        landing = self._landings[event.seq]
+        if not guards.still_live(self.state) or landing.verified or landing.nacked:
+            return ()
+        if guards.stale_verdict(event.rewrite, landing.chunk):
+            return ()
+        if event.intact:
+            landing.verified = True
+            self._num_verified += 1
+            self._coverage.land(landing.chunk.cells)
+            return self._commit_if_complete(now)
+        if guards.rewrites_exhausted(event.rewrite, self.plan.max_rewrites):
+            failure = _transfer_failure(f"chunk {event.seq} arrived damaged {event.rewrite + 1} times")
+            return (Send(body=Abort(reason=failure.message)), *self._fail(failure, now))
+        landing.nacked = True
+        return (Send(body=Nack(seq=event.seq, rewrite=event.rewrite)),)
+
+    def _on_first_token(self, first_token: FirstToken, now: float) -> Actions:
+        if guards.repeated_first_token(self._first_token, self.plan.job.resume):
+            return ()
+        self._first_token = first_token
+        return (ForwardFirstToken(first_token=first_token), *self._commit_if_complete(now))
+
+    def _on_seal(self, seal: Seal, now: float) -> Actions:
+        if self._seal is not None:
+            if guards.contradicting_seal(seal, self._seal):
+                return self._violation("sealed twice with different content", now)
+            return ()
+        if not self._granted:
+            return self._violation("seal before a reservation", now)
+        if not 0 < seal.num_chunks <= self._coverage.num_cells or max(self._landings, default=-1) >= seal.num_chunks:
+            return self._violation(f"seal of {seal.num_chunks} chunks contradicts those announced", now)
+        if guards.wrong_identity(seal.tail_hash, self._expected_tail()):
+            return self._violation("computed other tokens than were asked for", now, keep=False)
+        self._seal = seal
+        self._sealed_at = now
+        self._move(HandoffState.SEALED)
+        return self._commit_if_complete(now)
+
+    def _expected_tail(self) -> BlockHash | None:
+        """Of all tokens that are here once everything has landed."""
+        job = self.plan.job
+        return job.expected_tail(job.held_tokens + self._num_blocks * self.plan.layout.block_size)
+
+    def _commit_if_complete(self, now: float) -> Actions:
+        if not guards.complete(self._seal, self._num_verified, self._coverage):
+            return ()
+        if not guards.continuable(self._first_token, self.plan.job.resume):
+            return ()
+        if self._seal is None:
+            raise InvariantError(f"receiver {self.plan.key}: complete without a seal")
+        self._move(HandoffState.COMMITTED)
+        info = CommitInfo(
+            blocks=self._blocks,
+            first_token=self._first_token,
+            cached_tokens=self._seal.cached_tokens,
+            # What the prefill worker tells of transfers is what it fetched before.
+            times=replace(self._seal.times, transfer_s=self._seal.times.transfer_s + now - self._sealed_at),
+        )
+        return (Commit(info=info),)
+
+    # Towards the end of a failed attempt
+
+    def _on_end(self, event: Cancelled | LinkLost | PeerFaulted, now: float) -> Actions:
+        if not guards.still_live(self.state):
+            return ()
+        if isinstance(event, LinkLost):
+            return self._fail(_transfer_failure(event.reason), now)
+        abort = Send(body=Abort(reason=event.reason))
+        if isinstance(event, Cancelled):
+            return (abort, *self._enter_aborting((), now))
+        return (abort, *self._fail(_transfer_failure(event.reason), now))
+
+    def _violation(self, reason: str, now: float, *, keep: bool = True) -> Actions:
+        failure = _transfer_failure(f"protocol: {reason}")
+        return (Send(body=Abort(reason=reason)), *self._fail(failure, now, keep=keep))
+
+    def _fail(self, failure: Failure, now: float, *, expired: bool = False, keep: bool = True) -> Actions:
+        """Give the attempt up. `keep`: what has landed is what was asked for; the next attempt goes on from there."""
+        keepable = self.plan.job.num_keepable_blocks(self.plan.layout.block_size) if keep else 0
+        complete = self._coverage.num_landed_leading_units() // self._units_per_block
+        num_landed = min(complete, keepable, len(self._blocks))
+        landed, self._blocks = self._blocks[:num_landed], self._blocks[num_landed:]
+        report: list[Action] = [ReportFailed(landed=landed, failure=failure, expired=expired)]
+        if expired:
+            report.insert(0, Send(body=Abort(reason=failure.message)))
+        return self._enter_aborting(tuple(report), now)
+
+    def _enter_aborting(self, report: Actions, now: float) -> Actions:
+        self._move(HandoffState.ABORTING)
+        self._drain = Lease(self.plan.drain_s, now)
+        revoke = (Revoke(),) if self._granted else ()
+        return (*report, *revoke, *self._close())
+
+    def _on_drained(self) -> Actions:
+        return self._close(proven_quiet=guards.drain_is_proof(self._drain_proves_quiet))
+
+    def _on_quiet(self) -> Actions:
+        return self._close(proven_quiet=True)
+
+    def _close(self, *, proven_quiet: bool = False) -> Actions:
+        failing = self.state in (HandoffState.ABORTING, HandoffState.QUARANTINED)
+        if not failing or self._binding or not guards.quiet(self._granted, proven_quiet):
+            return ()
+        self._move(HandoffState.DRAINED)
+        self._move(HandoffState.CLOSED)
+        blocks, self._blocks = self._blocks, ()
+        return (ReleaseBlocks(blocks=blocks),) if blocks else ()
+
+
+def _transfer_failure(message: str) -> Failure:
+    return Failure(kind=TransferError, message=message)

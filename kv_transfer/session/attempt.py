@@ -1,0 +1,157 @@
+"""The shell around one pure state machine of an attempt: executes its actions in order and feeds the answers back.
+
+It also counts what the attempt came to, tells its trace, if it has one, of everything that the machine digests, and the
+log of an end that is no commit.
+"""
+
+import logging
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Generic, Protocol, TypeVar
+
+from kv_transfer.protocol.actions import Action, Actions
+from kv_transfer.protocol.failure_reasons import why_ended
+from kv_transfer.protocol.messages import Body, Envelope, PrefillJob, TransferKey
+from kv_transfer.protocol.states import LIVE, HandoffState
+from kv_transfer.session.attempt_trace import AttemptTrace
+from kv_transfer.session.stats import AttemptTally, Outcome
+from tandem.telemetry.logs import about
+
+log = logging.getLogger(__name__)
+
+
+class Plan(Protocol):
+    """What is to be moved."""
+
+    @property
+    def key(self) -> TransferKey:
+        """The attempt's name."""
+
+    @property
+    def job(self) -> PrefillJob:
+        """For whom."""
+
+
+class Machine(Protocol):
+    """What both halves of a hand-off have in common."""
+
+    @property
+    def plan(self) -> Plan:
+        """What it is about."""
+
+    @property
+    def state(self) -> HandoffState:
+        """Where it stands."""
+
+    def on_message(self, envelope: Envelope, now: float) -> Actions:
+        """Digest a message from the peer."""
+
+    def on_event(self, event: Any, now: float) -> Actions:
+        """Digest what happened here."""
+
+    def on_timer(self, now: float) -> Actions:
+        """End what has run out of time."""
+
+
+MachineT = TypeVar("MachineT", bound=Machine)
+EventT = TypeVar("EventT")
+
+
+class Attempt(ABC, Generic[MachineT, EventT]):
+    """Runs one machine; a subclass knows how to execute its actions."""
+
+    def __init__(
+        self, machine: MachineT, *, now: Callable[[], float], tally: AttemptTally, trace: AttemptTrace | None
+    ) -> None:
+        self.machine = machine
+        self._now = now
+        self._tally = tally
+        self._trace = trace
+        self._live = True
+        self._closed = False
+        self._started = False
+
+    @property
+    def key(self) -> TransferKey:
+        """Its name."""
+        return self.machine.plan.key
+
+    def start(self) -> None:
+        """Let the machine begin, once."""
+        if not self._started:
+            self._started = True
+            self._run(self._begin(), None)
+
+    def on_message(self, envelope: Envelope) -> None:
+        """A message for this hand-off."""
+        self._run(self.machine.on_message(envelope, self._now()), envelope.body)
+
+    def on_event(self, event: EventT) -> None:
+        """Something happened here."""
+        if not self._closed:
+            self._run(self.machine.on_event(event, self._now()), event)
+
+    def on_timer(self, now: float) -> None:
+        """The reaper's visit."""
+        self._run(self.machine.on_timer(now), None)
+
+    def _run(self, actions: Actions, cause: Body | EventT | None) -> None:
+        """Execute what the machine answered to `cause`, which is None for its start and its timer."""
+        self._note(cause)
+        queue = deque(actions)
+        while queue:
+            event = self._execute(queue.popleft())
+            if event is not None:
+                queue.extend(self.machine.on_event(event, self._now()))
+                self._note(event)
+        if self.machine.state is HandoffState.CLOSED and not self._closed:
+            self._closed = True
+            self._on_closed()
+
+    def _note(self, cause: Body | EventT | None) -> None:
+        if self._trace is not None and cause is not None:
+            self._trace.saw(cause)
+        if self._live and self.machine.state not in LIVE:
+            self._live = False
+            self._on_given_up()
+            outcome = self._outcome(cause)
+            if outcome is not None:
+                self._end(outcome)
+                self._log_end(outcome, cause)
+
+    def _end(self, outcome: Outcome) -> None:
+        """Count it; the blocks of a failed attempt may stay for long."""
+        self._tally.end(outcome, self._transport_name())
+        if self._trace is not None:
+            self._trace.ended(self._tally, self._transport_name())
+
+    def _log_end(self, outcome: Outcome, cause: Body | EventT | None) -> None:
+        if outcome is Outcome.COMMITTED:
+            return
+        job = self.machine.plan.job
+        told = "fetch" if job.fetch else "hand-off", self.key.transfer_id, self.key.attempt, outcome.value
+        log.info("%s %s, attempt %d, %s: %s", *told, why_ended(cause), extra=about(job.request_id))
+
+    def _on_given_up(self) -> None:
+        """The machine is live no more: nothing but the end of what is under way is of interest; called once."""
+
+    @abstractmethod
+    def _outcome(self, cause: Body | EventT | None) -> Outcome | None:
+        """What it came to now that the machine is live no more; None: that is still to be decided."""
+
+    @abstractmethod
+    def _transport_name(self) -> str:
+        """Of the link that it lives on."""
+
+    @abstractmethod
+    def _begin(self) -> Actions:
+        """Start the machine."""
+
+    @abstractmethod
+    def _execute(self, action: Action) -> EventT | None:
+        """Do it; the answer, when it is there at once."""
+
+    @abstractmethod
+    def _on_closed(self) -> None:
+        """Nothing of the attempt is left; called once."""

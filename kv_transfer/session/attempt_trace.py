@@ -1,0 +1,110 @@
+"""The span of one attempt at a transfer, on either side: what happened in it, read off what its machine digested.
+
+Chunks are events of the span, not spans: a long prompt has thousands of them (see
+`tandem.telemetry.tracing.MAX_EVENTS`). Times are the span's own clock's. The hubs' lease time stands still while the
+process does (`kv_transfer.protocol.leases`), so it falls behind what other processes, and other spans of this one, are
+timed by.
+"""
+
+from typing import Any
+
+from kv_transfer.protocol.events import Bound, Committed, Finished, FirstTokenSampled, Scheduled
+from kv_transfer.protocol.failure_reasons import SILENT, failure_of
+from kv_transfer.protocol.messages import FirstToken, Offer, PrefillJob, Seal, TransferKey
+from kv_transfer.session.stats import AttemptTally, Outcome
+from tandem.telemetry.tracing import Span, TraceContext, Tracer
+
+
+class AttemptTrace:
+    """One attempt's span; ends with the attempt's outcome."""
+
+    def __init__(self, span: Span) -> None:
+        self._span = span
+        self._since_s = span.now()
+        """When what is now awaited began."""
+
+    @property
+    def context(self) -> TraceContext:
+        """For the spans of others that this attempt causes."""
+        return self._span.context
+
+    def saw(self, cause: Any) -> None:
+        """The machine has digested a message or an event."""
+        span = self._span
+        now = span.now()
+        match cause:
+            case Offer():
+                self._since_s = now
+                span.event("offered", now, queue_s=cause.queue_s)
+            case Bound():
+                span.interval("tandem.bind", self._since_s, now, **{"tandem.blocks": len(cause.blocks)})
+            case Scheduled():
+                self._scheduled(cause, now)
+            case FirstToken() | FirstTokenSampled():
+                span.event("first_token", now)
+            case Finished():
+                self._finished(cause, now)
+            case Seal():
+                span.event("sealed", now, chunks=cause.num_chunks)
+            case Committed():
+                span.interval("tandem.commit", self._since_s, now)
+            case _:
+                if (failure := failure_of(cause)) is not None:
+                    span.fail(failure)
+
+    def complete(self) -> None:
+        """Everything has landed: the commit begins."""
+        self._since_s = self._span.now()
+
+    def chunk(self, seq: int, num_bytes: int, **seconds: float) -> None:
+        """One chunk was written here, or verified."""
+        self._span.event("chunk", self._span.now(), seq=seq, bytes=num_bytes, **seconds)
+
+    def damaged(self, seq: int) -> None:
+        """One chunk must be written again."""
+        self._span.event("damaged_chunk", self._span.now(), seq=seq)
+
+    def ended(self, tally: AttemptTally, transport: str) -> None:
+        """It has an outcome."""
+        outcome, totals, span = tally.outcome, tally.totals, self._span
+        span.attributes.update(
+            {
+                "tandem.transfer.outcome": outcome.value if outcome is not None else "",
+                "tandem.transfer.transport": transport,
+                "tandem.transfer.bytes": totals.num_bytes,
+                "tandem.transfer.seconds": totals.seconds,
+                "tandem.transfer.chunks": totals.chunks,
+                "tandem.transfer.damaged_chunks": totals.nacks,
+            }
+        )
+        if outcome is Outcome.EXPIRED:
+            span.fail(SILENT)
+        span.end()
+
+    def _scheduled(self, event: Scheduled, now: float) -> None:
+        if event.num_tokens is not None:
+            self._span.event("held", now, tokens=event.num_tokens)
+        else:
+            self._span.interval("tandem.prefill_queue", now - event.queue_s, now)
+
+    def _finished(self, event: Finished, now: float) -> None:
+        if event.times.prefill_s > 0.0:
+            cached = {"tandem.cached_tokens": event.cached_tokens}
+            self._span.interval("tandem.prefill", now - event.times.prefill_s, now, **cached)
+
+
+def begin_trace(tracer: Tracer, name: str, key: TransferKey, job: PrefillJob) -> AttemptTrace | None:
+    """The trace of an attempt at `job`, when that belongs to one."""
+    span = tracer.span(name, job.trace)
+    if span is None:
+        return None
+    span.attributes.update(
+        {
+            "tandem.transfer.id": key.transfer_id,
+            "tandem.transfer.attempt": key.attempt,
+            "tandem.transfer.kind": "fetch" if job.fetch else "handoff",
+            "tandem.tokens": job.num_tokens,
+            "tandem.held_tokens": job.held_tokens,
+        }
+    )
+    return AttemptTrace(span)

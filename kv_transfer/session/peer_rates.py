@@ -1,0 +1,124 @@
+"""How fast KV comes from each peer, as far as anything has come. Pure.
+
+Measured rates are believed for a while: with time an estimate leans towards what it is a case of, a peer's towards its
+transport's and that towards a prior. So a peer that was slow once is asked again, though it sends only when asked.
+"""
+
+from collections import OrderedDict
+
+from tandem.values.ids import Incarnation
+
+PRIOR_BYTES_PER_S = 1e9
+"""Of a link over which nothing has come yet; its first chunk replaces it."""
+_WEIGHT = 1 / 16
+"""Of the newest chunk: old news fades within some tens of chunks."""
+_LONGEST = 8.0
+"""Times what was expected: longer is a stall, of which one says little and several in a row say all."""
+_HALF_LIFE_S = 30.0
+"""Of the belief in what was measured."""
+_MAX_PEERS = 1024
+
+
+class FadingRate:
+    """Bytes per second, from averages of bytes and of seconds that fade exponentially."""
+
+    __slots__ = ("_num_bytes", "_seconds")
+
+    def __init__(self) -> None:
+        self._num_bytes = 0.0
+        self._seconds = 0.0
+
+    def observe(self, num_bytes: int, seconds: float, expected: float = 0.0) -> None:
+        """So many bytes took so long; a time of 0 is an unknown one, and says nothing.
+
+        `expected`: bytes per second, as long as nothing was observed; 0: no idea.
+        """
+        if seconds <= 0.0:
+            return
+        if rate := self.bytes_per_s or expected:
+            seconds = min(seconds, _LONGEST * max(num_bytes, self._num_bytes) / rate)
+        self._num_bytes += _WEIGHT * (num_bytes - self._num_bytes)
+        self._seconds += _WEIGHT * (seconds - self._seconds)
+
+    def correct(self, bytes_per_s: float) -> None:
+        """Go on from this rate, where any was observed."""
+        if self._num_bytes:
+            self._seconds = self._num_bytes / bytes_per_s
+
+    @property
+    def bytes_per_s(self) -> float:
+        """0 before anything was observed."""
+        return self._num_bytes / self._seconds if self._seconds > 0.0 else 0.0
+
+
+class _Estimate:
+    """A rate and when it was measured."""
+
+    __slots__ = ("asked_s", "incarnation", "rate", "seen_s", "transport")
+
+    def __init__(self, transport: str = "", incarnation: Incarnation | None = None) -> None:
+        self.transport = transport
+        self.incarnation = incarnation
+        self.rate = FadingRate()
+        self.seen_s = 0.0
+        self.asked_s = 0.0
+
+    def after(self, idle_s: float, otherwise: float) -> float:
+        """The rate when nothing was heard for so long; `otherwise`: what is expected of its like, 0 if nothing is."""
+        own = self.rate.bytes_per_s
+        if not own:
+            return otherwise
+        # Rates are wrong by factors: their logarithms are mixed.
+        trust = 0.5 ** (max(0.0, idle_s) / _HALF_LIFE_S)
+        return float(own**trust * (otherwise or PRIOR_BYTES_PER_S) ** (1.0 - trust))
+
+    def observe(self, num_bytes: int, seconds: float, now: float, otherwise: float) -> None:
+        """One chunk more."""
+        before = self.after(now - self.seen_s, otherwise)
+        if before:
+            self.rate.correct(before)
+        self.rate.observe(num_bytes, seconds, before)
+        self.seen_s = now
+
+
+class PeerRates:
+    """By peer, known by address and incarnation; all times are of one monotonic clock."""
+
+    def __init__(self) -> None:
+        self._by_transport: dict[str, _Estimate] = {}
+        # The last to have sent is the last to be forgotten.
+        self._by_peer: OrderedDict[str, _Estimate] = OrderedDict()
+        self._overall = _Estimate()
+
+    def observe(
+        self, peer: str, incarnation: Incarnation, transport: str, *, num_bytes: int, seconds: float, now: float
+    ) -> None:
+        """One chunk came from `peer`, an address."""
+        if seconds <= 0.0:
+            return
+        own = self._by_peer.get(peer)
+        if own is None or (own.incarnation, own.transport) != (incarnation, transport):
+            own = self._by_peer[peer] = _Estimate(transport, incarnation)
+        self._by_peer.move_to_end(peer)
+        if len(self._by_peer) > _MAX_PEERS:
+            self._by_peer.popitem(last=False)
+        own.observe(num_bytes, seconds, now, self._of_transport(transport, now))
+        self._by_transport.setdefault(transport, _Estimate()).observe(num_bytes, seconds, now, 0.0)
+        self._overall.observe(num_bytes, seconds, now, 0.0)
+
+    def asked(self, peer: str, incarnation: Incarnation, now: float) -> None:
+        """Something is awaited from the peer: until it comes what was measured counts again, or many would ask."""
+        own = self._by_peer.get(peer)
+        if own is not None and own.incarnation == incarnation:
+            own.asked_s = now
+
+    def bytes_per_s(self, peer: str, incarnation: Incarnation, transport: str = "", *, now: float) -> float:
+        """From this peer; else of its transport; else, when that is not known either, of all; 0 before any came."""
+        own = self._by_peer.get(peer)
+        if own is None or own.incarnation != incarnation:
+            return self._of_transport(transport, now)
+        return own.after(now - max(own.seen_s, own.asked_s), self._of_transport(own.transport, now))
+
+    def _of_transport(self, transport: str, now: float) -> float:
+        through = self._by_transport.get(transport) if transport else self._overall
+        return 0.0 if through is None else through.after(now - through.seen_s, 0.0)

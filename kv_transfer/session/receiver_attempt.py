@@ -1,0 +1,234 @@
+"""The shell around one pure receiver: executes its actions in order and feeds the answers back."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
+
+from kv_transfer.memory.landing import Landing
+from kv_transfer.memory.region import KVRegion
+from kv_transfer.protocol.actions import (
+    Action,
+    Actions,
+    BindBlocks,
+    Commit,
+    CommitInfo,
+    ForwardFirstToken,
+    OpenGrant,
+    Quarantine,
+    ReleaseBlocks,
+    ReportFailed,
+    Revoke,
+    Send,
+    Verify,
+)
+from kv_transfer.protocol.events import (
+    BindRefused,
+    Bound,
+    Cancelled,
+    Committed,
+    GrantOpened,
+    Quiet,
+    ReceiverEvent,
+    Verified,
+)
+from kv_transfer.protocol.messages import Body, Failure, FirstToken, Prefill
+from kv_transfer.protocol.receiver import Receiver
+from kv_transfer.protocol.states import LIVE, HandoffState
+from kv_transfer.session.attempt import Attempt
+from kv_transfer.session.attempt_trace import AttemptTrace
+from kv_transfer.session.peer_rates import PeerRates
+from kv_transfer.session.receiver_link import ReceiverLink
+from kv_transfer.session.stats import AttemptTally, Outcome, TransferStats
+from kv_transfer.transports.interface import KVReceiver
+from tandem.errors import InvariantError, ServingError
+from tandem.values.ids import BlockId, TransferId
+
+
+class ReceiverOwner(Protocol):
+    """What the decode worker does for its hand-offs.
+
+    Every block that `bind` returned comes back exactly once: in `commit`, as landed in `failed`, or in `released`.
+    After a cancel only `quarantine` and `released` are called.
+    """
+
+    async def bind(self, transfer_id: TransferId, num_blocks: int) -> tuple[BlockId, ...]:
+        """Destinations for the blocks beyond the held prefix. Raises ServingError to refuse."""
+
+    def first_token(self, transfer_id: TransferId, first_token: FirstToken) -> None:
+        """Forward it now; from now on it is never sampled again."""
+
+    async def commit(self, transfer_id: TransferId, info: CommitInfo) -> None:
+        """The KV is here and verified: the sequence joins the batch. Must not raise."""
+
+    def failed(self, transfer_id: TransferId, landed: tuple[BlockId, ...], error: ServingError) -> None:
+        """An attempt ended. `landed` continue the held prefix and belong to the owner; reroute or cancel follows."""
+
+    def expired(self, transfer_id: TransferId) -> None:
+        """Nobody rerouted the failed hand-off in time: it is over, as after a cancel."""
+
+    def quarantine(self, transfer_id: TransferId, blocks: tuple[BlockId, ...]) -> None:
+        """The writer of these blocks may be alive; count and show them until they are released."""
+
+    def released(self, transfer_id: TransferId, blocks: tuple[BlockId, ...]) -> None:
+        """Nothing writes into these blocks any more and nobody needs them: free them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceiverContext:
+    """What all attempts of one hub share."""
+
+    owner: ReceiverOwner
+    region: KVRegion
+    receivers: Mapping[str, KVReceiver]
+    stats: TransferStats
+    rates: PeerRates
+    executor: Executor
+    """Runs checksums, off the event loop."""
+    now: Callable[[], float]
+    spawn: Callable[[Coroutine[Any, Any, None]], object]
+
+
+class AttemptUser(Protocol):
+    """Hears what an attempt came to."""
+
+    def first_token(self, attempt: "ReceiverAttempt", first_token: FirstToken) -> None:
+        """The first token arrived."""
+
+    def failed(self, attempt: "ReceiverAttempt", landed: tuple[BlockId, ...], failure: Failure) -> None:
+        """It failed; its tail may still be waiting for a proof."""
+
+    def committing(self, attempt: "ReceiverAttempt") -> bool:
+        """It is about to commit; False when the hand-off was cancelled meanwhile."""
+
+    def closed(self, attempt: "ReceiverAttempt") -> None:
+        """Nothing of it is left."""
+
+
+class ReceiverAttempt(Attempt[Receiver, ReceiverEvent]):
+    """One attempt on one link."""
+
+    def __init__(
+        self,
+        machine: Receiver,
+        link: ReceiverLink,
+        context: ReceiverContext,
+        user: AttemptUser,
+        trace: AttemptTrace | None = None,
+    ) -> None:
+        tally = AttemptTally(context.stats, is_fetch=machine.plan.job.fetch)
+        super().__init__(machine, now=context.now, tally=tally, trace=trace)
+        self.link = link
+        self._context = context
+        self._user = user
+        self._transport = ""
+        self._landing: Landing | None = None
+        self._num_quarantined = 0
+
+    def _begin(self) -> Actions:
+        return self.machine.start(self.link.pairing.mapping.unit)
+
+    def _on_closed(self) -> None:
+        self._user.closed(self)
+
+    def _transport_name(self) -> str:
+        return self._transport or self.link.transport
+
+    def _outcome(self, cause: Body | ReceiverEvent | None) -> Outcome | None:
+        if self.machine.state is HandoffState.COMMITTED:
+            if self._trace is not None:
+                self._trace.complete()
+            return None  # a cancel may have come first
+        if cause is None:
+            return Outcome.EXPIRED
+        return Outcome.CANCELLED if isinstance(cause, Cancelled) else Outcome.FAILED
+
+    def _traced(self, body: Body) -> Body:
+        """PREFILL says whose children the peer's spans are."""
+        if self._trace is None or not isinstance(body, Prefill):
+            return body
+        return replace(body, job=replace(body.job, trace=self._trace.context))
+
+    def _execute(self, action: Action) -> ReceiverEvent | None:
+        owner, transfer_id = self._context.owner, self.key.transfer_id
+        match action:
+            case Send():
+                self.link.send(self.key, self._traced(action.body))
+            case BindBlocks():
+                self._context.spawn(self._bind(action.num_blocks))
+            case OpenGrant():
+                return self._open_grant(action.blocks)
+            case Verify():
+                self._context.spawn(self._verify(action))
+            case ForwardFirstToken():
+                self._user.first_token(self, action.first_token)
+            case Commit():
+                self._context.spawn(self._commit(action.info))
+            case Revoke():
+                return Quiet() if self._context.receivers[self._transport].revoke(self.key) else None
+            case ReportFailed():
+                self._user.failed(self, action.landed, action.failure)
+            case Quarantine():
+                self._count_quarantined(len(action.blocks))
+                owner.quarantine(transfer_id, action.blocks)
+            case ReleaseBlocks():
+                self._count_quarantined(0)
+                owner.released(transfer_id, action.blocks)
+        return None
+
+    def _open_grant(self, blocks: tuple[BlockId, ...]) -> GrantOpened:
+        self._transport = self.link.transport
+        receiver, region, pairing = self._context.receivers[self._transport], self._context.region, self.link.pairing
+        cells = pairing.at_destination(self.machine.plan.job.held_tokens, blocks, region.num_blocks)
+        self._landing = Landing(region, cells, pairing)
+        grant = receiver.open_grant(self.key, self._landing)
+        return GrantOpened(transport=receiver.name, grant=grant, drain_proves_quiet=receiver.drain_proves_quiet)
+
+    def _count_quarantined(self, num_blocks: int) -> None:
+        self._context.stats.quarantined_blocks += num_blocks - self._num_quarantined
+        self._num_quarantined = num_blocks
+
+    async def _bind(self, num_blocks: int) -> None:
+        try:
+            blocks = await self._context.owner.bind(self.key.transfer_id, num_blocks)
+        except ServingError as error:
+            self.on_event(BindRefused(failure=Failure.of(error)))
+        else:
+            self.on_event(Bound(blocks=tuple(blocks)))
+
+    async def _verify(self, action: Verify) -> None:
+        chunk, landing = action.chunk, self._landing
+        if landing is None:
+            raise InvariantError(f"{self.key}: a chunk is verified that nothing was granted for")
+        verify = partial(self._context.receivers[self._transport].verify, self.key, chunk.cells, chunk.checksum)
+        started_s = self._now()
+        intact = await asyncio.get_running_loop().run_in_executor(self._context.executor, verify)
+        if intact:
+            num_bytes, now = landing.num_bytes(chunk.cells), self._now()
+            self._tally.chunk(num_bytes, chunk.write_s)
+            self._context.rates.observe(
+                self.link.address,
+                self.machine.plan.peer,
+                self._transport,
+                num_bytes=num_bytes,
+                seconds=chunk.write_s,
+                now=now,
+            )
+            if self._trace is not None:
+                self._trace.chunk(chunk.seq, num_bytes, write_s=chunk.write_s, verify_s=now - started_s)
+        elif self.machine.state in LIVE:  # else its grant has ended: nothing was damaged
+            self._tally.nack()
+            if self._trace is not None:
+                self._trace.damaged(chunk.seq)
+        self.on_event(Verified(seq=chunk.seq, rewrite=chunk.rewrite, intact=intact))
+
+    async def _commit(self, info: CommitInfo) -> None:
+        committing = self._user.committing(self)
+        if committing:
+            await self._context.owner.commit(self.key.transfer_id, info)
+        else:
+            self._context.owner.released(self.key.transfer_id, info.blocks)
+        self.on_event(Committed())
+        self._end(Outcome.COMMITTED if committing else Outcome.CANCELLED)

@@ -1,0 +1,349 @@
+"""The decode worker's hand-offs: runs the pure receivers, their links and their timers.
+
+Life of a hand-off: `start` → link up → PREFILL → OFFER → owner.bind → RESERVE → chunks verified → owner.commit. When an
+attempt fails, `owner.failed` hands over what has landed; then `reroute` starts the next attempt or `cancel` ends
+everything. All methods are for the event loop's thread, and the owner is called on it.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+from kv_transfer.protocol.events import Cancelled, LinkLost, PeerFaulted, Quiet
+from kv_transfer.protocol.handoff_retry import Ladder
+from kv_transfer.protocol.messages import (
+    Abort,
+    Chunk,
+    Envelope,
+    Failure,
+    FirstToken,
+    Hello,
+    Offer,
+    PrefillJob,
+    Renew,
+    Seal,
+    TransferKey,
+)
+from kv_transfer.protocol.settings import TransferSettings
+from kv_transfer.protocol.states import LIVE
+from kv_transfer.session.attempt_trace import begin_trace
+from kv_transfer.session.link import renewals
+from kv_transfer.session.peer import LocalWorker, Route
+from kv_transfer.session.peer_rates import PeerRates
+from kv_transfer.session.reaper import Reaper
+from kv_transfer.session.receiver_attempt import ReceiverAttempt, ReceiverContext, ReceiverOwner
+from kv_transfer.session.receiver_link import Dialer, ReceiverLink, make_hello
+from kv_transfer.session.stats import TransferStats
+from kv_transfer.transports.interface import KVReceiver
+from tandem.errors import InvariantError, Overloaded, TransferError
+from tandem.telemetry.tracing import NoTracer, Tracer
+from tandem.values.ids import BlockId, Incarnation, TransferId
+from tandem.values.prefix_holder import PrefixHolder
+
+_VERIFYING_ON_DEVICE = 4
+"""Chunks verified at once in a pool on a device: a thread waits there most of the time, and in host memory it works."""
+
+
+class ReceiverHub:
+    """An async context manager: entered before the first `start`, left after `drain`, in one task."""
+
+    def __init__(
+        self,
+        local: LocalWorker,
+        *,
+        owner: ReceiverOwner,
+        receivers: Sequence[KVReceiver],
+        dialer: Dialer,
+        settings: TransferSettings,
+        clock: Callable[[], float] = time.monotonic,
+        tracer: Tracer | None = None,
+    ) -> None:
+        self.stats = TransferStats()
+        self._rates = PeerRates()
+        self._tracer = tracer or NoTracer()
+        self._local = local
+        self._owner = owner
+        self._receivers = {receiver.name: receiver for receiver in receivers}
+        self._dialer = dialer
+        self._settings = settings
+        self._reaper = Reaper(self._sweep, period_s=settings.sweep_s, clock=clock)
+        num_verifying = 1 if local.region.device is None else _VERIFYING_ON_DEVICE
+        self._executor = ThreadPoolExecutor(num_verifying, "kv-verify")
+        self._group = asyncio.TaskGroup()
+        self._stack = AsyncExitStack()
+        self._links: dict[str, ReceiverLink] = {}
+        self._link_tasks: set[asyncio.Task[None]] = set()
+        self._ladders: dict[TransferId, Ladder] = {}
+        self._attempts: dict[TransferKey, ReceiverAttempt] = {}
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self._renewed_s = 0.0
+        self._context = ReceiverContext(
+            owner=owner,
+            region=local.region,
+            receivers=self._receivers,
+            stats=self.stats,
+            rates=self._rates,
+            executor=self._executor,
+            now=self._reaper.now,
+            spawn=self._spawn,
+        )
+
+    async def __aenter__(self) -> Self:
+        loop = asyncio.get_running_loop()
+        for receiver in self._receivers.values():
+            receiver.listen_quiet(partial(self._listen_quiet, loop))
+        self._stack.callback(self._close_ends)
+        await self._stack.enter_async_context(self._group)
+        self._stack.push_async_exit(self._leave)
+        self._spawn(self._reaper.run())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Cancel what is left, close every link and every receiving end."""
+        await self._stack.__aexit__(kind, error, trace)
+
+    async def _leave(
+        self, _kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        try:
+            for transfer_id in list(self._ladders):
+                self.cancel(transfer_id, "decode worker stops")
+            for link in self._links.values():
+                link.close()
+            # A frozen peer does not read what a link would still send; after an error the group waits for nobody.
+            if error is None and self._link_tasks:
+                _done, late = await asyncio.wait(self._link_tasks, timeout=self._settings.lease_s)
+                for task in late:
+                    task.cancel()
+        finally:
+            self._reaper.stop()
+
+    def _close_ends(self) -> None:
+        self._executor.shutdown()
+        for receiver in self._receivers.values():
+            receiver.close()
+
+    def start(self, job: PrefillJob, route: Route) -> None:
+        """Ask the route's prefill worker for a prompt's KV. Raises Overloaded, or TransferError for a known id."""
+        if len(self._ladders) >= self._settings.max_transfers:
+            raise Overloaded(f"{len(self._ladders)} hand-offs are under way", retry_after_s=1.0)
+        if job.transfer_id in self._ladders or job.held_tokens % self._local.layout.block_size:
+            raise TransferError("hand-off exists already, or holds part of a block")
+        own, layout = self._local.incarnation, self._local.layout
+        ladder = Ladder(job, own=own, layout=layout, settings=self._settings)
+        self._begin(ladder, route)
+        self._ladders[job.transfer_id] = ladder
+
+    def reroute(self, transfer_id: TransferId, route: Route, holder: PrefixHolder | None = None) -> None:
+        """Try again, with what has landed. Raises TransferError when it is over or an attempt is under way.
+
+        `holder`: who is thought to hold more of the prefix than the route's worker.
+        """
+        ladder = self._ladders.get(transfer_id)
+        if ladder is None:
+            raise TransferError("hand-off is over")
+        ladder.job = replace(ladder.job, holder=holder)
+        self._begin(ladder, route)
+
+    def give_up(self, transfer_id: TransferId, reason: str) -> None:
+        """Fail the attempt under way, if there is one, as if its peer had: the owner gets what has landed."""
+        ladder = self._ladders.get(transfer_id)
+        attempt = None if ladder is None else self._current(ladder)
+        if attempt is not None:
+            attempt.on_event(PeerFaulted(reason=reason))
+
+    def cancel(self, transfer_id: TransferId, reason: str = "cancelled") -> None:
+        """End a hand-off, known or not; the prefill worker learns it at once."""
+        ladder = self._ladders.pop(transfer_id, None)
+        if ladder is None:
+            return
+        attempt = self._current(ladder)
+        ladder.end()
+        if attempt is not None:
+            attempt.on_event(Cancelled(reason=reason))
+
+    async def drain(self) -> None:
+        """Wait until no hand-off is left, quarantined ones included."""
+        await self._empty.wait()
+
+    @property
+    def num_transfers(self) -> int:
+        """Hand-offs that may still commit."""
+        return len(self._ladders)
+
+    @property
+    def num_leased_blocks(self) -> int:
+        """Destinations that peers may write, quarantined ones included."""
+        return sum(attempt.machine.num_leased_blocks for attempt in self._attempts.values())
+
+    def bytes_per_s(self, address: str, incarnation: Incarnation) -> float:
+        """What is expected of that peer by what was measured of it, or of the transport its link has; 0: nothing."""
+        link = self._links.get(address)
+        transport = "" if link is None else link.transport
+        return self._rates.bytes_per_s(address, incarnation, transport, now=self._reaper.now())
+
+    def _begin(self, ladder: Ladder, route: Route) -> None:
+        now = self._reaper.now()
+        self._rates.asked(route.address, route.incarnation, now)
+        machine = ladder.begin(route.attempt, route.incarnation, now)
+        trace = begin_trace(self._tracer, "tandem.handoff", machine.plan.key, machine.plan.job)
+        attempt = ReceiverAttempt(machine, self._link(route.address), self._context, self, trace)
+        self._attempts[attempt.key] = attempt
+        self.stats.live = len(self._attempts)
+        self._empty.clear()
+        if attempt.link.peer is None:
+            attempt.link.poke()
+        else:
+            asyncio.get_running_loop().call_soon(self._start, attempt)
+
+    def _start(self, attempt: ReceiverAttempt) -> None:
+        if attempt.link.peer is None:
+            return
+        if attempt.link.peer != attempt.machine.plan.peer:
+            attempt.on_event(LinkLost(reason="the prefill worker has restarted"))
+        elif attempt.machine.state in LIVE:
+            attempt.start()
+
+    def _link(self, address: str) -> ReceiverLink:
+        link = self._links.get(address)
+        if link is None:
+            link = self._links[address] = ReceiverLink(
+                address,
+                local=self._local,
+                hello=self._hello(),
+                dialer=self._dialer,
+                user=self,
+                settings=self._settings,
+            )
+            task = self._spawn(self._run_link(link))
+            self._link_tasks.add(task)
+            task.add_done_callback(self._link_tasks.discard)
+        return link
+
+    def _hello(self) -> Hello:
+        offers = [receiver.offer() for receiver in self._receivers.values()]
+        return make_hello(self._local, offers, wire_dtype=self._settings.wire_dtype)
+
+    async def _run_link(self, link: ReceiverLink) -> None:
+        await link.run()
+        if self._links.get(link.address) is link:
+            del self._links[link.address]
+        self.link_down(link, "closed")
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        return self._group.create_task(coroutine)
+
+    def _on(self, link: ReceiverLink) -> list[ReceiverAttempt]:
+        return [attempt for attempt in self._attempts.values() if attempt.link is link]
+
+    def _current(self, ladder: Ladder) -> ReceiverAttempt | None:
+        if ladder.newest_attempt is None:
+            return None
+        key = TransferKey(transfer_id=ladder.job.transfer_id, attempt=ladder.newest_attempt)
+        return self._attempts.get(key)
+
+    # LinkUser
+
+    def link_up(self, link: ReceiverLink) -> None:
+        """Hand-offs that waited for the link begin."""
+        for attempt in self._on(link):
+            self._start(attempt)
+
+    def link_down(self, link: ReceiverLink, reason: str) -> None:
+        """Every hand-off on the link fails at once; those that already had keep waiting for their proof."""
+        for attempt in self._on(link):
+            attempt.on_event(LinkLost(reason=reason))
+
+    def link_needed(self, link: ReceiverLink) -> bool:
+        """Whether an attempt, failed or not, still names this link."""
+        return bool(self._on(link))
+
+    def deliver(self, link: ReceiverLink, envelope: Envelope) -> None:
+        """Route a message to its attempt; tell the peer when there is none."""
+        body = envelope.body
+        if envelope.incarnation != link.peer or envelope.addressee != self._local.incarnation:
+            self.stats.bad_messages += 1
+        elif isinstance(body, Renew):
+            renewed, now = frozenset(body.transfer_ids), self._reaper.now()
+            for attempt in self._on(link):
+                if attempt.key.transfer_id in renewed:
+                    attempt.machine.renew(now)
+        elif envelope.key is not None:
+            attempt_of = self._attempts.get(envelope.key)
+            if attempt_of is not None and attempt_of.link is link:
+                attempt_of.on_message(envelope)
+            elif isinstance(body, Offer | Chunk | Seal):
+                link.send(envelope.key, Abort(reason="no such hand-off here"))
+
+    def misbehaved(self, link: ReceiverLink, key: TransferKey | None, reason: str) -> None:
+        """A malformed message harms its own hand-off only."""
+        self.stats.bad_messages += 1
+        attempt = self._attempts.get(key) if key is not None else None
+        if attempt is not None and attempt.link is link:
+            attempt.on_event(PeerFaulted(reason=reason))
+
+    # AttemptUser
+
+    def first_token(self, attempt: ReceiverAttempt, first_token: FirstToken) -> None:
+        """Forward it, and never let it be sampled again."""
+        self._ladder(attempt).first_token_known()
+        self._owner.first_token(attempt.key.transfer_id, first_token)
+
+    def failed(self, attempt: ReceiverAttempt, landed: tuple[BlockId, ...], failure: Failure) -> None:
+        """Keep what landed under a lease and tell the owner."""
+        self._ladder(attempt).failed(len(landed), self._reaper.now())
+        self._owner.failed(attempt.key.transfer_id, landed, failure.to_error())
+
+    def committing(self, attempt: ReceiverAttempt) -> bool:
+        """No other attempt will follow; False when a cancel came first."""
+        ladder = self._ladders.pop(attempt.key.transfer_id, None)
+        if ladder is None:
+            return False
+        ladder.end()
+        return True
+
+    def closed(self, attempt: ReceiverAttempt) -> None:
+        """Forget it."""
+        del self._attempts[attempt.key]
+        self.stats.live = len(self._attempts)
+        if not self._attempts:
+            self._empty.set()
+
+    def _ladder(self, attempt: ReceiverAttempt) -> Ladder:
+        ladder = self._ladders.get(attempt.key.transfer_id)
+        if ladder is None or ladder.newest_attempt != attempt.key.attempt:
+            raise InvariantError(f"{attempt.key} reports, but its hand-off has moved on")
+        return ladder
+
+    # Timers and proofs
+
+    def _listen_quiet(self, loop: asyncio.AbstractEventLoop, key: TransferKey) -> None:
+        loop.call_soon_threadsafe(self._on_quiet, key)
+
+    def _on_quiet(self, key: TransferKey) -> None:
+        attempt = self._attempts.get(key)
+        if attempt is not None:
+            attempt.on_event(Quiet())
+
+    def _sweep(self, now: float) -> None:
+        for attempt in list(self._attempts.values()):
+            attempt.on_timer(now)
+        for transfer_id, ladder in list(self._ladders.items()):
+            if ladder.expired(now):
+                del self._ladders[transfer_id]
+                ladder.end()
+                self._owner.expired(transfer_id)
+        if now - self._renewed_s >= self._settings.renew_s:
+            self._renewed_s = now
+            for link in self._links.values():
+                for renewal in renewals(a.key for a in self._on(link) if a.machine.state in LIVE):
+                    link.send(None, renewal)

@@ -1,0 +1,206 @@
+"""The decode worker's end of the link to one prefill worker: dialled, kept, dialled again."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kv_transfer.layout.pairing import Pairing
+from kv_transfer.protocol import wire
+from kv_transfer.protocol.messages import Body, Envelope, Hello, Reject, TransferKey, TransportOffer
+from kv_transfer.protocol.settings import TransferSettings
+from kv_transfer.protocol.versions import SPOKEN, handoff_dialect
+from kv_transfer.protocol.wire import WireError
+from kv_transfer.session.link import LinkBroken, Outbox, carry, read_message, write_message
+from kv_transfer.session.peer import LocalWorker
+from tandem.errors import InvariantError, TransferError
+from tandem.protocol.version_negotiation import NoCommonVersion
+from tandem.v1.handoff_pb2_grpc import HandoffStub
+from tandem.values.ids import Incarnation
+from tandem.values.kv_agreement import agree
+
+_MIN_BACKOFF_S = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialer:
+    """How a peer's address becomes a channel, and what proves there that we belong to the cluster."""
+
+    open_channel: Callable[[str], Any]
+    """Returns a grpc.aio channel; see tandem.rpc.cluster_grpc.open_channel."""
+    metadata: Sequence[tuple[str, str]] = ()
+
+
+class LinkUser(Protocol):
+    """Whoever has hand-offs on links."""
+
+    def link_up(self, link: "ReceiverLink") -> None:
+        """HELLOs were exchanged; `peer` and `transport` are known."""
+
+    def link_down(self, link: "ReceiverLink", reason: str) -> None:
+        """The link ended or could not be made."""
+
+    def link_needed(self, link: "ReceiverLink") -> bool:
+        """Whether some hand-off still wants this peer."""
+
+    def deliver(self, link: "ReceiverLink", envelope: Envelope) -> None:
+        """A message came."""
+
+    def misbehaved(self, link: "ReceiverLink", key: TransferKey | None, reason: str) -> None:
+        """Something came that is no message."""
+
+
+class ReceiverLink:
+    """See the module's docstring. `run` is the whole life; it ends when unused and unreachable, or closed."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        local: LocalWorker,
+        hello: Hello,
+        dialer: Dialer,
+        user: LinkUser,
+        settings: TransferSettings,
+    ) -> None:
+        self.address = address
+        self.peer: Incarnation | None = None
+        """None while the link is down."""
+        self.transport = ""
+        """What the peer writes through."""
+        self._pairing: Pairing | None = None
+        self._local = local
+        self._hello = hello
+        self._dialer = dialer
+        self._user = user
+        self._settings = settings
+        self._outbox = Outbox()
+        self._poked = asyncio.Event()
+        self._closing = False
+
+    @property
+    def pairing(self) -> Pairing:
+        """What was agreed on when the link came up last."""
+        if self._pairing is None:
+            raise InvariantError("the link was never up")
+        return self._pairing
+
+    def send(self, key: TransferKey | None, body: Body) -> None:
+        """Send, or drop while the link is down: the hand-offs on it have failed then."""
+        if self.peer is not None:
+            self._outbox.put(Envelope(incarnation=self._local.incarnation, addressee=self.peer, key=key, body=body))
+
+    def poke(self) -> None:
+        """Somebody wants the link now: dial without waiting for the backoff to pass."""
+        self._poked.set()
+
+    def close(self) -> None:
+        """Send what is queued and end."""
+        self._closing = True
+        self._outbox.close()
+        self._poked.set()
+
+    async def run(self) -> None:
+        """Dial until closed, or until unneeded and out of reach for `forget_s`."""
+        loop = asyncio.get_running_loop()
+        backoff_s = _MIN_BACKOFF_S
+        last_up = loop.time()
+        while not self._closing:
+            self._poked.clear()
+            reason, was_up = await self._session()
+            if was_up:
+                backoff_s, last_up = _MIN_BACKOFF_S, loop.time()
+            self._user.link_down(self, reason)
+            if not self._user.link_needed(self) and loop.time() - last_up > self._settings.forget_s:
+                return
+            if not self._closing:
+                await self._pause(backoff_s)
+            backoff_s = min(2 * backoff_s, self._settings.max_backoff_s)
+
+    async def _pause(self, backoff_s: float) -> None:
+        await asyncio.sleep(_MIN_BACKOFF_S)
+        try:
+            async with asyncio.timeout(backoff_s):
+                await self._poked.wait()
+        except TimeoutError:
+            return
+
+    async def _session(self) -> tuple[str, bool]:
+        """One dial to its end: (why it ended, whether it was ever up)."""
+        channel = self._dialer.open_channel(self.address)
+        self._outbox = Outbox()
+        if self._closing:
+            self._outbox.close()
+        was_up = False
+        try:
+            stub = HandoffStub(channel)  # type: ignore[no-untyped-call]
+            stream = stub.Connect(metadata=tuple(self._dialer.metadata))
+            await self._greet(stream)
+            was_up = True
+            self._user.link_up(self)
+            await carry(
+                stream,
+                self._outbox,
+                deliver=lambda envelope: self._user.deliver(self, envelope),
+                misbehaved=lambda key, reason: self._user.misbehaved(self, key, reason),
+            )
+        except LinkBroken as error:
+            return f"link to {self.address}: {error}", was_up
+        finally:
+            self.peer = None
+            await channel.close()
+        return "closed", was_up
+
+    async def _greet(self, stream: Any) -> None:
+        try:
+            async with asyncio.timeout(self._settings.connect_s):
+                hello = Envelope(
+                    incarnation=self._local.incarnation, addressee=Incarnation(0), key=None, body=self._hello
+                )
+                await write_message(stream, hello)
+                answer = wire.decode(await read_message(stream))
+        except TimeoutError:
+            raise LinkBroken("no answer to HELLO") from None
+        except WireError as error:
+            raise LinkBroken(f"bad HELLO: {error}") from None
+        body = answer.body
+        if isinstance(body, Reject):
+            raise LinkBroken(f"refused: {body.failure.message}")
+        if not isinstance(body, Hello):
+            raise LinkBroken("no HELLO")
+        if answer.addressee != self._local.incarnation:
+            raise LinkBroken("the answer to HELLO is meant for another process")
+        if refusal := refuses(source=body, destination=self._hello):
+            raise LinkBroken(f"refused here: {refusal}")
+        try:
+            self._pairing = Pairing.of(
+                body.layout, self._local.layout, wire_dtype=body.wire_dtype, head_scales=self._local.head_scales
+            )
+        except TransferError as error:
+            raise LinkBroken(f"refused here: {error.message}") from None
+        offered = {offer.name for offer in self._hello.transports}
+        chosen = [offer.name for offer in body.transports if offer.name in offered]
+        if len(chosen) != 1:
+            raise LinkBroken("no transport in common")
+        self._outbox.dialect = handoff_dialect(SPOKEN.common(body.versions))
+        self.peer, self.transport = answer.incarnation, chosen[0]
+
+
+def refuses(*, source: Hello, destination: Hello) -> str | None:
+    """Why the two workers must not be paired, naming the field; None when they may."""
+    try:
+        source.versions.common(destination.versions)
+    except NoCommonVersion:
+        return f"protocol_version: {source.versions} at the source, {destination.versions} at the destination"
+    return agree(source.layout, destination.layout)
+
+
+def make_hello(local: LocalWorker, offers: Sequence[TransportOffer], *, wire_dtype: str = "") -> Hello:
+    """This worker's HELLO."""
+    return Hello(
+        versions=SPOKEN,
+        worker_id=local.worker_id,
+        layout=local.layout,
+        transports=tuple(offers),
+        wire_dtype=wire_dtype,
+    )

@@ -1,0 +1,198 @@
+"""The shell around one pure sender: executes its actions in order and feeds the answers back."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kv_transfer.layout.pairing import Pairing
+from kv_transfer.protocol.actions import (
+    AbortPrefill,
+    Action,
+    Actions,
+    CancelWrites,
+    ReleaseSources,
+    Send,
+    StartWrite,
+    SubmitPrefill,
+)
+from kv_transfer.protocol.events import (
+    Cancelled,
+    SenderEvent,
+    SubmitRefused,
+    Submitted,
+    WriteFailed,
+    WritesEnding,
+    WritesQuiet,
+    Written,
+)
+from kv_transfer.protocol.messages import Abort, Body, CommitAck, Failure, PrefillJob, Reject, TransferKey
+from kv_transfer.protocol.sender import Sender
+from kv_transfer.protocol.states import HandoffState
+from kv_transfer.session.attempt import Attempt
+from kv_transfer.session.attempt_trace import AttemptTrace
+from kv_transfer.session.stats import AttemptTally, Outcome, TransferStats
+from kv_transfer.transports.interface import PeerWriter, WriteOrder, WriteResult
+from tandem.errors import ServingError, TransferError, Unavailable
+from tandem.values.ids import TransferId
+
+
+class SenderOwner(Protocol):
+    """What the prefill worker does for its hand-offs.
+
+    After a `submit` that did not raise, `release` comes exactly once; until then every block that was told by
+    `SenderHub.progress` stays as it is, preempted or not. `abort` comes at most once, before `release`.
+    """
+
+    async def submit(self, job: PrefillJob) -> None:
+        """Queue the job in the engine. Raises ServingError to refuse."""
+
+    def abort(self, transfer_id: TransferId) -> None:
+        """Stop computing it."""
+
+    def release(self, transfer_id: TransferId) -> None:
+        """Nothing reads its blocks any more: free them."""
+
+
+class SenderPeer(Protocol):
+    """The link that an attempt lives on."""
+
+    @property
+    def writer(self) -> PeerWriter:
+        """The connection for bytes."""
+
+    @property
+    def transport(self) -> str:
+        """Its name."""
+
+    @property
+    def pairing(self) -> Pairing:
+        """What was agreed on with the peer."""
+
+    def send(self, key: TransferKey | None, body: Body) -> None:
+        """Send, or drop when the link is down."""
+
+    def close(self) -> None:
+        """End the link: it cannot move bytes any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SenderContext:
+    """What all attempts of one hub share."""
+
+    owner: SenderOwner
+    pool_blocks: int
+    """Of this worker's whole pool."""
+    stats: TransferStats
+    now: Callable[[], float]
+    spawn: Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
+    closed: Callable[["SenderAttempt"], None]
+    unwanted: Callable[[TransferId], None]
+    """The owner's `submit` is still under way for an attempt that was given up."""
+
+
+class SenderAttempt(Attempt[Sender, SenderEvent]):
+    """One attempt on one link."""
+
+    def __init__(
+        self, machine: Sender, peer: SenderPeer, context: SenderContext, trace: AttemptTrace | None = None
+    ) -> None:
+        tally = AttemptTally(context.stats, is_fetch=machine.plan.job.fetch)
+        super().__init__(machine, now=context.now, tally=tally, trace=trace)
+        self.peer = peer
+        self._context = context
+        self._loop = asyncio.get_running_loop()
+        self._submission: asyncio.Task[None] | None = None
+
+    def abandon(self) -> None:
+        """Wait for the engine's answer no longer: the process ends."""
+        if self._submission is not None:
+            self._submission.cancel()
+
+    def _begin(self) -> Actions:
+        return self.machine.start()
+
+    def _on_closed(self) -> None:
+        self._context.closed(self)
+
+    def _on_given_up(self) -> None:
+        if self._submission is not None and not self._submission.done():
+            self._context.unwanted(self.key.transfer_id)
+
+    def _transport_name(self) -> str:
+        return self.peer.transport
+
+    def _outcome(self, cause: Body | SenderEvent | None) -> Outcome:
+        if isinstance(cause, CommitAck) and self.machine.state is HandoffState.CLOSED:
+            return Outcome.COMMITTED
+        if cause is None:
+            return Outcome.EXPIRED
+        return Outcome.CANCELLED if isinstance(cause, Abort | Reject | Cancelled) else Outcome.FAILED
+
+    def _execute(self, action: Action) -> SenderEvent | None:
+        owner, transfer_id = self._context.owner, self.key.transfer_id
+        match action:
+            case Send():
+                self.peer.send(self.key, action.body)
+            case SubmitPrefill():
+                self._submission = self._context.spawn(self._submit(action.job))
+                self._submission.add_done_callback(self._submission_ended)
+            case StartWrite():
+                return self._start_write(action)
+            case AbortPrefill():
+                owner.abort(transfer_id)
+            case CancelWrites():
+                return WritesQuiet() if self.peer.writer.cancel(self.key) else WritesEnding()
+            case ReleaseSources():
+                owner.release(transfer_id)
+        return None
+
+    async def _submit(self, job: PrefillJob) -> None:
+        try:
+            if not self._live:  # given up before this task's first step: its owner could not have heard of it
+                raise Unavailable("nobody asks for it any longer")
+            await self._context.owner.submit(job)
+        except ServingError as error:
+            self.on_event(SubmitRefused(failure=Failure.of(error)))
+        else:
+            self.on_event(Submitted())
+
+    def _submission_ended(self, task: "asyncio.Task[None]") -> None:
+        # Not in the coroutine: a cancel may come before its first step.
+        if task.cancelled():
+            self.on_event(SubmitRefused(failure=Failure(kind=Unavailable, message="prefill worker stops")))
+
+    def _start_write(self, action: StartWrite) -> SenderEvent | None:
+        reserve = self.machine.reserve
+        if reserve is None or reserve.transport != self.peer.transport:
+            reason = f"granted through another transport than {self.peer.transport}"
+            return WriteFailed(seq=action.seq, rewrite=action.rewrite, reason=reason)
+        held_tokens = self.machine.plan.job.held_tokens
+        source = self.peer.pairing.at_source(held_tokens, action.first_block, action.sources, self._context.pool_blocks)
+        order = WriteOrder(key=self.key, grant=reserve.grant, cells=action.cells, source=source)
+        if action.rewrite > 0:
+            self._tally.nack()
+            if self._trace is not None:
+                self._trace.damaged(action.seq)
+        future = self.peer.writer.write(order)
+        future.add_done_callback(
+            lambda done: self._loop.call_soon_threadsafe(self._written, action.seq, action.rewrite, done)
+        )
+        return None
+
+    def _written(self, seq: int, rewrite: int, future: "Future[WriteResult]") -> None:
+        error = future.exception()
+        if error is None:
+            result = future.result()
+            self._tally.chunk(result.num_bytes, result.seconds)
+            if self._trace is not None:
+                self._trace.chunk(seq, result.num_bytes, write_s=result.seconds)
+            written = Written(seq=seq, rewrite=rewrite, checksum=result.checksum, seconds=result.seconds)
+            self.on_event(written)
+        elif isinstance(error, TransferError):
+            self.on_event(WriteFailed(seq=seq, rewrite=rewrite, reason=error.message))
+            if self.peer.writer.closed:
+                self.peer.close()
+        else:
+            raise error

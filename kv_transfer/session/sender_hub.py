@@ -1,0 +1,400 @@
+"""The prefill worker's hand-offs: serves the links of decode workers and runs the pure senders.
+
+Life of a hand-off: PREFILL → owner.submit → `scheduled` → OFFER → RESERVE → each `progress` is written while the next
+chunk computes → `first_token` → `finished` → SEAL → COMMIT_ACK → owner.release. All methods are for the event loop's
+thread, and the owner is called on it. News about hand-offs that have ended is ignored.
+"""
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack, suppress
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Self
+
+from kv_transfer.layout.chunk_plan import CellShape
+from kv_transfer.protocol import guards
+from kv_transfer.protocol.events import (
+    Cancelled,
+    Finished,
+    FirstTokenSampled,
+    LinkLost,
+    PeerFaulted,
+    PrefillFailed,
+    Progress,
+    Scheduled,
+    SenderEvent,
+)
+from kv_transfer.protocol.messages import (
+    Abort,
+    Drained,
+    Envelope,
+    Failure,
+    FirstToken,
+    Prefill,
+    Reject,
+    Renew,
+    TransferKey,
+)
+from kv_transfer.protocol.sender import Sender, SenderPlan
+from kv_transfer.protocol.settings import TransferSettings
+from kv_transfer.protocol.states import LIVE
+from kv_transfer.session.attempt_trace import begin_trace
+from kv_transfer.session.link import renewals
+from kv_transfer.session.peer import LocalWorker
+from kv_transfer.session.reaper import Reaper
+from kv_transfer.session.sender_attempt import SenderAttempt, SenderContext, SenderOwner
+from kv_transfer.session.sender_link import SenderLink
+from kv_transfer.session.stats import TransferStats
+from kv_transfer.transports.interface import KVSender
+from tandem.errors import InvalidRequest, InvariantError, Overloaded, ServingError, Unavailable
+from tandem.telemetry.tracing import NoTracer, Tracer
+from tandem.v1.handoff_pb2_grpc import HandoffServicer, add_HandoffServicer_to_server
+from tandem.values.block_hash import HASH_BLOCK_TOKENS
+from tandem.values.ids import BlockHash, BlockId, TransferId
+from tandem.values.outputs import NO_CACHED_TOKENS, CachedTokens, PhaseTimes, SampledToken
+
+_MAX_REMEMBERED = 16384
+"""Ended hand-offs whose newest attempt is remembered, so that a replayed PREFILL starts nothing."""
+
+
+class SenderHub:
+    """An async context manager: entered before the server starts, left after it has stopped, in one task."""
+
+    def __init__(
+        self,
+        local: LocalWorker,
+        *,
+        owner: SenderOwner,
+        senders: Sequence[KVSender],
+        settings: TransferSettings,
+        clock: Callable[[], float] = time.monotonic,
+        tracer: Tracer | None = None,
+    ) -> None:
+        self.stats = TransferStats()
+        self.on_unwanted: Callable[[TransferId], None] = lambda _: None
+        """Hears of jobs that are given up before `owner.submit` has returned."""
+        self._tracer = tracer or NoTracer()
+        self._local = local
+        self._senders = senders
+        self._settings = settings
+        self._reaper = Reaper(self._sweep, period_s=settings.sweep_s, clock=clock)
+        self._group = asyncio.TaskGroup()
+        self._stack = AsyncExitStack()
+        self._closing_writers: set[asyncio.Future[None]] = set()
+        self._links: dict[SenderLink, asyncio.Task[Any] | None] = {}
+        self._exited = False
+        self._attempts: dict[TransferId, SenderAttempt] = {}
+        self._newest: OrderedDict[TransferId, int] = OrderedDict()
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self._no_prompts = asyncio.Event()
+        self._no_prompts.set()
+        self._num_prompts = 0
+        self._draining, self._lends = False, True
+        self._renewed_s = 0.0
+        self._context = SenderContext(
+            owner=owner,
+            pool_blocks=local.region.num_blocks,
+            stats=self.stats,
+            now=self._reaper.now,
+            spawn=self._spawn,
+            closed=self._closed,
+            unwanted=lambda transfer_id: self.on_unwanted(transfer_id),  # noqa: PLW0108 - set later
+        )
+
+    def register(self, server: Any) -> None:
+        """Add the hand-off service to a grpc.aio server (see tandem.rpc.cluster_grpc.make_server)."""
+        add_HandoffServicer_to_server(_Servicer(self), server)  # type: ignore[no-untyped-call]
+
+    async def __aenter__(self) -> Self:
+        self._stack.push_async_callback(self._close_writers)
+        await self._stack.enter_async_context(self._group)
+        self._stack.push_async_exit(self._leave)
+        self._spawn(self._reaper.run())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Abort what is left and close every link; takes a few leases at most."""
+        await self._stack.__aexit__(kind, error, trace)
+
+    async def _leave(
+        self, _kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        self._draining, self._lends = True, False
+        try:
+            for attempt in list(self._attempts.values()):
+                attempt.on_event(Cancelled(reason="prefill worker stops"))
+            for link in list(self._links):
+                link.close()
+            # After an error nobody may be left to answer: the group cancels whatever still waits.
+            if error is None:
+                await self._settle()
+        finally:
+            self._exited = True
+            self._reaper.stop()
+
+    async def _settle(self) -> None:
+        """Wait for what answers within a lease; abandon the rest."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._settings.lease_s):
+                await self._empty.wait()
+        self._exited = True
+        for attempt in list(self._attempts.values()):
+            attempt.abandon()
+        if serving := [task for task in self._links.values() if task is not None]:
+            await asyncio.wait(serving, timeout=self._settings.lease_s)
+
+    async def _close_writers(self) -> None:
+        if self._closing_writers:
+            await asyncio.wait(self._closing_writers)
+
+    async def finish_prompts(self) -> None:
+        """Take no new prompts and wait until the outstanding ones have ended; fetches are still answered."""
+        self._draining = True
+        await self._no_prompts.wait()
+
+    async def drain(self) -> None:
+        """Take no new work, lend nothing more, and wait until every outstanding hand-off has ended."""
+        self._draining, self._lends = True, False
+        await self._empty.wait()
+
+    @property
+    def num_transfers(self) -> int:
+        """Hand-offs alive here."""
+        return len(self._attempts)
+
+    @property
+    def num_pinned_blocks(self) -> int:
+        """Sources that are held for peers."""
+        return sum(attempt.machine.num_pinned_blocks for attempt in self._attempts.values())
+
+    # News from the engine
+
+    def scheduled(self, transfer_id: TransferId, queue_s: float, tail_hash: BlockHash | None = None) -> None:
+        """The prompt has left the queue; `tail_hash` names its last full hash block."""
+        self._tell(transfer_id, Scheduled(queue_s=queue_s, tail_hash=tail_hash))
+
+    def lent(self, transfer_id: TransferId, names: Sequence[BlockHash], block_ids: Sequence[BlockId]) -> None:
+        """Answer to a fetch: the prefix's full blocks that are held here, and the names of their hash blocks.
+
+        They stay until `owner.release`, as computed blocks do.
+        """
+        attempt = self._attempts.get(transfer_id)
+        if attempt is None:
+            return
+        whole = attempt.machine.plan.whole_tokens
+        num_tokens = len(block_ids) * self._local.layout.block_size // whole * whole
+        tail_hash = names[num_tokens // HASH_BLOCK_TOKENS - 1] if num_tokens else None
+        attempt.on_event(Scheduled(queue_s=0.0, tail_hash=tail_hash, num_tokens=num_tokens))
+        attempt.on_event(Progress(num_computed_tokens=num_tokens, blocks=tuple(block_ids)))
+        attempt.on_event(Finished(cached_tokens=num_tokens, times=PhaseTimes(), tail_hash=tail_hash))
+
+    def progress(
+        self,
+        transfer_id: TransferId,
+        num_computed_tokens: int,
+        block_ids: Sequence[BlockId],
+        *,
+        coming_tokens: int = 0,
+        num_layers: int = 0,
+    ) -> None:
+        """KV of that many tokens is in the request's blocks (the whole table); they stay until `owner.release`.
+
+        While a step is under way that will have computed `coming_tokens`, those are there in the first `num_layers`.
+        """
+        progress = Progress(
+            num_computed_tokens=num_computed_tokens,
+            blocks=tuple(block_ids),
+            coming_tokens=coming_tokens,
+            num_layers=num_layers,
+        )
+        self._tell(transfer_id, progress)
+
+    def first_token(
+        self, transfer_id: TransferId, token: SampledToken, cached_tokens: int, cached: CachedTokens = NO_CACHED_TOKENS
+    ) -> None:
+        """Sampled: it goes out at once. `cached`: the cached tokens by source."""
+        first_token = FirstToken(token=token, cached_tokens=cached_tokens, cached=cached)
+        self._tell(transfer_id, FirstTokenSampled(first_token=first_token))
+
+    def finished(
+        self,
+        transfer_id: TransferId,
+        block_ids: Sequence[BlockId],
+        *,
+        cached_tokens: int,
+        times: PhaseTimes,
+        tail_hash: BlockHash | None = None,
+    ) -> None:
+        """All KV is in the request's blocks; `tail_hash` names the last full one, as computed here."""
+        attempt = self._attempts.get(transfer_id)
+        if attempt is not None:
+            self.progress(transfer_id, len(attempt.machine.plan.job.token_ids), block_ids)
+            attempt.on_event(Finished(cached_tokens=cached_tokens, times=times, tail_hash=tail_hash))
+
+    def failed(self, transfer_id: TransferId, error: ServingError) -> None:
+        """The engine gave the request up."""
+        self._tell(transfer_id, PrefillFailed(failure=Failure.of(error)))
+
+    def _tell(self, transfer_id: TransferId, event: SenderEvent) -> None:
+        attempt = self._attempts.get(transfer_id)
+        if attempt is not None:
+            attempt.on_event(event)
+
+    # Links
+
+    async def serve(self, stream: Any) -> None:
+        """The whole life of one link; called by the servicer."""
+        link = SenderLink(stream, local=self._local, senders=self._senders, settings=self._settings)
+        if self._exited:
+            return
+        self._links[link] = asyncio.current_task()
+        try:
+            await link.run(
+                deliver=lambda envelope: self._deliver(link, envelope),
+                misbehaved=lambda key, reason: self._misbehaved(link, key, reason),
+            )
+        except InvariantError as error:
+            # gRPC would only log it.
+            self._spawn(_fail(error))
+        finally:
+            # The client may have gone, which cancels this task: nothing here may wait.
+            del self._links[link]
+            for attempt in list(self._attempts.values()):
+                if attempt.peer is link:
+                    attempt.on_event(LinkLost(reason="link lost"))
+            if link.connected:
+                # Not in the group: that takes no more tasks once something has failed.
+                closing = asyncio.get_running_loop().run_in_executor(None, link.writer.close)
+                self._closing_writers.add(closing)
+                closing.add_done_callback(self._closing_writers.discard)
+
+    def _deliver(self, link: SenderLink, envelope: Envelope) -> None:
+        body, key = envelope.body, envelope.key
+        if guards.stale_incarnation(envelope, link.peer) or guards.misdirected(envelope, self._local.incarnation):
+            self.stats.bad_messages += 1
+        elif isinstance(body, Renew):
+            for transfer_id in body.transfer_ids:
+                attempt = self._attempts.get(transfer_id)
+                if attempt is not None and attempt.peer is link:
+                    attempt.machine.renew(self._reaper.now())
+        elif key is not None and isinstance(body, Prefill):
+            self._prefill(link, key, body)
+        elif key is not None:
+            attempt = self._attempts.get(key.transfer_id)
+            if attempt is not None and attempt.key == key:
+                attempt.on_message(envelope)
+            elif isinstance(body, Abort):
+                # This process knows of no such attempt, so nothing of it moves here.
+                link.send(key, Drained())
+
+    def _misbehaved(self, link: SenderLink, key: TransferKey | None, reason: str) -> None:
+        self.stats.bad_messages += 1
+        attempt = self._attempts.get(key.transfer_id) if key is not None else None
+        if attempt is not None and attempt.key == key and attempt.peer is link:
+            attempt.on_event(PeerFaulted(reason=reason))
+        elif key is not None:
+            failure = Failure(kind=InvalidRequest, message=reason)
+            link.send(key, Reject(failure=failure))
+
+    def _prefill(self, link: SenderLink, key: TransferKey, body: Prefill) -> None:
+        if guards.superseded(key.attempt, self._newest.get(key.transfer_id)):
+            return
+        older = self._attempts.get(key.transfer_id)
+        if older is not None:
+            older.on_event(Cancelled(reason="superseded by a newer attempt"))
+        if refusal := self._refusal(link, key, body):
+            link.send(key, Reject(failure=Failure.of(refusal)))
+            return
+        self._remember(key)
+        now = self._reaper.now()
+        if (trace := begin_trace(self._tracer, "tandem.send", key, body.job)) is not None:
+            body = replace(body, job=replace(body.job, trace=trace.context))
+        attempt = SenderAttempt(Sender(self._plan(link, key, body), now), link, self._context, trace)
+        self._attempts[key.transfer_id] = attempt
+        self.stats.live = len(self._attempts)
+        self._empty.clear()
+        if not body.job.fetch:
+            self._num_prompts += 1
+            self._no_prompts.clear()
+        attempt.start()
+
+    def _refusal(self, link: SenderLink, key: TransferKey, body: Prefill) -> ServingError | None:
+        if self._draining and not (body.job.fetch and self._lends):
+            return Unavailable("prefill worker is draining")
+        if key.transfer_id in self._attempts:
+            return Unavailable("an earlier attempt is still draining", retry_after_s=0.1)
+        if len(self._attempts) >= self._settings.max_transfers:
+            return Overloaded(f"{len(self._attempts)} hand-offs are under way", retry_after_s=1.0)
+        if body.job.held_tokens % link.pairing.destination.block_size:
+            return InvalidRequest("held_tokens is not a number of whole blocks", param="held_tokens")
+        return None
+
+    def _plan(self, link: SenderLink, key: TransferKey, body: Prefill) -> SenderPlan:
+        pairing, layout = link.pairing, self._local.layout
+        return SenderPlan(
+            key=key,
+            own=self._local.incarnation,
+            peer=link.peer,
+            job=body.job,
+            block_size=layout.block_size,
+            unit_tokens=pairing.mapping.unit,
+            whole_tokens=max(layout.block_size, pairing.destination.block_size),
+            cells=CellShape(
+                num_layers=layout.num_layers,
+                num_heads=layout.num_kv_heads,
+                unit_layer_bytes=pairing.unit_layer_bytes,
+            ),
+            lease_s=min(body.lease_s, self._settings.lease_s),
+            stall_s=self._settings.stall_s,
+            queue_s=self._settings.queue_s,
+            chunk_bytes=self._settings.chunk_bytes,
+            write_window=self._settings.write_window,
+            max_rewrites=self._settings.max_rewrites,
+        )
+
+    def _remember(self, key: TransferKey) -> None:
+        self._newest[key.transfer_id] = key.attempt
+        self._newest.move_to_end(key.transfer_id)
+        if len(self._newest) > _MAX_REMEMBERED:
+            self._newest.popitem(last=False)
+
+    def _closed(self, attempt: SenderAttempt) -> None:
+        del self._attempts[attempt.key.transfer_id]
+        self.stats.live = len(self._attempts)
+        self._num_prompts -= not attempt.machine.plan.job.fetch
+        if not self._num_prompts:
+            self._no_prompts.set()
+        if not self._attempts:
+            self._empty.set()
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        return self._group.create_task(coroutine)
+
+    def _sweep(self, now: float) -> None:
+        for attempt in list(self._attempts.values()):
+            attempt.on_timer(now)
+        if now - self._renewed_s >= self._settings.renew_s:
+            self._renewed_s = now
+            for link in self._links:
+                live = [a.key for a in self._attempts.values() if a.peer is link and a.machine.state in LIVE]
+                for renewal in renewals(live):
+                    link.send(None, renewal)
+
+
+async def _fail(error: InvariantError) -> None:
+    raise error
+
+
+class _Servicer(HandoffServicer):
+    def __init__(self, hub: SenderHub) -> None:
+        self._hub = hub
+
+    async def Connect(self, _requests: Any, context: Any) -> None:
+        """Serve one link for as long as it lasts."""
+        await self._hub.serve(context)

@@ -1,0 +1,146 @@
+"""Counters of one hub, read by its worker's metrics."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+from kv_transfer.session.peer_rates import FadingRate
+
+
+class Outcome(Enum):
+    """How one attempt at a transfer ended; each ends once."""
+
+    COMMITTED = "committed"
+    FAILED = "failed"
+    """Something broke or was refused, here or at the peer."""
+    EXPIRED = "expired"
+    """By the end of a lease or a deadline here."""
+    CANCELLED = "cancelled"
+    """Nobody wanted it any more. The sender sees only that the receiver gave it up, or, when a write was under way just
+    then, that the write failed: the receiver's count is the one that tells."""
+
+
+class EndKey(NamedTuple):
+    """What totals are told apart by."""
+
+    is_fetch: bool
+    transport: str
+    """"" when the peer was never reached."""
+    outcome: Outcome
+
+
+@dataclass(slots=True, kw_only=True)
+class TransferTotals:
+    """Of attempts: bytes always with the seconds of just those bytes."""
+
+    count: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+    chunks: int = 0
+    nacks: int = 0
+    """Chunks that arrived damaged."""
+
+    def add(self, other: "TransferTotals") -> None:
+        """Add another's."""
+        self.count += other.count
+        self.num_bytes += other.num_bytes
+        self.seconds += other.seconds
+        self.chunks += other.chunks
+        self.nacks += other.nacks
+
+
+@dataclass(slots=True, kw_only=True)
+class TransferStats:
+    """Totals since start, attempts under way included, and gauges of now."""
+
+    num_bytes: int = 0
+    """Receiver: of chunks that were verified. Sender: of writes that succeeded."""
+    seconds: float = 0.0
+    """What the writes of just those bytes took, by the sender's clock, its checksums included."""
+    chunks: int = 0
+    nacks: int = 0
+    started: int = 0
+    """Attempts."""
+    bad_messages: int = 0
+    live: int = 0
+    """Gauge: attempts not yet closed."""
+    quarantined_blocks: int = 0
+    """Gauge."""
+    ended: dict[EndKey, TransferTotals] = field(default_factory=dict)
+    """All attempts that ended."""
+    _recent: FadingRate = field(default_factory=FadingRate, repr=False)
+
+    def count_chunk(self, num_bytes: int, seconds: float) -> None:
+        """One chunk has arrived, or was written, in `seconds`."""
+        self.chunks += 1
+        self.num_bytes += num_bytes
+        self.seconds += seconds
+        self._recent.observe(num_bytes, seconds)
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Rate of one write; 0 before the first chunk."""
+        return self._recent.bytes_per_s
+
+    @property
+    def committed(self) -> int:
+        """Attempts that ended so."""
+        return self._num_ended(Outcome.COMMITTED)
+
+    @property
+    def failed(self) -> int:
+        """Attempts that ended so."""
+        return self._num_ended(Outcome.FAILED)
+
+    @property
+    def expired(self) -> int:
+        """Attempts that ended so."""
+        return self._num_ended(Outcome.EXPIRED)
+
+    @property
+    def cancelled(self) -> int:
+        """Attempts that ended so."""
+        return self._num_ended(Outcome.CANCELLED)
+
+    def _num_ended(self, outcome: Outcome) -> int:
+        return sum(totals.count for key, totals in self.ended.items() if key.outcome is outcome)
+
+
+class AttemptTally:
+    """One attempt's share of its hub's totals."""
+
+    def __init__(self, stats: TransferStats, *, is_fetch: bool) -> None:
+        stats.started += 1
+        self.totals = TransferTotals()
+        self.outcome: Outcome | None = None
+        self._stats = stats
+        self._is_fetch = is_fetch
+        self._transport = ""
+
+    def chunk(self, num_bytes: int, seconds: float) -> None:
+        """One chunk has arrived, or was written, in `seconds`."""
+        self._stats.count_chunk(num_bytes, seconds)
+        self._add(TransferTotals(num_bytes=num_bytes, seconds=seconds, chunks=1))
+
+    def nack(self) -> None:
+        """One chunk arrived damaged."""
+        self._stats.nacks += 1
+        self._add(TransferTotals(nacks=1))
+
+    def end(self, outcome: Outcome, transport: str) -> None:
+        """It has ended, once and for all; what was under way still counts to it."""
+        if self.outcome is None:
+            self.outcome, self._transport = outcome, transport
+            self.totals.count = 1
+            self._ended().add(self.totals)
+
+    def _add(self, more: TransferTotals) -> None:
+        self.totals.add(more)
+        if self.outcome is not None:
+            self._ended().add(more)
+
+    def _ended(self) -> TransferTotals:
+        if self.outcome is None:
+            raise ValueError("the attempt is under way")
+        key = EndKey(self._is_fetch, self._transport, self.outcome)
+        return self._stats.ended.setdefault(key, TransferTotals())

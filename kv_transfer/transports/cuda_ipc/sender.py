@@ -1,0 +1,88 @@
+"""`cuda_ipc`, sending end: copies from this GPU's pool into the receiver's, on a stream of its own.
+
+A chunk is packed on this side's device, summed there, and unpacked into the peer's pool; the stream is awaited before
+the chunk counts as written. No lock is held meanwhile that a cancel or the next order takes: the claim is busy, so what
+is cancelled ends with the chunk, and QUIET is said then.
+"""
+
+import socket
+import threading
+from typing import Any
+
+from kv_transfer.layout.pairing import Pairing
+from kv_transfer.memory.device_pool import DevicePool
+from kv_transfer.memory.region import KVRegion
+from kv_transfer.memory.torch_pool import TorchPool
+from kv_transfer.protocol.messages import TransportOffer
+from kv_transfer.transports.cuda_ipc.device_sharing import DeviceSharing
+from kv_transfer.transports.cuda_ipc.receiver import NAME, unpack_loan
+from kv_transfer.transports.one_sided import wire as one_sided_wire
+from kv_transfer.transports.one_sided.writer import ClaimingWriter
+from kv_transfer.transports.same_host import host_id
+from kv_transfer.transports.same_host_sockets import greet_on_this_host
+from kv_transfer.transports.write_queue import WriteJob
+from tandem.errors import TransferError
+from tandem.values.ids import BlockId
+
+
+class CudaIpcWriter(ClaimingWriter):
+    """PeerWriter of the `cuda_ipc` transport. `target`: the receiver's memory, opened here."""
+
+    def __init__(self, source: DevicePool, sock: socket.socket, target: Any, pairing: Pairing) -> None:
+        self._source = source
+        self._target = TorchPool(target, pairing.destination)
+        self._pairing = pairing
+        self._moving = threading.Lock()
+        super().__init__(sock, NAME)
+
+    def _perform(self, job: WriteJob) -> None:
+        order = job.order
+        token, slots = one_sided_wire.unpack_grant(order.grant)
+        blocks = tuple(BlockId(slot) for slot in slots)
+        target = self._pairing.at_destination(order.source.held_tokens, blocks, self._target.num_blocks)
+        reads, writes = order.source.reads(order.cells), target.writes(order.cells)
+        self._claim(job, token)
+        with self._moving, self._under_way(job, token):
+            checksum = self._source.send(reads, self._target, writes)
+            job.check()
+        job.succeed(checksum, reads.num_bytes)
+
+    def _stopped(self) -> None:
+        # Everything is stopped by now, and what was under way has ended when this lock is to be had.
+        self._moving.acquire()
+        self._moving.release()
+
+
+class CudaIpcSender:
+    """KVSender of the `cuda_ipc` transport."""
+
+    name = NAME
+    one_sided = True
+
+    def __init__(self, region: KVRegion, sharing: DeviceSharing) -> None:
+        self._region = region
+        self._sharing = sharing
+
+    def reaches(self, offer: TransportOffer) -> bool:
+        """See KVSender."""
+        return offer.name == NAME and offer.host_id == host_id()
+
+    def connect(self, offer: TransportOffer, pairing: Pairing) -> CudaIpcWriter:
+        """See KVSender."""
+        device = self._region.device
+        if device is None or pairing.at_departure() is not None or pairing.at_arrival() is not None:
+            raise TransferError(f"{NAME}: copies between devices only, and converts nothing")
+        sock = greet_on_this_host(offer.advert, NAME)
+        try:
+            num_blocks, loan = unpack_loan(one_sided_wire.receive_blob(sock))
+            target = self._sharing.borrow(loan)
+            if target.numel() != num_blocks * pairing.destination.worker_block_bytes:
+                raise TransferError("the receiver's pool is not of its layout")
+            sock.settimeout(None)
+            return CudaIpcWriter(device, sock, target, pairing)
+        except (OSError, ValueError) as error:
+            sock.close()
+            raise TransferError(f"{NAME}: {error}") from None
+        except TransferError:
+            sock.close()
+            raise

@@ -1,0 +1,115 @@
+"""What moves the bytes: a registered region, and the two ends of a transport.
+
+A receiving end lets peers write into granted blocks of its region; a sending end writes ranges of its own region
+through such a grant. Frames name indices in the receiver's reservation, never addresses. Both ends can prove that they
+are quiet: after that no byte of an attempt lands in, or is read from, this process's memory.
+
+Ends are used from an event loop but move bytes on their own threads. No call here blocks longer than one piece of a
+copy, `connect` and `close` excepted.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol
+
+from kv_transfer.layout.cell_range import CellRange
+from kv_transfer.layout.pairing import Pairing
+from kv_transfer.layout.placed_cells import PlacedCells
+from kv_transfer.memory.landing import Landing
+from kv_transfer.protocol.messages import TransferKey, TransportOffer
+
+QuietListener = Callable[[TransferKey], None]
+"""Called on any thread when an attempt whose revocation was not proven at once is quiet after all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteOrder:
+    """One chunk to be written."""
+
+    key: TransferKey
+    grant: bytes
+    cells: CellRange
+    source: PlacedCells
+    """Where those cells lie here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteResult:
+    """A chunk that is in the remote memory."""
+
+    checksum: int
+    """Over the bytes as sent, in the order of the wire."""
+    num_bytes: int
+    seconds: float
+
+
+class KVReceiver(Protocol):
+    """The receiving end: one per worker and transport."""
+
+    @property
+    def name(self) -> str:
+        """Of the transport."""
+
+    @property
+    def drain_proves_quiet(self) -> bool:
+        """Whether everything has landed once the sender says that it has stopped."""
+
+    def offer(self) -> TransportOffer:
+        """How a sender finds this end."""
+
+    def open_grant(self, key: TransferKey, landing: Landing) -> bytes:
+        """Let the holder of the returned token write into these cells, by index."""
+
+    def verify(self, key: TransferKey, cells: CellRange, checksum: int) -> bool:
+        """Whether these cells arrived as they were sent; if so, they are in place afterwards: converted and fanned out.
+
+        On any thread, but never twice for one write. False after the grant has ended.
+        """
+
+    def revoke(self, key: TransferKey) -> bool:
+        """End a grant, known or not. True: no byte of it can land any more; else the quiet listener will tell."""
+
+    def listen_quiet(self, listener: QuietListener) -> None:
+        """Set who is told about late proofs; called once, before the first grant."""
+
+    def close(self) -> None:
+        """Drop every peer and stop every thread; afterwards nothing lands."""
+
+
+class PeerWriter(Protocol):
+    """The sending end's connection to one receiver."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether the connection is gone; every write fails then."""
+
+    def write(self, order: WriteOrder) -> "Future[WriteResult]":
+        """Write a chunk; the future ends when the bytes are in the remote memory, or in a TransferError."""
+
+    def cancel(self, key: TransferKey) -> bool:
+        """Stop every write of this attempt. True: its sources are read no more, and pending futures fail.
+
+        Else a future that is still pending ends as soon as its sources are read no more.
+        """
+
+    def close(self) -> None:
+        """Stop every write, drop the connection and stop every thread."""
+
+
+class KVSender(Protocol):
+    """The sending end: one per worker and transport."""
+
+    @property
+    def name(self) -> str:
+        """Of the transport."""
+
+    def reaches(self, offer: TransportOffer) -> bool:
+        """Whether that receiver can be reached in principle: same transport, and same host where that matters."""
+
+    @property
+    def one_sided(self) -> bool:
+        """Whether bytes land without the receiver's doing: then they travel as they are to rest."""
+
+    def connect(self, offer: TransportOffer, pairing: Pairing) -> PeerWriter:
+        """Connect; blocks up to some seconds. Raises TransferError."""

@@ -1,0 +1,188 @@
+"""One NIXL agent with UCX, and the memory that it may read or write. The only module that imports nixl.
+
+An agent belongs to one connection, on either side, so that its end concerns nobody else: what NIXL calls releasing a
+transfer, or deregistering memory, stops neither (see docs/adr: UCX over TCP wrote into memory that its owner had
+deregistered, and read on from sources whose transfer was released). The end of the agent does: its endpoints, queue
+pairs and memory keys go with it.
+
+UCX's shared-memory lanes are left out: there the writing process copies by itself, whatever the other side has closed.
+"""
+
+import importlib
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from kv_transfer.layout.runs import Copy
+from kv_transfer.transports.same_host import has_rdma
+from tandem.errors import TransferError
+
+BACKEND = "UCX"
+_LANES = "TLS=^sm"
+_LOOPBACK_LANES = "TLS=^sm,NET_DEVICES=lo"
+_POLL_US = 100_000
+"""Longest sleep of an idle agent's thread: it wakes by itself when bytes come."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 50e-6, 2e-3
+
+
+def _prepare_environment() -> None:
+    """UCX takes no other word for these. What somebody has set stays.
+
+    Without an RDMA device its module for them is of no use, and one of the libraries that it brings, met by the
+    system's own copy, ends the process by a signal at exit. Messages go where they cannot mix with what a program says.
+    """
+    if not has_rdma():
+        os.environ.setdefault("UCX_MODULES", "^ib")
+    os.environ.setdefault("UCX_LOG_FILE", "stderr")
+    os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
+
+
+def problem() -> str | None:
+    """Why NIXL cannot work here; None when it can."""
+    try:
+        NixlAgent("tandem-probe", memoryview(bytearray(4096)), loopback=True).close()
+    except ImportError as error:
+        return f"needs the package nixl: `pip install '.[nixl]'` ({error})"
+    except (TransferError, OSError) as error:
+        return f"needs the package nixl, which does not work here: {error}"
+    return None
+
+
+class NixlAgent:
+    """For one thread at a time, `close` excepted. Raises ImportError without nixl, TransferError where NIXL fails."""
+
+    def __init__(self, name: str, memory: memoryview, *, loopback: bool) -> None:
+        _prepare_environment()
+        self._nixl = importlib.import_module("nixl._bindings")
+        self._errors = _errors_of(self._nixl)
+        self._memory = np.frombuffer(memory, np.uint8)
+        self.base = int(self._memory.ctypes.data)
+        self._lock = threading.Lock()
+        self._agent: Any = None
+        self._lists: dict[int, tuple[int, int]] = {}
+        self._remote: tuple[str, int, int] | None = None
+        with self._translated():
+            agent = self._nixl.nixlAgent(name, self._config())
+            if BACKEND not in agent.getAvailPlugins():
+                raise TransferError(f"NIXL has no {BACKEND} backend")
+            lanes = _LOOPBACK_LANES if loopback else _LANES
+            self._backend = agent.createBackend(BACKEND, {"engine_config": lanes})
+            self._registered = self._nixl.nixlRegDList(self._nixl.DRAM_SEG, [(self.base, self._memory.nbytes, 0, "")])
+            agent.registerMem(self._registered, [self._backend])
+            self._agent = agent
+
+    def metadata(self) -> bytes:
+        """What a peer needs to reach this memory: UCX addresses and memory keys."""
+        with self._translated():
+            return bytes(self._agent.getLocalMD())
+
+    def meet(self, metadata: bytes, base: int, size_bytes: int) -> None:
+        """Learn where the peer's memory is."""
+        with self._translated():
+            name = self._agent.loadRemoteMD(metadata)
+            self._remote = (name.decode() if isinstance(name, bytes) else str(name), base, size_bytes)
+
+    def post(self, copies: Sequence[Copy], grain_bytes: int) -> int:
+        """Begin to write these copies into the peer's memory; the handle is for `wait`, once.
+
+        Copies of whole grains are named by index in lists that are prepared once.
+        """
+        with self._translated():
+            request = self._indexed(copies, grain_bytes) if _whole(copies, grain_bytes) else self._described(copies)
+            try:
+                self._agent.postXferReq(request, b"")
+            except self._errors:
+                self._agent.releaseXferReq(request)
+                raise
+            return int(request)
+
+    def wait(self, request: int, pause: threading.Event) -> bool:
+        """Until the bytes are in the peer's memory: True; or `pause` is set: False, and they are under way still."""
+        length_s = _FIRST_PAUSE_S
+        with self._translated():
+            while self._agent.getXferStatus(request) == self._nixl.NIXL_IN_PROG:
+                # NIXL has no call that waits; its own thread moves the bytes meanwhile.
+                if pause.wait(length_s):
+                    return False
+                length_s = min(2 * length_s, _LONGEST_PAUSE_S)
+            self._agent.releaseXferReq(request)
+            return True
+
+    def close(self, requests: Sequence[int] = ()) -> None:
+        """End the agent: on return it reads and writes nothing any more. `requests` may be under way."""
+        with self._lock:
+            agent, self._agent = self._agent, None
+            if agent is None:
+                return
+            for request in requests:
+                with suppress(*self._errors):
+                    agent.releaseXferReq(request)
+            if self._remote is not None:
+                for handle in (handle for pair in self._lists.values() for handle in pair):
+                    with suppress(*self._errors):
+                        agent.releasedDlistH(handle)
+                with suppress(*self._errors):
+                    agent.invalidateRemoteMD(self._remote[0])
+            with suppress(*self._errors):
+                agent.deregisterMem(self._registered, [self._backend])
+            del agent
+
+    def _config(self) -> Any:
+        config = self._nixl.nixlAgentConfig()
+        config.useProgThread = True
+        config.useListenThread = False
+        config.pthrDelay = _POLL_US
+        config.syncMode = self._nixl.NIXL_THREAD_SYNC_STRICT
+        config.captureTelemetry = False
+        return config
+
+    def _indexed(self, copies: Sequence[Copy], grain: int) -> Any:
+        """By index in two lists that cover both memories, prepared when they are first needed."""
+        name, base, size_bytes = self._peer()
+        lists = self._lists.get(grain)
+        if lists is None:
+            here = self._prepared(self._nixl.NIXL_INIT_AGENT, self.base, self._memory.nbytes, grain)
+            lists = self._lists[grain] = (here, self._prepared(name, base, size_bytes, grain))
+        sources = [np.arange(here // grain, (here + size) // grain, dtype=np.int32) for here, _, size in copies]
+        targets = [np.arange(there // grain, (there + size) // grain, dtype=np.int32) for _, there, size in copies]
+        sides = (lists[0], np.concatenate(sources), lists[1], np.concatenate(targets))
+        return self._agent.makeXferReq(self._nixl.NIXL_WRITE, *sides, b"", [self._backend], False)
+
+    def _prepared(self, name: str, base: int, size_bytes: int, grain: int) -> int:
+        grains = np.array([[base, grain, 0, grain, size_bytes // grain]], np.uint64)
+        return int(self._agent.prepXferDlist(name, self._nixl.DRAM_SEG, grains, [self._backend]))
+
+    def _described(self, copies: Sequence[Copy]) -> Any:
+        name, base, _ = self._peer()
+        rows = np.array(copies, np.uint64)
+        sources, targets = np.zeros((2, len(copies), 3), np.uint64)
+        sources[:, 0], targets[:, 0] = rows[:, 0] + np.uint64(self.base), rows[:, 1] + np.uint64(base)
+        sources[:, 1] = targets[:, 1] = rows[:, 2]
+        lists = [self._nixl.nixlXferDList(self._nixl.DRAM_SEG, side) for side in (sources, targets)]
+        return self._agent.createXferReq(self._nixl.NIXL_WRITE, *lists, name, b"", [self._backend])
+
+    def _peer(self) -> tuple[str, int, int]:
+        if self._remote is None:
+            raise TransferError("NIXL knows no peer yet")
+        return self._remote
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except self._errors as error:
+            raise TransferError(f"NIXL: {type(error).__name__}: {error}") from None
+
+
+def _errors_of(nixl: ModuleType) -> tuple[type[Exception], ...]:
+    """All that its calls raise; they have no base of their own. pybind11 says RuntimeError for what it cannot name."""
+    return (*(getattr(nixl, name) for name in dir(nixl) if name.endswith("Error")), RuntimeError)
+
+
+def _whole(copies: Sequence[Copy], grain: int) -> bool:
+    return all(not (here % grain or there % grain or size % grain) for here, there, size in copies)

@@ -1,0 +1,161 @@
+"""`nixl`, sending end: UCX writes from this pool into the receiver's, a few pieces ahead.
+
+Nothing stops UCX from reading a source once a write is posted. So a cancelled chunk's pieces are awaited, not released:
+`cancel` says so, and the chunk's future ends when they have. Where they do not end, because the receiver is frozen, the
+end of the connection ends the agent, and with it the reading.
+"""
+
+import secrets
+import socket
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+from kv_transfer.layout.pairing import Pairing
+from kv_transfer.layout.placed_cells import PlacedCells
+from kv_transfer.layout.runs import Copy, paired
+from kv_transfer.memory.checksum import crc32
+from kv_transfer.memory.departure import Departure, slabs
+from kv_transfer.memory.region import KVRegion
+from kv_transfer.protocol.messages import TransportOffer
+from kv_transfer.transports.dial import dial, stays_here
+from kv_transfer.transports.nixl.agent import NixlAgent
+from kv_transfer.transports.nixl.receiver import NAME, unpack_pool
+from kv_transfer.transports.one_sided import wire as one_sided_wire
+from kv_transfer.transports.one_sided.writer import ClaimingWriter
+from kv_transfer.transports.region_copy import pieces
+from kv_transfer.transports.write_queue import WriteJob
+from tandem.errors import TransferError
+from tandem.values.ids import BlockId
+
+PIECE_BYTES = 1 << 20
+BOUNCE_BYTES = 8 << 20
+"""Twice what is under way, about to be, and being converted."""
+DEPTH = 3
+"""Pieces under way at once: one on the wire, one behind it, one whose checksum is being computed."""
+
+
+class NixlWriter(ClaimingWriter):
+    """PeerWriter of the `nixl` transport."""
+
+    def __init__(self, source: KVRegion, sock: socket.socket, pairing: Pairing, *, loopback: bool) -> None:
+        self._pairing = pairing
+        self._departure = Departure(source, pairing)
+        self._broken = threading.Event()
+        self._moving = threading.Lock()
+        metadata, base, size_bytes = unpack_pool(one_sided_wire.receive_blob(sock))
+        self._pool_blocks, rest = divmod(size_bytes, pairing.destination.worker_block_bytes)
+        if rest or not self._pool_blocks:
+            raise TransferError("the receiver's pool is not of its layout")
+        here, there = pairing.source.layer_block_bytes, pairing.destination.layer_block_bytes
+        self._grain = here if here == there else min(here, there, PIECE_BYTES)
+        # What does not leave the pool as it lies there leaves from memory beside it.
+        self._memory = memoryview(bytearray(BOUNCE_BYTES)) if self._departure.converts else source.buffer
+        self._agent = NixlAgent(f"kv-{secrets.token_hex(8)}", self._memory, loopback=loopback)
+        self._agent.meet(metadata, base, size_bytes)
+        sock.settimeout(None)
+        super().__init__(sock, NAME)
+
+    def close(self) -> None:
+        """See PeerWriter."""
+        self._broken.set()
+        super().close()
+        self._agent.close()
+
+    def _perform(self, job: WriteJob) -> None:
+        order = job.order
+        token, slots = one_sided_wire.unpack_grant(order.grant)
+        blocks = tuple(BlockId(slot) for slot in slots)
+        target = self._pairing.at_destination(order.source.held_tokens, blocks, self._pool_blocks)
+        copies: Iterable[Copy]
+        if self._departure.converts:
+            # What is not there is refused here: once something moves, an error ends the connection.
+            order.source.reads(order.cells)
+            target.writes(order.cells)
+            copies = self._converted(job, target)
+        else:
+            copies = order.source.copies_to(target, order.cells)
+        self._claim(job, token)
+        with self._moving, self._under_way(job, token):
+            job.succeed(*self._write(job, copies))
+
+    def _converted(self, job: WriteJob, target: PlacedCells) -> Iterator[Copy]:
+        """Copies out of the bounce memory, filled a slab at a time, in a ring, while earlier ones are on their way."""
+        order, at = job.order, 0
+        payload = order.source.payload(order.cells)
+        for slab in slabs(order.cells, payload, payload.num_bytes(self._pairing.wire_dtype)):
+            # Without the lock, which the event loop takes and a device would hold for long: the job is `reading`.
+            if job.stopped:
+                return
+            converted = self._departure.convert(order.source, slab)
+            for part in pieces(paired([(0, converted.nbytes)], target.writes(slab)), PIECE_BYTES):
+                begin, size = part[0][0], sum(copy[2] for copy in part)
+                if at + size > BOUNCE_BYTES:
+                    at = 0
+                self._memory[at : at + size] = converted[begin : begin + size].data
+                yield from [(at + here - begin, there, length) for here, there, length in part]
+                at += size
+
+    def _write(self, job: WriteJob, copies: Iterable[Copy]) -> tuple[int, int]:
+        """Checksum and bytes. Raises TransferError, and then nothing is under way any more."""
+        total = checksum = 0
+        flying: deque[int] = deque()
+        try:
+            for piece in pieces(copies, max(1, PIECE_BYTES // self._grain) * self._grain):
+                if job.stopped:
+                    break
+                flying.append(self._agent.post(piece, self._grain))
+                for here, _, size in piece:
+                    # While the piece is on its way: the bytes are in the cache for one of the two.
+                    checksum = crc32(self._memory[here : here + size], checksum)
+                    total += size
+                while len(flying) >= DEPTH:
+                    self._await(flying)
+            while flying:
+                self._await(flying)
+        except TransferError as error:
+            self._agent.close(flying)
+            self._break(error.message)
+            raise
+        job.check()
+        return checksum, total
+
+    def _await(self, flying: deque[int]) -> None:
+        if not self._agent.wait(flying[0], self._broken):
+            raise TransferError("connection closed")
+        flying.popleft()
+
+    def _break(self, reason: str) -> None:
+        super()._break(reason)
+        self._broken.set()
+
+    def _stopped(self) -> None:
+        with self._moving:
+            self._agent.close()
+
+
+class NixlSender:
+    """KVSender of the `nixl` transport."""
+
+    name = NAME
+    one_sided = True
+
+    def __init__(self, region: KVRegion, *, isolated_network: bool = False) -> None:
+        self._region = region
+        self._isolated_network = isolated_network
+
+    def reaches(self, offer: TransportOffer) -> bool:
+        """See KVSender. Nothing is encrypted, so what leaves this machine needs a network of its own."""
+        return offer.name == NAME and (self._isolated_network or stays_here(offer.advert))
+
+    def connect(self, offer: TransportOffer, pairing: Pairing) -> NixlWriter:
+        """See KVSender."""
+        try:
+            sock = dial(offer.advert)
+            try:
+                return NixlWriter(self._region, sock, pairing, loopback=stays_here(offer.advert))
+            except (OSError, TransferError):
+                sock.close()
+                raise
+        except (OSError, TransferError) as error:
+            raise TransferError(f"{NAME}: {error}") from None

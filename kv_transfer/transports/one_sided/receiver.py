@@ -1,0 +1,260 @@
+"""Receiving ends whose memory a writer reaches by itself: who may write is kept track of by claims.
+
+Bytes land without this process doing anything, so a revocation is proven by the writer's own word (QUIET), or by the
+end of its socket: a process that lives ends it only after its last byte, a killed one cannot write. What a transport
+must still do then, before its memory is really quiet, is `_part`. A frozen writer says nothing: it stays unproven,
+unless the transport can shut it out (`shut_out_s`).
+"""
+
+import hmac
+import logging
+import secrets
+import select
+import socket
+import threading
+import time
+from abc import ABC, abstractmethod
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from kv_transfer.layout.cell_range import CellRange
+from kv_transfer.memory.landing import Landing
+from kv_transfer.protocol.messages import TransferKey, TransportOffer
+from kv_transfer.transports.accept import accepted, begins
+from kv_transfer.transports.grants import TOKEN_BYTES, GrantTable
+from kv_transfer.transports.interface import QuietListener
+from kv_transfer.transports.one_sided import wire as one_sided_wire
+from kv_transfer.transports.one_sided.wire import Kind
+from kv_transfer.transports.stranger_log import StrangerLog
+from tandem.errors import TransferError
+
+HELLO_S = 5.0
+PARTING_S = 1.0
+"""For all writers together to say, when the receiver closes, that they have stopped."""
+MAX_WRITERS = 256
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Writer:
+    """One connected peer."""
+
+    sock: socket.socket
+    thread: threading.Thread | None = None
+    claims: dict[bytes, TransferKey] = field(default_factory=dict)
+    asked_s: float | None = None
+    """When a revocation was told that is not answered yet."""
+    door: object | None = None
+    """What the transport opened for this writer alone."""
+
+
+class ClaimReceiver(ABC):
+    """A KVReceiver that serves writers at `server`, which it owns from now on."""
+
+    shut_out_s: float | None = None
+    """A writer that has not answered a revocation for so long is shut out; None where nothing can do that."""
+
+    def __init__(self, server: socket.socket, name: str) -> None:
+        self._name = name
+        self._strangers = StrangerLog(name)
+        self._grants = GrantTable()
+        self._lock = threading.Lock()
+        self._writers: set[Writer] = set()
+        self._listener: QuietListener = lambda _key: None
+        self._secret = secrets.token_bytes(TOKEN_BYTES)
+        self._closing = threading.Event()
+        self._server = server
+        self._thread = threading.Thread(target=self._accept, name=f"kv-{name}-accept", daemon=True)
+        self._thread.start()
+
+    @abstractmethod
+    def offer(self) -> TransportOffer:
+        """See KVReceiver."""
+
+    @abstractmethod
+    def _refuses(self, sock: socket.socket) -> str | None:
+        """Why whoever has connected is not even listened to; None when they are."""
+
+    @abstractmethod
+    def _welcome(self, writer: Writer) -> None:
+        """Tell a writer that knows the secret what the memory is. Raises OSError or TransferError."""
+
+    @abstractmethod
+    def _part(self, writer: Writer) -> None:
+        """The writer's end was seen, or it is shut out: on return nothing of it lands any more."""
+
+    @property
+    def name(self) -> str:
+        """See KVReceiver."""
+        return self._name
+
+    def open_grant(self, key: TransferKey, landing: Landing) -> bytes:
+        """See KVReceiver."""
+        grant = self._grants.open(key, landing)
+        return one_sided_wire.pack_grant(grant.token, landing.cells.at.blocks)
+
+    def verify(self, key: TransferKey, cells: CellRange, checksum: int) -> bool:
+        """See KVReceiver."""
+        return self._grants.verify(key, cells, checksum)
+
+    def revoke(self, key: TransferKey) -> bool:
+        """Proven at once when no writer has claimed the grant; else its answer or its end is the proof."""
+        with self._lock:
+            grant = self._grants.revoke(key)
+            if grant is None:
+                return not self._is_claimed(key) and self._grants.is_quiet(key)
+            writer = next((w for w in self._writers if grant.token in w.claims), None)
+            if writer is None:
+                return self._grants.is_quiet(key)
+            writer.asked_s = writer.asked_s or time.monotonic()
+            # When this cannot be said the writer's end is awaited.
+            one_sided_wire.send(writer.sock, Kind.REVOKE, grant.token)
+        return False
+
+    def listen_quiet(self, listener: QuietListener) -> None:
+        """See KVReceiver."""
+        self._listener = listener
+        self._grants.listen_quiet(self._on_settled)
+
+    def _on_settled(self, key: TransferKey) -> None:
+        """This worker's own device has ended what it was putting into place."""
+        with self._lock:
+            if self._is_claimed(key):
+                return
+        self._listener(key)
+
+    def _is_claimed(self, key: TransferKey) -> bool:
+        return any(key in writer.claims.values() for writer in self._writers)
+
+    def _on_unclaimed(self, key: TransferKey) -> None:
+        """No writer writes any more. Each of the two looks at the other last, so that one of them tells."""
+        if self._grants.is_quiet(key):
+            self._listener(key)
+
+    def close(self) -> None:
+        """Stop serving. Writers see the end, stop and hang up; who has not within PARTING_S is not waited for."""
+        with self._lock:
+            self._closing.set()
+            writers = list(self._writers)
+        hang_up(self._server)
+        self._thread.join()
+        for writer in writers:
+            say_last(writer.sock)
+        latest_s = time.monotonic() + PARTING_S
+        for writer in writers:
+            if writer.thread is not None:
+                writer.thread.join(max(0.0, latest_s - time.monotonic()))
+                hang_up(writer.sock)
+                writer.thread.join()
+        self._server.close()
+
+    def _accept(self) -> None:
+        for sock in accepted(self._server, self._closing, self._strangers):
+            if (refusal := self._refuses(sock)) is not None:
+                self._strangers.tell("a connection was refused", refusal)
+                sock.close()
+                continue
+            writer = Writer(sock=sock)
+            with self._lock:
+                if self._closing.is_set() or len(self._writers) >= MAX_WRITERS:
+                    sock.close()
+                    continue
+                # Under the lock, so that close() finds a thread that it can join.
+                thread_name = f"kv-{self._name}-peer"
+                writer.thread = threading.Thread(target=self._serve, args=(writer,), name=thread_name, daemon=True)
+                if not begins(writer.thread, self._strangers):
+                    sock.close()
+                    continue
+                self._writers.add(writer)
+
+    def _serve(self, writer: Writer) -> None:
+        is_known = False
+        try:
+            self._greet(writer)
+            is_known = True
+            while (message := self._next(writer)) is not None:
+                self._on_message(writer, *message)
+        except (OSError, TransferError) as error:
+            if is_known:
+                log.info("%s writer dropped: %s", self._name, error)
+            else:
+                self._strangers.tell("a connection was dropped before it was served", error)
+            if writer.claims and self.shut_out_s is None:
+                _await_end(writer.sock)
+        self._drop(writer)
+
+    def _greet(self, writer: Writer) -> None:
+        writer.sock.settimeout(HELLO_S)
+        hello = one_sided_wire.receive(writer.sock)
+        if hello is None:
+            raise TransferError("no HELLO")
+        kind, secret = hello
+        if kind is not Kind.HELLO or not hmac.compare_digest(secret, self._secret):
+            raise TransferError("wrong secret")
+        self._welcome(writer)
+        writer.sock.settimeout(None)
+
+    def _next(self, writer: Writer) -> tuple[Kind, bytes] | None:
+        """The next message. Raises TransferError when an answer is overdue and the writer can be shut out."""
+        if self.shut_out_s is not None:
+            poller = select.poll()
+            poller.register(writer.sock, select.POLLIN)
+            while not poller.poll(self.shut_out_s * 500):
+                asked_s = writer.asked_s
+                if asked_s is not None and time.monotonic() - asked_s > self.shut_out_s:
+                    raise TransferError("a revocation is not answered")
+        return one_sided_wire.receive(writer.sock)
+
+    def _on_message(self, writer: Writer, kind: Kind, token: bytes) -> None:
+        if kind is Kind.CLAIM:
+            with self._lock:
+                grant = self._grants.find(token)
+                if grant is not None and all(token not in w.claims for w in self._writers):
+                    writer.claims[token] = grant.key
+                answer = Kind.CLAIMED if token in writer.claims else Kind.REFUSED
+                if not one_sided_wire.send(writer.sock, answer, token):
+                    raise TransferError("writer does not read")
+        elif kind is Kind.QUIET:
+            with self._lock:
+                key = writer.claims.pop(token, None)
+                if all(self._grants.find(claimed) is not None for claimed in writer.claims):
+                    writer.asked_s = None
+            if key is not None:
+                self._on_unclaimed(key)
+        else:
+            raise TransferError(f"{kind.name} is not for a receiver")
+
+    def _drop(self, writer: Writer) -> None:
+        hang_up(writer.sock)
+        self._part(writer)
+        writer.sock.close()
+        with self._lock:
+            self._writers.discard(writer)
+            keys = list(writer.claims.values())
+            writer.claims.clear()
+            if self._closing.is_set() and self.shut_out_s is None:
+                return  # the end of the socket was our doing and proves nothing
+        for key in keys:
+            self._on_unclaimed(key)
+
+
+def _await_end(sock: socket.socket) -> None:
+    """Tell the writer to stop, and wait until it hangs up: only its own end proves that it copies no more."""
+    say_last(sock)
+    with suppress(OSError):
+        sock.settimeout(None)
+        while sock.recv(4096):
+            pass
+
+
+def say_last(sock: socket.socket) -> None:
+    """Nothing more is said to the peer, which may still answer."""
+    with suppress(OSError):
+        sock.shutdown(socket.SHUT_WR)
+
+
+def hang_up(sock: socket.socket) -> None:
+    """End both directions, so that whoever waits on the socket wakes."""
+    with suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,155 @@
+"""Sending ends that write into a receiver's memory by themselves: claim a grant, write, say when that is over."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, InvalidStateError
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+
+from kv_transfer.protocol.messages import TransferKey
+from kv_transfer.transports.one_sided import wire as one_sided_wire
+from kv_transfer.transports.one_sided.receiver import hang_up
+from kv_transfer.transports.one_sided.wire import Kind
+from kv_transfer.transports.write_queue import QueuedWriter, WriteJob
+from tandem.errors import TransferError
+
+CLAIM_S = 5.0
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Claim:
+    key: TransferKey
+    granted: "Future[bool]" = field(default_factory=Future)
+    busy: WriteJob | None = None
+    """Its bytes are under way, and no lock can stop them."""
+    ending: bool = False
+    """To be given up when it is no longer busy."""
+
+    def settle(self, granted: bool) -> None:
+        with suppress(InvalidStateError):
+            self.granted.set_result(granted)
+
+
+class ClaimingWriter(QueuedWriter):
+    """A PeerWriter with claims; `sock` is connected, greeted and owned from now on."""
+
+    def __init__(self, sock: socket.socket, name: str) -> None:
+        self._sock = sock
+        self._claims: dict[bytes, _Claim] = {}
+        self._tokens: dict[TransferKey, bytes] = {}
+        super().__init__(f"kv-{name}-write")
+        self._reader = threading.Thread(target=self._read, name=f"kv-{name}-read", daemon=True)
+        self._reader.start()
+
+    def cancel(self, key: TransferKey) -> bool:
+        """Stop; the receiver learns by QUIET when this attempt is over here."""
+        stopped = super().cancel(key)
+        with self._queue.lock:
+            token = self._tokens.get(key)
+            said = token is None or self._give_up(token)
+        if not said:
+            self._break("the receiver does not read")
+        return stopped
+
+    def close(self) -> None:
+        """Stop writing first: the end of the socket tells the receiver that nothing is written any more."""
+        self._break("connection closed")
+        super().close()
+        hang_up(self._sock)
+        self._reader.join()
+        self._sock.close()
+
+    def _claim(self, job: WriteJob, token: bytes) -> None:
+        """Ask once per grant; the receiver refuses what it has revoked."""
+        with self._queue.lock:
+            job.check()
+            claim = self._claims.get(token)
+            if claim is None:
+                claim = self._claims[token] = _Claim(key=job.order.key)
+                self._tokens[job.order.key] = token
+                if not one_sided_wire.send(self._sock, Kind.CLAIM, token):
+                    claim.settle(False)
+        try:
+            granted = claim.granted.result(CLAIM_S)
+        except TimeoutError:
+            raise TransferError("the receiver does not answer") from None
+        if not granted:
+            raise TransferError("unknown grant")
+
+    @contextmanager
+    def _under_way(self, job: WriteJob, token: bytes) -> Iterator[None]:
+        """Around pieces that move by themselves, until the last has, or a few after the job was stopped."""
+        with self._queue.lock:
+            claim = self._check(job, token)
+            claim.busy, job.reading = job, True
+        try:
+            yield
+        finally:
+            said = True
+            with self._queue.lock:
+                claim.busy, job.reading = None, False
+                # After an error nobody knows where the bytes are: then only the end of the connection is a proof.
+                if claim.ending and not self._queue.failed:
+                    said = self._give_up(token)
+            if not said:
+                self._break("the receiver does not read")
+
+    def _check(self, job: WriteJob, token: bytes) -> _Claim:
+        job.check()
+        claim = self._claims.get(token)
+        if claim is None or claim.ending:
+            raise TransferError("grant revoked")
+        return claim
+
+    def _read(self) -> None:
+        try:
+            while (message := one_sided_wire.receive(self._sock)) is not None:
+                self._on_message(*message)
+            reason = "the receiver has gone"
+        except (OSError, TransferError) as error:
+            reason = f"connection lost: {error}"
+        self._break(reason)
+        self._stopped()
+        # Everything is stopped: now, and not before, the receiver may see the end.
+        hang_up(self._sock)
+
+    def _stopped(self) -> None:
+        """Called on the reader's thread when the receiver has ended; on return nothing is written any more."""
+
+    def _on_message(self, kind: Kind, token: bytes) -> None:
+        said = True
+        with self._queue.lock:
+            claim = self._claims.get(token)
+            if kind is Kind.REVOKE:
+                said = self._give_up(token)
+            elif kind is Kind.REFUSED:
+                self._forget(token)
+        if claim is not None:
+            claim.settle(kind is Kind.CLAIMED)
+        if not said:
+            raise TransferError("the receiver does not read")
+
+    def _give_up(self, token: bytes) -> bool:
+        """Under the queue's lock: none of this token is being written now, and none will be again; or soon."""
+        claim = self._claims.get(token)
+        if claim is None:
+            return True
+        claim.settle(False)
+        if claim.busy is not None:
+            claim.ending = claim.busy.stopped = True
+            return True
+        self._forget(token)
+        return one_sided_wire.send(self._sock, Kind.QUIET, token)
+
+    def _forget(self, token: bytes) -> None:
+        claim = self._claims.pop(token, None)
+        if claim is not None:
+            self._tokens.pop(claim.key, None)
+
+    def _break(self, reason: str) -> None:
+        self._queue.fail_all(reason)
+        with self._queue.lock:
+            claims = list(self._claims.values())
+        for claim in claims:
+            claim.settle(False)

@@ -1,0 +1,104 @@
+"""Moving cells between two mapped pools, in pieces small enough to be stopped."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+
+import numpy as np
+
+from kv_transfer.layout.pairing import Pairing
+from kv_transfer.layout.placed_cells import PlacedCells
+from kv_transfer.layout.runs import Copy
+from kv_transfer.memory import checksum, numpy_copy
+from kv_transfer.memory.cell_addresses import PlacedBytes
+from kv_transfer.memory.departure import Departure
+from kv_transfer.memory.mover import Mover
+from kv_transfer.memory.region import KVRegion
+from kv_transfer.memory.write_stop_lock import PIECE_BYTES, Gate
+from kv_transfer.transports.interface import WriteOrder
+from tandem.errors import TransferError
+
+
+class RegionCopier:
+    """Copies from a source's region into a destination's: by compiled code if there is a `mover`, else by numpy."""
+
+    def __init__(self, source: KVRegion, target: KVRegion, pairing: Pairing, mover: Mover | None) -> None:
+        if pairing.wire_dtype != pairing.destination.dtype:
+            raise TransferError("what is written into a peer's memory must be what it holds")
+        self._source, self._target, self._to = source, target, target.array()
+        self._departure = Departure(source, pairing)
+        self._converts = self._departure.converts
+        self._mover = mover
+        self._last_target: tuple[PlacedCells, PlacedBytes] | None = None
+
+    def copy(
+        self, order: WriteOrder, target: PlacedCells, gate: Gate, reading: Callable[[], AbstractContextManager[None]]
+    ) -> tuple[int, int]:
+        """Copy an order's cells to where they lie in `target`. Returns (checksum, bytes). Raises TransferError.
+
+        `reading` is entered, and not the gate, while a device reads the sources.
+        """
+        if self._converts:
+            return self._convert(order, target, gate, reading)
+        if self._mover is None:
+            return self._copy(order.source.copies_to(target, order.cells), gate)
+        source = PlacedBytes(self._source, order.source, is_source=True)
+        return self._mover.move(source, self._bytes_of(target), order.cells, gate)
+
+    def _convert(
+        self, order: WriteOrder, target: PlacedCells, gate: Gate, reading: Callable[[], AbstractContextManager[None]]
+    ) -> tuple[int, int]:
+        """Layer by layer, which is how the wire orders them: whoever wants the gate waits for one."""
+        # All of them are looked up first: an order that is refused has written nothing.
+        order.source.reads(order.cells)
+        target.writes(order.cells)
+        value = total = 0
+        for layer in range(order.cells.first_layer, order.cells.first_layer + order.cells.num_layers):
+            cells = replace(order.cells, first_layer=layer, num_layers=1)
+            if self._departure.is_on_device:
+                with reading():
+                    payload = self._departure.convert(order.source, cells)
+                with gate:
+                    numpy_copy.scatter(target.writes(cells), payload, self._to)
+            else:
+                with gate:
+                    payload = self._departure.convert(order.source, cells)
+                    numpy_copy.scatter(target.writes(cells), payload, self._to)
+            value = checksum.crc32(payload.data, value)
+            total += payload.nbytes
+        return value, total
+
+    def _bytes_of(self, target: PlacedCells) -> PlacedBytes:
+        """The chunks of a hand-off come one after another."""
+        if self._last_target is None or self._last_target[0] is not target:
+            self._last_target = target, PlacedBytes(self._target, target, is_source=False)
+        return self._last_target[1]
+
+    def _copy(self, copies: Iterable[Copy], gate: Gate) -> tuple[int, int]:
+        value = total = 0
+        buffer, here_bytes, there_bytes = self._source.buffer, self._source.array(), self._to
+        for piece in pieces(copies):
+            with gate:
+                for here, there, size in piece:
+                    # numpy lets go of the GIL while it copies; slices of memoryviews would not.
+                    np.copyto(there_bytes[there : there + size], here_bytes[here : here + size])
+                    value = checksum.crc32(buffer[here : here + size], value)
+                    total += size
+        return value, total
+
+
+def pieces(copies: Iterable[Copy], piece_bytes: int = PIECE_BYTES) -> Iterator[list[Copy]]:
+    """The same copies in groups of at most `piece_bytes`."""
+    piece: list[Copy] = []
+    room = piece_bytes
+    for start, target, length in copies:
+        here, there, left = start, target, length
+        while left:
+            size = min(left, room)
+            piece.append((here, there, size))
+            here, there, left, room = here + size, there + size, left - size, room - size
+            if not room:
+                yield piece
+                piece, room = [], piece_bytes
+    if piece:
+        yield piece

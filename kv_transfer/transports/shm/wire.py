@@ -1,0 +1,38 @@
+"""How the `shm` transport passes the memory itself: a descriptor beside a message (see claim_wire)."""
+
+import socket
+import struct
+
+from kv_transfer.transports.one_sided import wire as one_sided_wire
+from kv_transfer.transports.one_sided.wire import MESSAGE_BYTES, Kind
+from tandem.errors import TransferError
+
+_NUM_BLOCKS = struct.Struct("!Q")
+_SEALED_BYTES = len(one_sided_wire.sealed(bytes(_NUM_BLOCKS.size)))
+REGION_BYTES = MESSAGE_BYTES + _SEALED_BYTES
+"""Of what says that the memory comes, and how large it is."""
+
+
+def send_region(sock: socket.socket, num_blocks: int, fd: int) -> None:
+    """Pass the memory itself; what a block is was said in HELLO."""
+    socket.send_fds(
+        sock, [one_sided_wire.pack(Kind.REGION) + one_sided_wire.sealed(_NUM_BLOCKS.pack(num_blocks))], [fd]
+    )
+
+
+def receive_region(sock: socket.socket) -> tuple[int, int]:
+    """Blocks of the pool and a descriptor that the caller must close. Raises OSError or TransferError."""
+    data, fds, _flags, _address = socket.recv_fds(sock, REGION_BYTES, 1)
+    if len(fds) != 1:
+        raise TransferError("the receiver refused to share its memory")
+    try:
+        if len(data) < REGION_BYTES:
+            data += one_sided_wire.receive_exactly(sock, REGION_BYTES - len(data)) or b""
+        if len(data) != REGION_BYTES or one_sided_wire.unpack(data[:MESSAGE_BYTES])[0] is not Kind.REGION:
+            raise TransferError("not a message of the shm transport")
+        # Another number of blocks would be another distance between layers: writes would land in others' blocks.
+        (num_blocks,) = _NUM_BLOCKS.unpack(one_sided_wire.unsealed(data[MESSAGE_BYTES:]))
+    except (OSError, TransferError):
+        socket.close(fds[0])
+        raise
+    return num_blocks, fds[0]

@@ -1,0 +1,120 @@
+"""Frames of the `tcp` transport. Pure.
+
+    sender -> receiver   HELLO            the secret of the receiver's advert, which came over the authenticated link
+                         WRITE + payload  cells in the order of the wire (see kv_transfer/layout/mapping.py)
+    receiver -> sender   DONE | REFUSED   for each frame, in order
+                         NEEDS_TLS        in the clear, instead of anything else
+
+Frames and answers end in a CRC-32 of their own: a flipped bit there would put good bytes in a wrong place, which no
+checksum of the payload could tell. Frames of a stream are numbered from 1, so that none counts twice; HELLO has, in
+place of a number, the name of the connection that the stream is a part of, and its index there in place of a size. The
+CRC of a frame goes on from both, so that it counts on its own stream only: on another it might have the next number. A
+frame names a grant by its random token and cells by index in that grant.
+"""
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+from zlib import crc32
+
+from kv_transfer.layout.cell_range import CellRange
+from tandem.errors import TransferError
+
+VERSION = 4
+_MAGIC = b"TKVT"
+_HEADER = struct.Struct("!4sBB2xQ16sIIIIIIQ")
+_CRC = struct.Struct("!I")
+_ANSWER = struct.Struct("!4sBB2xQ")
+HEADER_BYTES = _HEADER.size + _CRC.size
+ANSWER_BYTES = _ANSWER.size + _CRC.size
+TLS_HANDSHAKE = 0x16
+"""First byte of whoever speaks TLS (RFC 8446, section 5.1); no frame begins with it."""
+TLS_ALERT = bytes((0x15, 3, 3, 0, 2, 2, 70))
+"""What to tell them where TLS is not spoken: a fatal alert, protocol_version (RFC 8446, section 6)."""
+
+
+class Kind(IntEnum):
+    """What a frame or an answer is."""
+
+    HELLO = 1
+    WRITE = 2
+    DONE = 3
+    REFUSED = 4
+    NEEDS_TLS = 5
+
+
+FRAMES = (Kind.HELLO, Kind.WRITE)
+ANSWERS = (Kind.DONE, Kind.REFUSED, Kind.NEEDS_TLS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """The front of a frame towards a receiver."""
+
+    kind: Kind
+    write_id: int
+    token: bytes
+    cells: CellRange
+    payload_bytes: int
+
+
+NO_CELLS = CellRange(first_layer=0, num_layers=0, first_unit=0, num_units=0, first_head=0, num_heads=0)
+
+
+def hello(secret: bytes, name: int, index: int) -> Header:
+    """What a stream begins with: its connection, and which of its streams it is."""
+    return Header(kind=Kind.HELLO, write_id=name, token=secret, cells=NO_CELLS, payload_bytes=index)
+
+
+def seed_of(name: int, index: int) -> int:
+    """What the CRCs of a stream's frames go on from; differs between the streams of a connection."""
+    return (name ^ name >> 32 ^ index) & 0xFFFFFFFF
+
+
+def pack_header(header: Header, seed: int = 0) -> bytes:
+    """A header as bytes."""
+    c = header.cells
+    box = (c.first_layer, c.num_layers, c.first_unit, c.num_units, c.first_head, c.num_heads)
+    return _sealed(
+        _HEADER.pack(_MAGIC, VERSION, header.kind, header.write_id, header.token, *box, header.payload_bytes), seed
+    )
+
+
+def unpack_header(data: bytes, seed: int = 0) -> Header:
+    """A header from HEADER_BYTES bytes. Raises TransferError."""
+    magic, version, kind, write_id, token, *box, payload_bytes = _HEADER.unpack(_unsealed(data, seed))
+    if magic != _MAGIC or version != VERSION or kind not in FRAMES:
+        raise TransferError("not a frame of the tcp transport")
+    cells = CellRange(
+        first_layer=box[0],
+        num_layers=box[1],
+        first_unit=box[2],
+        num_units=box[3],
+        first_head=box[4],
+        num_heads=box[5],
+    )
+    return Header(kind=Kind(kind), write_id=write_id, token=token, cells=cells, payload_bytes=payload_bytes)
+
+
+def pack_answer(kind: Kind, write_id: int) -> bytes:
+    """An answer as bytes."""
+    return _sealed(_ANSWER.pack(_MAGIC, VERSION, kind, write_id))
+
+
+def unpack_answer(data: bytes) -> tuple[Kind, int]:
+    """An answer from ANSWER_BYTES bytes. Raises TransferError."""
+    magic, version, kind, write_id = _ANSWER.unpack(_unsealed(data))
+    if magic != _MAGIC or version != VERSION or kind not in ANSWERS:
+        raise TransferError("not an answer of the tcp transport")
+    return Kind(kind), write_id
+
+
+def _sealed(fields: bytes, seed: int = 0) -> bytes:
+    return fields + _CRC.pack(crc32(fields, seed))
+
+
+def _unsealed(data: bytes, seed: int = 0) -> bytes:
+    fields, checksum = data[: -_CRC.size], data[-_CRC.size :]
+    if _CRC.pack(crc32(fields, seed)) != checksum:
+        raise TransferError("a header of the tcp transport is damaged")
+    return fields

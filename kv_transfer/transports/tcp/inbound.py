@@ -1,0 +1,156 @@
+"""`tcp`, receiving end of one stream: frames in order, each payload straight into its destinations.
+
+Bytes land under the stream's own lock, so that streams do not wait for each other, and in calls that do not wait and
+end early when somebody wants the lock. So a revocation is proven at once: once a grant is marked, each stream that was
+landing for it need only be met between two calls. What still comes for it is read into scratch memory, and the stream
+goes on serving other grants. Each piece is checksummed as soon as it has landed, while the cache has it.
+"""
+
+import itertools
+from dataclasses import dataclass, field
+
+from kv_transfer.layout.cell_range import CellRange
+from kv_transfer.memory.landing import Landing
+from kv_transfer.memory.mover import Mover
+from kv_transfer.memory.region import Bytes
+from kv_transfer.memory.socket_stream import Progress
+from kv_transfer.memory.write_stop_lock import PieceLock
+from kv_transfer.transports.grants import Grant, GrantTable
+from kv_transfer.transports.tcp import frames as tcp_frames
+from kv_transfer.transports.tcp.channel import Channel, receive_exactly
+from kv_transfer.transports.tcp.frames import Header, Kind
+from kv_transfer.transports.tcp.pieces import Parcel, ViewsParcel
+from tandem.errors import TransferError
+
+MAX_PAYLOAD_BYTES = 1 << 30
+"""Of one frame, whether or not anybody wants it; many times a chunk."""
+_SCRATCH_BYTES = 256 << 10
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Peer:
+    """The streams of one sender's connection; they end together."""
+
+    channels: set[Channel] = field(default_factory=set)
+    ended: bool = False
+    """Nothing more lands, whatever the kernel still holds."""
+
+
+class Inbound:
+    """A stream whose HELLO was accepted; `run` serves it on the caller's thread."""
+
+    def __init__(
+        self, channel: Channel, peer: Peer, grants: GrantTable, *, seed: int, mover: Mover | None, stall_s: float
+    ) -> None:
+        """`seed`: of its frames' CRCs, see tcp_wire."""
+        self._channel = channel
+        self._peer = peer
+        self._grants = grants
+        self._seed = seed
+        self._mover = mover
+        self._stall_s = stall_s
+        self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
+        self._lock = PieceLock()
+        self._landing: Grant | None = None
+
+    def run(self) -> None:
+        """Until the sender ends. Raises OSError, or TransferError for a sender that cannot be trusted any more."""
+        for number in itertools.count(1):
+            header = next_header(self._channel, seed=self._seed, within_s=self._stall_s, patient=True)
+            if header is None:
+                return
+            if header.kind is not Kind.WRITE or header.write_id != number:
+                raise TransferError(f"frame {header.write_id} instead of {number}")
+            answer(self._channel, self._take(header), number)
+
+    def await_quiet(self, revoked: Grant) -> None:
+        """On return nothing lands for this grant any more. On any thread, and not before the grant is revoked."""
+        if self._landing is revoked:
+            with self._lock:
+                return
+
+    def _take(self, header: Header) -> Kind:
+        """Receive a payload into its destinations, or past them when it has none."""
+        grant = self._grants.find(header.token)
+        parcel = self._parcel(header, grant) if grant is not None else None
+        if grant is None or parcel is None:
+            self._skip(header.payload_bytes)
+            return Kind.REFUSED
+        # Set before the grant is looked at: so either this sees the revocation, or whoever revokes sees this.
+        self._landing = grant
+        self._land(grant, parcel)
+        self._landing = None
+        self._skip(header.payload_bytes - parcel.num_moved)
+        with grant.lock:
+            if grant.revoked:
+                return Kind.REFUSED
+            grant.landing.landed(header.cells, parcel.checksum)
+        return Kind.DONE
+
+    def _parcel(self, header: Header, grant: Grant) -> Parcel | None:
+        """What takes the payload to its places; None when the grant has ended or has not got these cells."""
+        spare = grant.landing.spare(header.cells)
+        with grant.lock:
+            if grant.revoked:
+                return None
+            try:
+                parcel = self._towards(grant.landing, header.cells, spare)
+            except TransferError:
+                return None
+        if parcel.num_bytes != header.payload_bytes:
+            raise TransferError(f"{header.payload_bytes} payload bytes do not fit their cells")
+        return parcel
+
+    def _towards(self, landing: Landing, cells: CellRange, spare: Bytes | None) -> Parcel:
+        mover, descriptor = self._mover, self._channel.descriptor
+        if mover is not None and descriptor is not None and (place := landing.place(cells)) is not None:
+            return mover.streams.open(place, cells, descriptor, self._lock, is_sending=False)
+        channel = self._channel
+        return ViewsParcel(
+            landing.room(cells, spare), channel.receive, piece_bytes=channel.piece_bytes, at_zero=Progress.ENDED
+        )
+
+    def _land(self, grant: Grant, parcel: Parcel) -> None:
+        """Until all has come or the grant is revoked."""
+        while True:
+            with self._lock:
+                if grant.revoked:
+                    return
+                if self._peer.ended:
+                    raise TransferError("another stream of this sender has ended")
+                progress = parcel.advance()
+            if progress is Progress.DONE:
+                return
+            if progress is Progress.ENDED:
+                raise TransferError("the sender ended in the middle of a frame")
+            if progress is Progress.BLOCKED:
+                self._channel.wait_readable(self._stall_s)
+
+    def _skip(self, num_bytes: int) -> None:
+        left = num_bytes
+        while left:
+            count = self._channel.receive([self._scratch[:left]])
+            left -= count or 0
+            if count == 0:
+                raise TransferError("the sender ended in the middle of a frame")
+            # What came may have more behind it that TLS has decrypted already: of that no poll would tell.
+            if count is None:
+                self._channel.wait_readable(self._stall_s)
+
+
+def next_header(channel: Channel, *, seed: int = 0, within_s: float, patient: bool = False) -> Header | None:
+    """The next frame's, or None at the end. Raises OSError, and TransferError for what is none or comes too slowly."""
+    data = receive_exactly(channel, tcp_frames.HEADER_BYTES, within_s=within_s, patient=patient)
+    if data is None:
+        return None
+    header = tcp_frames.unpack_header(data, seed)
+    if header.payload_bytes > MAX_PAYLOAD_BYTES:
+        raise TransferError(f"a payload of {header.payload_bytes} bytes: at most {MAX_PAYLOAD_BYTES} are taken")
+    return header
+
+
+def answer(channel: Channel, kind: Kind, write_id: int) -> None:
+    """Answer a frame. Raises OSError, or TransferError when the sender leaves no room for it."""
+    data = tcp_frames.pack_answer(kind, write_id)
+    if channel.send([memoryview(data)]) != len(data) or not channel.flush():
+        raise TransferError("the sender does not read its answers")

@@ -1,0 +1,85 @@
+"""A payload as it leaves, in parcels: the pool's own bytes, or cells converted a little at a time. Of one stream."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from kv_transfer.layout.cell_range import CellRange
+from kv_transfer.layout.mapping import Payload
+from kv_transfer.layout.pairing import Pairing
+from kv_transfer.layout.placed_cells import PlacedCells
+from kv_transfer.memory.cell_addresses import PlacedBytes
+from kv_transfer.memory.departure import Departure, slabs
+from kv_transfer.memory.mover import Mover
+from kv_transfer.memory.region import KVRegion
+from kv_transfer.memory.socket_stream import Progress
+from kv_transfer.memory.write_stop_lock import PieceLock
+from kv_transfer.transports.tcp.channel import Channel
+from kv_transfer.transports.tcp.pieces import Parcel, ViewsParcel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outgoing:
+    """One payload."""
+
+    num_bytes: int
+    parcels: Iterator[Parcel]
+    """In order; each reads the pool either when it is taken or, if its bytes are the pool's own, when they are sent."""
+
+
+class Payloads:
+    """Makes payloads of cells, which leave through `channel` under `lock`. One thread at a time."""
+
+    def __init__(
+        self, region: KVRegion, pairing: Pairing, channel: Channel, lock: PieceLock, mover: Mover | None
+    ) -> None:
+        self._region = region
+        self._mover = mover
+        self._departure = Departure(region, pairing)
+        self._wire_dtype = pairing.wire_dtype
+        self._channel = channel
+        self._lock = lock
+
+    @property
+    def are_on_device(self) -> bool:
+        """Whether a device reads the sources; see Departure."""
+        return self._departure.is_on_device
+
+    def of(
+        self, source: PlacedCells, cells: CellRange, reading: Callable[[], AbstractContextManager[None]]
+    ) -> Outgoing:
+        """Of `cells`; `reading` is entered around each conversion. Raises TransferError for cells not held."""
+        if not self._departure.converts:
+            parcel = self._as_they_lie(source, cells)
+            return Outgoing(num_bytes=parcel.num_bytes, parcels=iter((parcel,)))
+        source.reads(cells)  # cells that are not there are refused here, before anything is sent
+        payload = source.payload(cells)
+        return Outgoing(
+            num_bytes=payload.num_bytes(self._wire_dtype), parcels=self._converted(source, cells, payload, reading)
+        )
+
+    def _as_they_lie(self, source: PlacedCells, cells: CellRange) -> Parcel:
+        descriptor = self._channel.descriptor
+        if self._mover is None or descriptor is None:
+            return self._parcel(self._departure.views(source, cells))
+        place = PlacedBytes(self._region, source, is_source=True)
+        return self._mover.streams.open(place, cells, descriptor, self._lock, is_sending=True)
+
+    def _parcel(self, views: list[memoryview], value: int = 0) -> ViewsParcel:
+        channel = self._channel
+        return ViewsParcel(views, channel.send, piece_bytes=channel.piece_bytes, at_zero=Progress.BLOCKED, value=value)
+
+    def _converted(
+        self,
+        source: PlacedCells,
+        cells: CellRange,
+        payload: Payload,
+        reading: Callable[[], AbstractContextManager[None]],
+    ) -> Iterator[Parcel]:
+        value = 0
+        for slab in slabs(cells, payload, payload.num_bytes(self._wire_dtype)):
+            with reading():
+                converted = self._departure.convert(source, slab)
+            parcel = self._parcel([converted.data], value)
+            yield parcel
+            value = parcel.checksum

@@ -1,0 +1,156 @@
+"""The `tcp` transport in TLS 1.3, both ends with certificates of one private authority.
+
+Who a peer is does not depend on names or addresses, which change from pod to pod. The receiver's certificate must be
+the one whose SHA-256 fingerprint stands in its advert, and the advert came over the authenticated link; the sender's
+must come from the authority, and its HELLO holds the advert's secret. So the authority should sign for workers only.
+"""
+
+import socket
+import ssl
+import threading
+import time
+from select import POLLIN, POLLOUT
+
+from kv_transfer.transports.tcp.channel import hang_up, peek, waiter
+from kv_transfer.transports.tcp.pieces import Piece
+from tandem.rpc.mutual_tls import MutualTls, TlsFiles, peer_fingerprint
+
+_SETTING = "transfer.tls"
+
+
+class TlsIdentity:
+    """What a worker shows and whom it believes; one for all its connections."""
+
+    def __init__(self, files: TlsFiles) -> None:
+        """Reads the files and shakes hands with itself. Raises ConfigError that names the file and what is wrong."""
+        self._tls = MutualTls(files, _SETTING)
+        self.fingerprint = self._tls.fingerprint
+        """SHA-256 of the certificate in DER."""
+
+    def serve(self, sock: socket.socket) -> "TlsChannel":
+        """A channel for an accepted socket, which it owns; nothing is said yet. Raises OSError."""
+        return TlsChannel(self._tls.server.wrap_socket(_ready(sock), server_side=True, do_handshake_on_connect=False))
+
+    def dial(self, sock: socket.socket) -> "TlsChannel":
+        """A channel for a connected socket, which it owns; nothing is said yet. Raises OSError."""
+        return TlsChannel(self._tls.client.wrap_socket(_ready(sock), do_handshake_on_connect=False))
+
+
+class TlsChannel:
+    """A TLS socket as a Channel. Owns it.
+
+    OpenSSL forbids reading and writing at once, so both happen under one lock, without waiting there. A record that
+    found no room must be offered again unchanged: what is sent is copied once, and its sources are free at once.
+    """
+
+    piece_bytes = 256 << 10
+    descriptor = None
+
+    def __init__(self, sock: ssl.SSLSocket) -> None:
+        self._sock = sock
+        self._lock = threading.Lock()
+        self._room = memoryview(bytearray(self.piece_bytes))
+        self._pending = self._room[:0]
+        self._reading_needs = POLLIN
+        self._writing_needs = POLLOUT
+        self._reading = {mask: waiter(sock, mask) for mask in (POLLIN, POLLOUT)}
+        self._writing = {mask: waiter(sock, mask) for mask in (POLLIN, POLLOUT)}
+
+    def shake_hands(self, deadline_s: float) -> None:
+        """Raises OSError (ssl.SSLError) when the peer is refused, TransferError when it is too slow."""
+        while True:
+            left_s = max(0.0, deadline_s - time.monotonic())
+            try:
+                self._sock.do_handshake()
+                return
+            except ssl.SSLWantReadError:
+                self._reading[POLLIN](left_s)
+            except ssl.SSLWantWriteError:
+                self._reading[POLLOUT](left_s)
+
+    def first_byte(self, timeout_s: float) -> int | None:
+        """See Channel."""
+        self._reading[POLLIN](timeout_s)
+        return peek(self._sock)
+
+    def say_plainly(self, data: bytes) -> None:
+        """See Channel."""
+        socket.socket.send(self._sock, data)
+
+    def peer_fingerprint(self) -> bytes:
+        """SHA-256 of the peer's certificate, after the handshake."""
+        return peer_fingerprint(self._sock)
+
+    def receive(self, piece: Piece) -> int | None:
+        """See Channel."""
+        received = 0
+        try:
+            with self._lock:
+                for view in piece:
+                    filled = 0
+                    while filled < len(view):
+                        # One record at most.
+                        count = self._sock.recv_into(view[filled:])
+                        if not count:
+                            return received
+                        filled += count
+                        received += count
+        except ssl.SSLWantReadError:
+            self._reading_needs = POLLIN
+            return received or None
+        except ssl.SSLWantWriteError:
+            self._reading_needs = POLLOUT
+            return received or None
+        return received
+
+    def send(self, piece: Piece) -> int:
+        """See Channel."""
+        if not self.flush():
+            return 0
+        filled = 0
+        for view in piece:
+            part = view[: self.piece_bytes - filled]
+            self._room[filled : filled + len(part)] = part
+            filled += len(part)
+            if filled == self.piece_bytes:
+                break
+        self._pending = self._room[:filled]
+        self.flush()
+        return filled
+
+    def flush(self) -> bool:
+        """See Channel."""
+        while self._pending:
+            try:
+                with self._lock:
+                    count = self._sock.send(self._pending)
+            except ssl.SSLWantWriteError:
+                self._writing_needs = POLLOUT
+                return False
+            except ssl.SSLWantReadError:
+                self._writing_needs = POLLIN
+                return False
+            self._pending = self._pending[count:]
+        return True
+
+    def wait_readable(self, timeout_s: float | None) -> None:
+        """See Channel."""
+        self._reading[self._reading_needs](timeout_s)
+
+    def wait_writable(self, timeout_s: float | None) -> None:
+        """See Channel."""
+        self._writing[self._writing_needs](timeout_s)
+
+    def hang_up(self) -> None:
+        """See Channel."""
+        hang_up(self._sock)
+
+    def close(self) -> None:
+        """See Channel."""
+        self._sock.close()
+
+
+def _ready(sock: socket.socket) -> socket.socket:
+    sock.setblocking(False)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return sock

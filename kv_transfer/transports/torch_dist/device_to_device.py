@@ -1,0 +1,45 @@
+"""`torch_dist` from device to device: when two pools can, and the communicator between them.
+
+NCCL for GPUs. Pools of torch on a CPU take the same way over gloo; that is how the tests walk it without a GPU.
+"""
+
+from kv_transfer.layout.pairing import Pairing
+from kv_transfer.memory.device_pool import DevicePool
+from kv_transfer.memory.region import KVRegion
+from kv_transfer.transports.torch_dist import nccl
+from kv_transfer.transports.torch_dist.communicator import Communicator, Rendezvous, over_gloo
+from kv_transfer.transports.torch_dist.wire import Meeting
+
+_CPU = "cpu"
+_GPU = "cuda "
+
+
+def entrance(region: KVRegion, *, isolated_network: bool) -> str:
+    """What a receiver calls its device when payload may go directly into its pool; else empty.
+
+    NCCL listens where it likes, encrypts nothing and knows no secret: GPUs need a network of their own for it.
+    """
+    if region.device is None:
+        return ""
+    identity = region.device.identity
+    if identity == _CPU or (identity.startswith(_GPU) and isolated_network and nccl.problem() is None):
+        return identity
+    return ""
+
+
+def goes_direct(region: KVRegion, pairing: Pairing, meeting: Meeting, *, isolated_network: bool) -> bool:
+    """Whether this sender's payload may go directly to that receiver's device. What is converted goes through hosts."""
+    own = entrance(region, isolated_network=isolated_network)
+    if not own or not meeting.device or pairing.at_departure() is not None or pairing.at_arrival() is not None:
+        return False
+    if _CPU in (own, meeting.device):
+        return own == meeting.device
+    # NCCL joins no GPU to itself.
+    return own != meeting.device
+
+
+def between_devices(pool: DevicePool, at: Rendezvous) -> Communicator:
+    """A communicator whose tensors are on the pool's kind of device. Raises CommunicatorBroken."""
+    if pool.identity == _CPU:
+        return over_gloo(at)
+    return nccl.over_nccl(at, pool.memory.device)

@@ -1,0 +1,155 @@
+"""`torch_dist`, receiving end: how one write's payload comes out of a communicator and into place.
+
+What has come into host memory is put into place under the lock of its grant, so a revocation is proven at once, though
+a receive may be posted; a device does it within `Grant.moving`. What nobody wants any more is received past the pool,
+so that both sides stay in step.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from kv_transfer.layout.runs import Runs
+from kv_transfer.memory.checksum import crc32
+from kv_transfer.memory.device_pool import DevicePool
+from kv_transfer.memory.landing import Landing
+from kv_transfer.transports.grants import Grant
+from kv_transfer.transports.torch_dist.communicator import SLOTS, Bytes, Communicator, CommunicatorBroken, Slots
+from kv_transfer.transports.torch_dist.wire import MAX_DIRECT_BYTES, PIECE_BYTES, Header
+from tandem.errors import TransferError
+
+log = logging.getLogger(__name__)
+
+_Found = TypeVar("_Found")
+
+
+class Intake(Protocol):
+    """Of one communicator; used by one thread."""
+
+    def take(self, header: Header, grant: Grant | None) -> bool:
+        """Receive a payload into its destinations, or past them: whether it landed.
+
+        Raises CommunicatorBroken when it was not received, and TransferError for a sender that is not to be trusted.
+        """
+
+
+class HostIntake:
+    """Payload that comes in pieces of host memory, checksummed while they are in the cache."""
+
+    def __init__(self, group: Communicator) -> None:
+        self._slots = Slots(group)
+
+    def take(self, header: Header, grant: Grant | None) -> bool:
+        """See Intake."""
+        room = _room(header, grant)
+        sizes = [min(PIECE_BYTES, header.payload_bytes - at) for at in range(0, header.payload_bytes, PIECE_BYTES)]
+        checksum = 0
+        for i, size in enumerate(sizes[:SLOTS]):
+            self._slots.post(i, size)
+        for i, size in enumerate(sizes):
+            slot = i % SLOTS
+            self._slots.wait(slot)
+            piece = self._slots.bytes[slot][:size]
+            checksum = crc32(piece.data, checksum)
+            if grant is not None and room is not None and not _land(grant, room, piece):
+                room = None
+            if i + SLOTS < len(sizes):
+                self._slots.post(slot, sizes[i + SLOTS])
+        if grant is None or room is None:
+            return False
+        grant.landing.landed(header.cells, checksum)
+        return True
+
+
+class DeviceIntake:
+    """Payload that stays on devices: it comes into memory beside the pool, and is put into place and summed there.
+
+    That memory grows to the largest payload and is kept, so that the device is asked for it once.
+    """
+
+    def __init__(self, pool: DevicePool, group: Communicator) -> None:
+        self._pool = pool
+        self._group = group
+        self._room: Any = None  # uint8 [the largest payload so far]
+
+    def take(self, header: Header, grant: Grant | None) -> bool:
+        """See Intake."""
+        if header.payload_bytes > MAX_DIRECT_BYTES:
+            raise TransferError(f"{header.payload_bytes} bytes between devices: at most {MAX_DIRECT_BYTES} are taken")
+        runs = _runs(header, grant)
+        packed = self._room_for(header.payload_bytes)
+        self._group.finish(self._group.start(packed))
+        if grant is None or runs is None:
+            return False
+        with grant.moving() as begun:
+            if not begun:
+                return False
+            try:
+                checksum = self._pool.put(runs, packed)
+            except TransferError as error:
+                log.warning("torch_dist: %s", error)
+                return False
+        grant.landing.landed(header.cells, checksum)
+        return True
+
+    def _room_for(self, num_bytes: int) -> Any:
+        if self._room is None or self._room.numel() < num_bytes:
+            try:
+                self._room = self._pool.blank(num_bytes)
+            except TransferError as error:
+                # The payload cannot be taken past the pool either.
+                raise CommunicatorBroken(error.message) from None
+        return self._room[:num_bytes]
+
+
+def _room(header: Header, grant: Grant | None) -> list[memoryview] | None:
+    spare = None if grant is None else grant.landing.spare(header.cells)
+    room = _landing(grant, lambda landing: landing.room(header.cells, spare))
+    if room is not None:
+        _check_size(header, sum(view.nbytes for view in room))
+    return room
+
+
+def _runs(header: Header, grant: Grant | None) -> Runs | None:
+    runs = _landing(grant, lambda landing: landing.on_device(header.cells))
+    if runs is not None:
+        _check_size(header, runs.num_bytes)
+    return runs
+
+
+def _landing(grant: Grant | None, find: Callable[[Landing], _Found]) -> _Found | None:
+    """Where something lands; None where it may not any more."""
+    if grant is None:
+        return None
+    with grant.lock:
+        if grant.revoked:
+            return None
+        try:
+            return find(grant.landing)
+        except TransferError:
+            return None
+
+
+def _check_size(header: Header, num_bytes: int) -> None:
+    if num_bytes != header.payload_bytes:
+        raise TransferError(f"{header.payload_bytes} payload bytes do not fit their cells")
+
+
+def _land(grant: Grant, room: list[memoryview], piece: Bytes) -> bool:
+    """Put a piece at the front of what room is left; False once the grant is revoked."""
+    at = 0
+    with grant.lock:
+        if grant.revoked:
+            return False
+        while at < piece.nbytes:
+            view = room[0]
+            size = min(view.nbytes, piece.nbytes - at)
+            np.copyto(np.frombuffer(view[:size], np.uint8), piece[at : at + size])
+            at += size
+            if size == view.nbytes:
+                room.pop(0)
+            else:
+                room[0] = view[size:]
+    return True

@@ -1,0 +1,132 @@
+"""`torch_dist`, sending end: one write's payload, and how it goes through a communicator.
+
+Sources in host memory are read under the queue's lock only, so a cancel is proven at once; a device reads them before
+anything is announced, without the lock, and a cancel ends with that. What has been announced crosses whatever it holds,
+so that both sides stay in step.
+"""
+
+from typing import Any, Protocol
+
+import numpy as np
+
+from kv_transfer.memory.checksum import crc32
+from kv_transfer.memory.departure import Departure
+from kv_transfer.memory.device_pool import DevicePool
+from kv_transfer.memory.write_stop_lock import PieceLock
+from kv_transfer.transports.torch_dist.communicator import SLOTS, Bytes, Communicator, Slots
+from kv_transfer.transports.torch_dist.wire import MAX_DIRECT_BYTES, MAX_PAYLOAD_BYTES, PIECE_BYTES
+from kv_transfer.transports.write_queue import WriteJob, WriteQueue
+from tandem.errors import TransferError
+
+
+class Parcel(Protocol):
+    """One write's payload."""
+
+    num_bytes: int
+    checksum: int
+    """Complete before the last byte crosses."""
+
+    def cross(self) -> None:
+        """Send all of it. Raises CommunicatorBroken."""
+
+
+class Packer(Protocol):
+    """Of one communicator; used by one thread."""
+
+    def pack(self, job: WriteJob, queue: WriteQueue) -> Parcel:
+        """What crosses next. Raises TransferError."""
+
+
+class HostPacker:
+    """Payload that crosses in pieces of host memory, gathered one at a time."""
+
+    def __init__(self, departure: Departure, group: Communicator) -> None:
+        self._departure = departure
+        self._slots = Slots(group)
+
+    def pack(self, job: WriteJob, queue: WriteQueue) -> "HostParcel":
+        """See Packer."""
+        order, departure = job.order, self._departure
+        if not departure.converts:
+            return HostParcel(departure.views(order.source, order.cells), self._slots, job, queue.lock)
+        with queue.reading(job) if departure.is_on_device else queue.lock:
+            job.check()
+            views = [departure.convert(order.source, order.cells).data]
+        return HostParcel(views, self._slots, job, queue.lock)
+
+
+class HostParcel:
+    """See HostPacker."""
+
+    def __init__(self, views: list[memoryview], slots: Slots, job: WriteJob, lock: PieceLock) -> None:
+        self.num_bytes = _bounded(sum(view.nbytes for view in views), MAX_PAYLOAD_BYTES)
+        self.checksum = 0
+        self._views = views
+        self._slots = slots
+        self._job = job
+        self._lock = lock
+
+    def cross(self) -> None:
+        """See Parcel. The checksum is of what was gathered, computed while it is in the cache."""
+        for i, at in enumerate(range(0, self.num_bytes, PIECE_BYTES)):
+            slot, size = i % SLOTS, min(PIECE_BYTES, self.num_bytes - at)
+            self._slots.wait(slot)
+            piece = self._slots.bytes[slot][:size]
+            with self._lock:
+                if not self._job.stopped:
+                    _gather(self._views, piece)
+            self.checksum = crc32(piece.data, self.checksum)
+            self._slots.post(slot, size)
+        for slot in range(SLOTS):
+            self._slots.wait(slot)
+
+
+class DevicePacker:
+    """Payload that stays on devices: packed into one tensor beside the pool, summed there, sent as it is."""
+
+    def __init__(self, pool: DevicePool, group: Communicator) -> None:
+        self._pool = pool
+        self._group = group
+
+    def pack(self, job: WriteJob, queue: WriteQueue) -> "DeviceParcel":
+        """See Packer."""
+        reads = job.order.source.reads(job.order.cells)
+        _bounded(reads.num_bytes, MAX_DIRECT_BYTES)
+        with queue.reading(job):
+            packed, checksum = self._pool.take(reads)
+        return DeviceParcel(packed, checksum, reads.num_bytes, self._group)
+
+
+class DeviceParcel:
+    """See DevicePacker."""
+
+    def __init__(self, packed: Any, checksum: int, num_bytes: int, group: Communicator) -> None:
+        self.num_bytes = num_bytes
+        self.checksum = checksum
+        self._packed = packed
+        self._group = group
+
+    def cross(self) -> None:
+        """See Parcel."""
+        packed, self._packed = self._packed, None
+        self._group.finish(self._group.start(packed))
+
+
+def _bounded(num_bytes: int, limit: int) -> int:
+    if num_bytes > limit:
+        raise TransferError(f"a payload of {num_bytes} bytes: at most {limit} go at once")
+    return num_bytes
+
+
+def _gather(views: list[memoryview], piece: Bytes) -> None:
+    """Fill `piece` from the front of the views, which become shorter."""
+    at = 0
+    while at < piece.nbytes:
+        view = views[0]
+        size = min(view.nbytes, piece.nbytes - at)
+        np.copyto(piece[at : at + size], np.frombuffer(view[:size], np.uint8))
+        at += size
+        if size == view.nbytes:
+            views.pop(0)
+        else:
+            views[0] = view[size:]

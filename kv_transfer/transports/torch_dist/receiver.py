@@ -1,0 +1,243 @@
+"""`torch_dist`, receiving end: payload comes through a process group, two-sided, and lands beside the pool first.
+
+Each peer has a connection for headers, a thread, and a communicator: gloo for host memory, NCCL where both pools are on
+GPUs (see device_lane). torch_dist_intakes puts what has come into place.
+"""
+
+import hmac
+import itertools
+import logging
+import secrets
+import socket
+import threading
+from typing import Any
+
+from kv_transfer.layout.cell_range import CellRange
+from kv_transfer.memory.landing import Landing
+from kv_transfer.memory.region import KVRegion
+from kv_transfer.protocol.messages import TransferKey, TransportOffer
+from kv_transfer.transports.accept import accepted, begins
+from kv_transfer.transports.dial import advert_of, listen
+from kv_transfer.transports.grants import TOKEN_BYTES, Grant, GrantTable
+from kv_transfer.transports.interface import QuietListener
+from kv_transfer.transports.one_sided import wire as one_sided_wire
+from kv_transfer.transports.one_sided.receiver import HELLO_S, MAX_WRITERS, hang_up
+from kv_transfer.transports.stranger_log import StrangerLog
+from kv_transfer.transports.torch_dist import communicator, nccl
+from kv_transfer.transports.torch_dist import wire as torch_dist_wire
+from kv_transfer.transports.torch_dist.communicator import (
+    RECEIVER,
+    Communicator,
+    CommunicatorBroken,
+    Rendezvous,
+    over_gloo,
+)
+from kv_transfer.transports.torch_dist.device_to_device import between_devices, entrance
+from kv_transfer.transports.torch_dist.intakes import DeviceIntake, HostIntake, Intake
+from kv_transfer.transports.torch_dist.wire import MAX_PAYLOAD_BYTES, Header, Kind, Meeting
+from tandem.errors import TransferError
+from tandem.rpc.hosts import keep_alive
+
+NAME = "torch_dist"
+STALL_S = 5.0
+"""Most time for one message of a communicator to cross, and for each step in which both sides meet."""
+
+log = logging.getLogger(__name__)
+
+
+class TorchDistReceiver:
+    """KVReceiver of the `torch_dist` transport; see communicator.problem. Raises OSError."""
+
+    name = NAME
+    drain_proves_quiet = False
+
+    def __init__(
+        self,
+        region: KVRegion,
+        *,
+        host: str = "127.0.0.1",
+        isolated_network: bool = False,
+        stall_s: float = STALL_S,
+    ) -> None:
+        self._region = region
+        self._isolated_network = isolated_network
+        self._stall_s = stall_s
+        self._grants = GrantTable()
+        self._secret = secrets.token_bytes(TOKEN_BYTES)
+        self._strangers = StrangerLog(NAME)
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        nccl.prepare(stall_s)
+        self._peers: dict[socket.socket, threading.Thread] = {}
+        self._store: Any = communicator.serve_store(host, stall_s)
+        self._server = listen(host)
+        self._thread = threading.Thread(target=self._accept, name="kv-dist-accept", daemon=True)
+        self._thread.start()
+
+    def offer(self) -> TransportOffer:
+        """See KVReceiver."""
+        return TransportOffer(name=NAME, advert=advert_of(self._server, self._secret), host_id="")
+
+    def open_grant(self, key: TransferKey, landing: Landing) -> bytes:
+        """See KVReceiver."""
+        return self._grants.open(key, landing).token
+
+    def verify(self, key: TransferKey, cells: CellRange, checksum: int) -> bool:
+        """See KVReceiver."""
+        return self._grants.verify(key, cells, checksum)
+
+    def revoke(self, key: TransferKey) -> bool:
+        """Proven for what comes in, see torch_dist_intakes; a device may still be putting what came into place."""
+        self._grants.revoke(key)
+        return self._grants.is_quiet(key)
+
+    def listen_quiet(self, listener: QuietListener) -> None:
+        """See KVReceiver."""
+        self._grants.listen_quiet(listener)
+
+    def close(self) -> None:
+        """See KVReceiver. Waits for a piece that a peer has announced, `stall_s` at most."""
+        self._grants.revoke_all()
+        with self._lock:
+            self._closing.set()
+            peers = dict(self._peers)
+        hang_up(self._server)
+        self._thread.join()
+        self._server.close()
+        for sock, thread in peers.items():
+            hang_up(sock)
+            thread.join()
+        self._store = None
+
+    def _accept(self) -> None:
+        for sock in accepted(self._server, self._closing, self._strangers):
+            with self._lock:
+                if self._closing.is_set() or len(self._peers) >= MAX_WRITERS:
+                    sock.close()
+                    continue
+                thread = threading.Thread(target=self._serve, args=(sock,), name="kv-dist-peer", daemon=True)
+                if not begins(thread, self._strangers):
+                    sock.close()
+                    continue
+                self._peers[sock] = thread
+
+    def _serve(self, sock: socket.socket) -> None:
+        session: _Session | None = None
+        try:
+            keep_alive(sock)
+            session = _Session(self._region, self._store, self._greet(sock), sock.getsockname()[0], self._stall_s)
+            while (data := one_sided_wire.receive_exactly(sock, torch_dist_wire.HEADER_BYTES)) is not None:
+                header = torch_dist_wire.unpack_header(data)
+                session.check_turn(header)
+                if header.kind is not Kind.WRITE:
+                    session.renew(header)
+                    continue
+                if header.payload_bytes > MAX_PAYLOAD_BYTES:
+                    raise TransferError(
+                        f"{header.payload_bytes} bytes announced: at most {MAX_PAYLOAD_BYTES} are taken"
+                    )
+                landed = session.take(header, self._grants.find(header.token))
+                self._answer(sock, Kind.DONE if landed else Kind.REFUSED, header.number)
+        except (OSError, TransferError) as error:
+            if session is None:
+                self._strangers.tell("a connection was dropped before it was served", error)
+            else:
+                log.info("torch_dist sender dropped: %s", error)
+        finally:
+            if session is not None:
+                session.close()
+            with self._lock:
+                del self._peers[sock]
+            hang_up(sock)
+            sock.close()
+
+    def _greet(self, sock: socket.socket) -> Meeting:
+        sock.settimeout(HELLO_S)
+        hello = one_sided_wire.receive(sock)
+        if (
+            hello is None
+            or hello[0] is not one_sided_wire.Kind.HELLO
+            or not hmac.compare_digest(hello[1], self._secret)
+        ):
+            raise TransferError("no HELLO, or a wrong secret")
+        device = entrance(self._region, isolated_network=self._isolated_network)
+        meeting = Meeting(store_port=self._store.port, prefix=secrets.token_hex(8), device=device)
+        one_sided_wire.send_blob(sock, torch_dist_wire.pack_meeting(meeting))
+        sock.settimeout(None)
+        return meeting
+
+    def _answer(self, sock: socket.socket, kind: Kind, number: int) -> None:
+        answer = torch_dist_wire.pack_answer(kind, number)
+        try:
+            count = sock.send(answer, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            count = 0
+        if count != len(answer):
+            raise TransferError("the sender does not read its answers")
+
+
+class _Session:
+    """One sender's communicators, one at a time; used by one thread."""
+
+    def __init__(self, region: KVRegion, store: Any, meeting: Meeting, address: str, stall_s: float) -> None:
+        self._region = region
+        self._store = store
+        self._meeting = meeting
+        self._address = address
+        self._stall_s = stall_s
+        self._group: Communicator | None = None
+        self._intake: Intake | None = None
+        self._writes, self._renewals = itertools.count(1), itertools.count()
+
+    def check_turn(self, header: Header) -> None:
+        """Not before gloo: a receive of another size than what is sent to it ends the whole process.
+
+        Raises TransferError.
+        """
+        numbers = self._writes if header.kind is Kind.WRITE else self._renewals
+        if header.number != next(numbers):
+            raise TransferError(f"{header.kind.name} {header.number} out of turn")
+
+    def renew(self, header: Header) -> None:
+        """Make a communicator in place of what there was. A peer that did not come will say so by asking again.
+
+        Raises TransferError for a way that was not offered.
+        """
+        self.close()
+        pool = self._region.device if header.kind is Kind.RENEW_DIRECT else None
+        if header.kind is Kind.RENEW_DIRECT and (pool is None or not self._meeting.device):
+            raise TransferError("payload from device to device, which was not offered")
+        at = Rendezvous(
+            store=self._store,
+            meeting=self._meeting,
+            number=header.number,
+            rank=RECEIVER,
+            address=self._address,
+            limit_s=self._stall_s,
+        )
+        try:
+            if pool is None:
+                self._group = over_gloo(at)
+                self._intake = HostIntake(self._group)
+            else:
+                self._group = between_devices(pool, at)
+                self._intake = DeviceIntake(pool, self._group)
+        except CommunicatorBroken as error:
+            log.info("torch_dist sender is late: %s", error)
+
+    def take(self, header: Header, grant: Grant | None) -> bool:
+        """Whether a write's payload has landed. Raises TransferError."""
+        if self._intake is None:
+            return False
+        try:
+            return self._intake.take(header, grant)
+        except CommunicatorBroken as error:
+            log.info("torch_dist: %s", error)
+            self.close()
+            return False
+
+    def close(self) -> None:
+        """Break the communicator, if there is one."""
+        group, self._group, self._intake = self._group, None, None
+        if group is not None:
+            group.close()

@@ -1,0 +1,114 @@
+"""What goes beside the payload of `torch_dist`, on a connection of its own.
+
+    sender -> receiver   HELLO            the secret of the receiver's advert, which came over the authenticated link
+                         WRITE            cells of a grant, whose payload follows on the communicator
+                         RENEW            there is no communicator, or it is broken: both sides make this number's
+                         RENEW_DIRECT     the same, for payload that goes from device to device
+    receiver -> sender   where to meet    (claim_wire.send_blob)
+                         DONE | REFUSED   for each WRITE
+
+A header has a CRC-32 of its own: a flipped bit there would put good bytes in a wrong place.
+"""
+
+import json
+import struct
+from dataclasses import asdict, dataclass
+from enum import IntEnum
+from zlib import crc32
+
+from kv_transfer.layout.cell_range import CellRange
+from tandem.errors import TransferError
+
+PIECE_BYTES = 1 << 20
+"""Of payload in host memory, in one message of the communicator; between devices all of it is one."""
+MAX_PAYLOAD_BYTES = 1 << 30
+"""Of one write."""
+MAX_DIRECT_BYTES = 1 << 26
+"""Of one write from device to device: as much of the receiver's device is taken for each of its peers."""
+_MAGIC = b"TKD2"
+_HEADER = struct.Struct("!4sBQ16sIIIIIIQ")
+_CRC = struct.Struct("!I")
+HEADER_BYTES = _HEADER.size + _CRC.size
+_NO_TOKEN = bytes(16)
+_ANSWER = struct.Struct("!4sBQ")
+ANSWER_BYTES = _ANSWER.size
+NO_CELLS = CellRange(first_layer=0, num_layers=0, first_unit=0, num_units=0, first_head=0, num_heads=0)
+
+
+class Kind(IntEnum):
+    """What a message is."""
+
+    WRITE = 1
+    RENEW = 2
+    DONE = 3
+    REFUSED = 4
+    RENEW_DIRECT = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """From a sender; `number` counts its writes, or its communicators."""
+
+    kind: Kind
+    number: int
+    token: bytes = _NO_TOKEN
+    cells: CellRange = NO_CELLS
+    payload_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """Where the two sides of a communicator find each other, and what payload may go directly into."""
+
+    store_port: int
+    prefix: str
+    device: str = ""
+    """Of the receiver's pool, as DevicePool.identity; empty when payload has to come through host memory."""
+
+
+def pack_header(header: Header) -> bytes:
+    """A header as bytes."""
+    c = header.cells
+    box = (c.first_layer, c.num_layers, c.first_unit, c.num_units, c.first_head, c.num_heads)
+    data = _HEADER.pack(_MAGIC, header.kind, header.number, header.token, *box, header.payload_bytes)
+    return data + _CRC.pack(crc32(data))
+
+
+def unpack_header(data: bytes) -> Header:
+    """A header from HEADER_BYTES bytes. Raises TransferError."""
+    fields, checksum = data[: _HEADER.size], data[_HEADER.size :]
+    if _CRC.pack(crc32(fields)) != checksum:
+        raise TransferError("a header of the torch_dist transport is damaged")
+    magic, kind, number, token, *box, payload_bytes = _HEADER.unpack(fields)
+    if magic != _MAGIC or kind not in (Kind.WRITE, Kind.RENEW, Kind.RENEW_DIRECT):
+        raise TransferError("not a message of the torch_dist transport")
+    names = ("first_layer", "num_layers", "first_unit", "num_units", "first_head", "num_heads")
+    cells = CellRange(**dict(zip(names, box, strict=True)))
+    return Header(kind=Kind(kind), number=number, token=token, cells=cells, payload_bytes=payload_bytes)
+
+
+def pack_answer(kind: Kind, number: int) -> bytes:
+    """An answer as bytes."""
+    return _ANSWER.pack(_MAGIC, kind, number)
+
+
+def unpack_answer(data: bytes) -> tuple[Kind, int]:
+    """An answer from ANSWER_BYTES bytes. Raises TransferError."""
+    magic, kind, number = _ANSWER.unpack(data)
+    if magic != _MAGIC or kind not in (Kind.DONE, Kind.REFUSED):
+        raise TransferError("not an answer of the torch_dist transport")
+    return Kind(kind), number
+
+
+def pack_meeting(meeting: Meeting) -> bytes:
+    """For claim_wire.send_blob."""
+    return json.dumps(asdict(meeting)).encode()
+
+
+def unpack_meeting(data: bytes) -> Meeting:
+    """Raises TransferError."""
+    try:
+        fields = json.loads(data)
+        return Meeting(store_port=int(fields["store_port"]), prefix=str(fields["prefix"]), device=str(fields["device"]))
+    except (ValueError, KeyError, TypeError):
+        raise TransferError("not a meeting of the torch_dist transport") from None

@@ -1,0 +1,116 @@
+"""What both doors share of their locks: the keys that are good now, their certificates, and the audit log."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from prometheus_client import CollectorRegistry
+
+from router.access.api_keys import ApiKeys
+from router.access.audit_file import AuditFile
+from router.access.audit_log import NO_AUDIT, AuditLog
+from router.access.tls import DoorIdentity, DoorTlsState, read_identity
+from router.access.watched_files import LiveFile, LiveFiles
+from router.tenants.shared_rate_limits import SharedLimits
+from tandem.config.access import read_keys
+from tandem.config.cluster import RouterConfig
+
+_log = logging.getLogger(__name__)
+_KEYS = "api_keys"
+
+
+class Doorkeeper:
+    """Without being entered it knows the configured keys and nothing else. Entering reads files, and follows them."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        limits: SharedLimits | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`limits`: those of the keys' tenants, which a file of keys may change."""
+        self._config = config
+        self._limits = limits
+        self._clock = clock
+        self.keys = ApiKeys(config.api_keys)
+        self.audit: AuditLog = NO_AUDIT
+        self.tls: DoorTlsState | None = None
+        self._live: LiveFiles | None = None
+        self._collectors: list[Any] = []
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        """Raises ConfigError that names what is wrong with which file."""
+        if self._config.warning is not None:
+            _log.warning("%s", self._config.warning)
+        async with AsyncExitStack() as stack:
+            if self._config.audit_log is not None:
+                audit = AuditFile(self._config.audit_log)
+                stack.push_async_callback(asyncio.to_thread, audit.close)
+                self.audit = audit
+                self._collectors.append(audit)
+            if files := self._files():
+                self._live = await stack.enter_async_context(LiveFiles(files, clock=self._clock))
+                self._collectors.append(self._live)
+                self.keys.lapsed = self._keys_lapsed
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    def look_now(self) -> None:
+        """Its files may have changed: they are looked at at once, rather than within a second."""
+        if self._live is not None:
+            self._live.look_now()
+
+    def not_ready_reason(self) -> str | None:
+        """Why nobody is let in, if so."""
+        return self.keys.lapsed()
+
+    def show(self, registry: CollectorRegistry) -> None:
+        """Its figures from now on."""
+        for collector in self._collectors:
+            registry.register(collector)
+
+    def _files(self) -> list[LiveFile]:
+        config, found = self._config, []
+        if config.api_keys_file is not None:
+            path = Path(config.api_keys_file)
+            found.append(
+                LiveFile(
+                    what=_KEYS,
+                    paths=[path],
+                    load=lambda: read_keys(path, config.limits),
+                    apply=self._use_keys,
+                    trust_s=config.api_keys_trust_s,
+                )
+            )
+        if (tls := config.tls) is not None:
+            paths = [Path(name) for name in (tls.cert, tls.key, tls.client_ca) if name is not None]
+            found.append(LiveFile(what="tls", paths=paths, load=lambda: read_identity(tls), apply=self._use_identity))
+        return found
+
+    def _keys_lapsed(self) -> str | None:
+        if self._live is None or self._config.api_keys_file is None:
+            return None
+        reason = self._live.distrust(_KEYS)
+        return None if reason is None else f"no API key is good: router.api_keys_file was {reason}"
+
+    def _use_keys(self, found: Any) -> None:
+        keys, limits = found
+        self.keys.replace(keys)
+        if self._limits is not None:
+            self._limits.reconfigure(limits, self.keys.tenants)
+
+    def _use_identity(self, identity: DoorIdentity) -> None:
+        if self.tls is None:
+            self.tls = DoorTlsState(identity)
+        self.tls.identity = identity

@@ -1,0 +1,268 @@
+"""What the cluster can usefully take at this moment, and how fast work goes away. Pure.
+
+The costs are those of placement: backlog tokens over measured prefill rates, and room for KV. Workers are to have a
+little work ahead, so that none is idle, and no more, because in their own queues nobody can be overtaken.
+"""
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+
+from router.admission.local_prefill_capacity import LocalRoom, local_room
+from router.placement.costs import CostModel
+from router.workers.columns import Bools, ClusterView, Floats, PoolView
+
+# Of a whole column; the methods of the same names cost twice as much on short ones.
+_least, _most, _sum = np.minimum.reduce, np.maximum.reduce, np.add.reduce
+_Rows = slice | Bools
+"""Some workers of a pool."""
+_ALL = slice(None)
+_REMEMBERED_S = 5.0
+"""Over which the rate at which a queue drains is measured."""
+_BELIEVED_S = 0.5
+"""Of busy time, that a rate known beforehand counts for beside what was measured."""
+
+
+class Lack(Enum):
+    """What there is too little of for whoever waits."""
+
+    PREFILL = "prefill"
+    """Whoever reads prompts has enough ahead."""
+    DECODE = "decode"
+    """Places, memory or short steps of decode workers."""
+    BOTH = "both"
+    """Either pool alone would not do."""
+    ROUTER = "router"
+    """The router's own bound of requests under way."""
+
+    def and_decode(self) -> "Lack":
+        """This, and the decode pool besides."""
+        return Lack.BOTH if self in (Lack.PREFILL, Lack.BOTH) else Lack.DECODE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoomPolicy:
+    """How much of a worker is used, and what stands for rates that nobody has measured."""
+
+    worker_backlog_s: float = 0.25
+    max_running_per_worker: int = 256
+    max_itl_s: float | None = None
+    prior_prefill_tokens_per_s: float = 5_000.0
+    costs: CostModel | None = None
+    """Placement's, by which decode workers read short prompts themselves; None: nobody knows which, and all wait for
+    the prefill pool where there is one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InTransit:
+    """Requests that had their turn and are not in the workers' books yet."""
+
+    num_requests: int = 0
+    work_tokens: float = 0.0
+    """Of those that are read by whoever reads prompts."""
+    local_tokens: float = 0.0
+    """Of those that had their turn because a decode worker reads them itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterRoom:
+    """The cluster at one moment."""
+
+    usable: bool
+    """A decode worker takes requests; without one dispatch says what is wrong."""
+    decode_reads: bool
+    """There is no prefill worker to read prompts."""
+    slots: int
+    """Requests that decode workers may have besides."""
+    slack_tokens: float
+    """Prompt tokens that the pool may have ahead besides; at or below 0 it has enough to do."""
+    free_tokens: float
+    """KV that the emptiest decode worker has room for; infinite when one has nothing to do."""
+    pool_tokens: float
+    """KV that the largest pool holds; infinite while there is none."""
+    prefill_tokens_per_s: float
+    """Of the whole pool that computes prompts."""
+    measured_tokens_per_s: float
+    """Of its fastest worker; 0 when none has measured."""
+    least_wait_s: float
+    """Until the worker that is first done with its prompts is done."""
+    awaited: bool = False
+    """Nobody takes requests, but somebody is expected to."""
+    local: LocalRoom | None = None
+    """What decode workers would read themselves, while the prefill pool has enough to do."""
+
+    def ever_holds(self, num_tokens: int) -> bool:
+        """Whether waiting can make room for such a prompt; if not, dispatch says what is wrong."""
+        return num_tokens < self.pool_tokens
+
+    def compute_s(self, work_tokens: float) -> float:
+        """Of one prompt, by who computes fastest; nothing while nobody has measured."""
+        return work_tokens / self.measured_tokens_per_s if self.measured_tokens_per_s > 0.0 else 0.0
+
+    def takes(self, num_tokens: int) -> bool:
+        """Whether a request with such a prompt would be run now, whoever reads it."""
+        if not self.usable:
+            return not self.awaited
+        return self.slots > 0 and self.slack_tokens > 0.0 and num_tokens < self.free_tokens
+
+    def lack(self, num_tokens: int) -> Lack | None:
+        """What a request with such a prompt would wait for; None: it would be run now."""
+        if not self.usable:
+            return Lack.DECODE if self.awaited else None
+        reading = self._reading_lack(num_tokens)
+        if self.slots > 0 and num_tokens < self.free_tokens:
+            return reading
+        return Lack.DECODE if reading is None else reading.and_decode()
+
+    def reads_itself(self, num_tokens: int) -> LocalRoom | None:
+        """Where a decode worker would read such a prompt itself because the prefill pool has enough to do."""
+        local = self.local
+        return local if local is not None and local.reads(num_tokens) else None
+
+    def awaits_reading(self, num_tokens: int) -> LocalRoom | None:
+        """As `reads_itself`, where such a prompt lacks nothing else of the decode pool."""
+        return self.reads_itself(num_tokens) if self.slots > 1 and num_tokens < self.free_tokens else None
+
+    def most_passing(self, num_tokens: int) -> float:
+        """The longest prompt that may go before one of so many tokens that waits for the prefill pool alone.
+
+        What it takes of the decode pool must leave enough for that one; below 0: none may.
+        """
+        local = self.local
+        if local is None or local.slack_tokens <= 0.0 or self.slots <= 1:
+            return -1.0
+        return min(local.most_tokens, self.free_tokens - num_tokens - 1)
+
+    def _reading_lack(self, num_tokens: int) -> Lack | None:
+        if self.slack_tokens > 0.0:
+            return None
+        if self.decode_reads:
+            return Lack.DECODE
+        local = self.reads_itself(num_tokens)
+        if local is not None and local.slack_tokens > 0.0:
+            return None
+        # Decode workers read longer ones only because the prefill pool is too small.
+        return Lack.DECODE if local is not None and num_tokens <= local.always_tokens else Lack.PREFILL
+
+
+def look(view: ClusterView, policy: RoomPolicy, transit: InTransit, now_s: float) -> ClusterRoom:
+    """What there is room for beside `transit`. A few operations on each pool, however many workers it has."""
+    decode, prefill = view.decode, view.prefill
+    willing = _willing(decode, now_s)
+    decode_reads = not _any(prefill, _lending(prefill))
+    computing, rows = (decode, willing) if decode_reads else (prefill, _lending(prefill))
+    measured = computing.tokens_per_s[rows]
+    rates = _rates(measured, computing, policy.prior_prefill_tokens_per_s)
+    backlogs, active = computing.backlog_now[rows], decode.active_now[willing]
+    slack = float(_sum(np.maximum(policy.worker_backlog_s * rates - backlogs, 0.0))) - transit.work_tokens
+    slots = _slots(active, decode.step_ms[willing], policy)
+    local = None
+    if slack <= 0.0 and not decode_reads and policy.costs is not None:
+        local = local_room(
+            view,
+            policy.costs,
+            np.arange(len(decode.roster))[willing][slots > 0.0],
+            backlog_s=policy.worker_backlog_s,
+            transit_tokens=transit.local_tokens,
+            now_s=now_s,
+        )
+    return ClusterRoom(
+        usable=_any(decode, _open(decode)),
+        decode_reads=decode_reads,
+        slots=int(_sum(slots)) - transit.num_requests,
+        slack_tokens=slack,
+        free_tokens=_free_tokens(active, decode.free_tokens[willing]),
+        pool_tokens=_pool_tokens(decode),
+        prefill_tokens_per_s=float(_sum(rates)) or policy.prior_prefill_tokens_per_s,
+        measured_tokens_per_s=float(_most(measured)) if len(rates) else 0.0,
+        least_wait_s=float(_least(backlogs / rates)) if len(rates) else 0.0,
+        local=local,
+    )
+
+
+def _any(pool: PoolView, rows: _Rows) -> bool:
+    return len(pool.roster) > 0 if isinstance(rows, slice) else bool(rows.any())
+
+
+def _open(pool: PoolView) -> _Rows:
+    return _ALL if pool.open is None else pool.open
+
+
+def _lending(pool: PoolView) -> _Rows:
+    lends = pool.roster.lends
+    if lends is None:
+        return _open(pool)
+    return lends if pool.open is None else lends & pool.open
+
+
+def _willing(pool: PoolView, now_s: float) -> _Rows:
+    """Whoever has just refused or failed is better left alone, unless there is nobody else."""
+    if pool.penalised_until_s is None:
+        return _open(pool)
+    willing = pool.penalised_until_s <= now_s
+    if pool.open is not None:
+        willing &= pool.open
+    return willing if willing.any() else _open(pool)
+
+
+def _rates(rates: Floats, pool: PoolView, prior: float) -> Floats:
+    """Who has not measured is taken for the mean of those that have."""
+    if "prefill_ms" not in pool.unmeasured:
+        return rates
+    known = rates > 0.0
+    return np.where(known, rates, rates[known].mean() if known.any() else prior)
+
+
+def _slots(active: Floats, step_ms: Floats, policy: RoomPolicy) -> Floats:
+    free: Floats = np.maximum(policy.max_running_per_worker - active, 0.0)
+    if policy.max_itl_s is None:
+        return free
+    return np.where((active > 0.0) & (step_ms > 1e3 * policy.max_itl_s), 0.0, free)
+
+
+def _pool_tokens(pool: PoolView) -> float:
+    rows = _open(pool)
+    return float(_most(pool.roster.pool_tokens[rows])) if _any(pool, rows) else math.inf
+
+
+def _free_tokens(active: Floats, free_tokens: Floats) -> float:
+    if not len(active):
+        return 0.0
+    return float(_most(free_tokens)) if _least(active) > 0.0 else math.inf
+
+
+class DrainMeter:
+    """How much is served per second while somebody waits: whatever holds the cluster back, this shows it."""
+
+    def __init__(self, *, now_s: float) -> None:
+        self._now_s = now_s
+        self._busy_s = 0.0
+        self._cost = 0.0
+
+    def passed(self, now_s: float, *, busy: bool) -> None:
+        """Time went by; `busy`: somebody waited all the while.
+
+        What was measured is forgotten also while nobody waits: after a slow hour everybody who would have to wait is
+        refused, so that nothing would ever be measured again.
+        """
+        if now_s > self._now_s:
+            kept = math.exp((self._now_s - now_s) / _REMEMBERED_S)
+            self._busy_s *= kept
+            self._cost *= kept
+            if busy:
+                self._busy_s += _REMEMBERED_S * (1.0 - kept)
+        self._now_s = now_s
+
+    def since(self, now_s: float) -> float:
+        """Seconds that have gone by and are not told yet."""
+        return max(0.0, now_s - self._now_s)
+
+    def served(self, cost: float) -> None:
+        """Somebody who had waited got a turn."""
+        self._cost += cost
+
+    def rate(self, prior: float) -> float:
+        """Cost per second; `prior`: what is expected where little was measured."""
+        return max(1e-6, (self._cost + prior * _BELIEVED_S) / (self._busy_s + _BELIEVED_S))

@@ -1,0 +1,93 @@
+"""How long a request would wait for its turn, whether it comes too late by that, and when to come back. Pure.
+
+The prediction is the wait in line, by what is served before it in fair order at the rate at which the queue drains,
+then the backlog of the worker that is done first, then its own prompt.
+"""
+
+from collections.abc import Callable
+
+from router.admission.cluster_capacity import ClusterRoom, DrainMeter
+from router.admission.counts import Rejection
+from router.admission.fair_queue import FairQueue, Ticket
+from router.admission.retry_after import RetryTimes
+from router.admission.turn_rule import TurnRule
+from router.admission.types import AdmissionPolicy
+
+
+class WaitForecast:
+    """Of one router's queue."""
+
+    def __init__(
+        self,
+        queue: FairQueue,
+        rule: TurnRule,
+        *,
+        policy: AdmissionPolicy,
+        clock: Callable[[], float],
+        num_refused: Callable[[], int],
+    ) -> None:
+        """`num_refused`: as of `TurnRule`."""
+        self._queue = queue
+        self._rule = rule
+        self._policy = policy
+        self._clock = clock
+        self._num_refused = num_refused
+        self._retry = RetryTimes(now_s=clock())
+        self._seen_s: dict[str, float] = {}
+        self.meter = DrainMeter(now_s=clock())
+
+    def seen(self, tenant: str, at_s: float) -> None:
+        """It had a request here then."""
+        self._seen_s[tenant] = at_s
+
+    def credit(self, ticket: Ticket, room: ClusterRoom) -> float:
+        """In cost: how far its tenant may stay behind the others, if it has not been away too long."""
+        away_s = ticket.arrived_s - self._seen_s.get(ticket.tenant, ticket.arrived_s)
+        return self._policy.credit_s * self.rate(room) if away_s < self._policy.credit_lapses_s else 0.0
+
+    def rate(self, room: ClusterRoom) -> float:
+        """Cost that is served per second."""
+        return self.meter.rate(room.prefill_tokens_per_s * self._policy.input_weight)
+
+    def whole_s(self, room: ClusterRoom) -> float:
+        """It takes to serve everybody in line: nobody waits longer."""
+        return sum(ticket.cost for ticket in self._queue) / self.rate(room) + room.least_wait_s
+
+    def wait_s(self, ticket: Ticket, room: ClusterRoom) -> float:
+        """Until whoever reads its prompt begins with it."""
+        local, first = room.awaits_reading(ticket.num_tokens), self._queue.first()
+        # Whoever cannot pass the first one waits as long as that one.
+        if (
+            local
+            and not self._num_refused()
+            and (first is None or room.awaits_reading(first.num_tokens) or self._rule.may_be_passed(first, room))
+        ):
+            return self._queue.within(local.most_tokens) / local.tokens_per_s + local.wait_s
+        if first is None and self._rule.lack(ticket, room) is None:
+            return room.least_wait_s
+        ahead = self._queue.ahead_of(ticket, credit=self.credit(ticket, room))
+        return (ahead.cost + ticket.cost) / self.rate(room) + room.least_wait_s
+
+    def lateness(
+        self, ticket: Ticket, room: ClusterRoom, *, share: float, patience: float = 1.0
+    ) -> tuple[Rejection, float] | None:
+        """Why it would come too late with that share of the time to its deadline, and by how much in seconds."""
+        now_s, wait_s = self._clock(), self.wait_s(ticket, room)
+        if ticket.deadline_s is not None:
+            over_s = wait_s + room.compute_s(ticket.work_tokens) - share * (ticket.deadline_s - now_s)
+            if over_s > 0.0:
+                return Rejection.DEADLINE, over_s
+        over_s = now_s - ticket.arrived_s + wait_s - patience * self._policy.max_queue_s
+        return (Rejection.QUEUE_TIME, over_s) if over_s > 0.0 else None
+
+    def left_s(self, ticket: Ticket, room: ClusterRoom, patience: float) -> float:
+        """It may still wait."""
+        now_s = self._clock()
+        left_s = ticket.arrived_s + patience * self._policy.max_queue_s - now_s
+        if ticket.deadline_s is None:
+            return left_s
+        return min(left_s, ticket.deadline_s - now_s - room.compute_s(ticket.work_tokens))
+
+    def retry_after_s(self, ticket: Ticket, over_s: float, room: ClusterRoom) -> float:
+        """When it is to come back, being so much too early now."""
+        return self._retry.retry_after_s(ticket.cost, over_s, rate=self.rate(room), now_s=self._clock())

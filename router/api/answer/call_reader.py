@@ -1,0 +1,147 @@
+"""One choice of an answer, from its text to what doors show of it: thinking, text, and calls with their ids."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, TypeAlias
+
+from router.api.answer.choice_text import TextDelta
+from router.api.request.client_request import Prepared
+from router.text.reasoning import Part, Reasoning
+from router.text.tool_parsers.events import CallArguments, Content, ToolEvent
+from router.text.tool_parsers.request_calls import Calling
+from router.text.tools import call_id
+from tandem.values.outputs import FinishReason
+
+CALLED = "tool_calls"
+"""Why an answer ended that is or ends in calls, all of them whole."""
+
+
+class TextPiece(NamedTuple):
+    """Text that belongs to no call."""
+
+    text: str
+
+
+class ReasoningPiece(NamedTuple):
+    """What the model thinks before it answers."""
+
+    text: str
+
+
+class CallPiece(NamedTuple):
+    """A call that began: its id and name; or more of its arguments, without either."""
+
+    call: int
+    """Its number within the answer."""
+    id: str | None
+    name: str | None
+    arguments: str
+
+
+Piece: TypeAlias = ReasoningPiece | TextPiece | CallPiece
+
+
+class AnswerReader(Protocol):
+    """One choice of an answer: from its text to pieces. A stream that is continued is read from its beginning."""
+
+    @property
+    def has_open_call(self) -> bool:
+        """Whether the last call is not whole."""
+
+    def read(self, delta: TextDelta) -> list[Piece]:
+        """What the client does not have yet."""
+
+    def finish(self, reason: FinishReason) -> str:
+        """Why it ended, as doors say it: calls that are whole are a reason of their own."""
+
+
+class PlainReader:
+    """Of an answer that is text alone."""
+
+    has_open_call = False
+
+    def read(self, delta: TextDelta) -> list[Piece]:
+        """See AnswerReader."""
+        return [TextPiece(delta.text)] if delta.text else []
+
+    def finish(self, reason: FinishReason) -> str:
+        """See AnswerReader."""
+        return reason.value
+
+
+class CallReader:
+    """Of an answer that may call."""
+
+    def __init__(self, calling: Calling, request_id: str, choice_index: int) -> None:
+        self._calling = calling
+        self._parser = calling.new_parser()
+        self._most = None if calling.use.parallel else 1
+        self._id = (request_id, choice_index)
+
+    def read(self, delta: TextDelta) -> list[Piece]:
+        """See AnswerReader."""
+        if delta.passed_text:
+            self._parser.feed(delta.passed_text)
+        events = self._parser.feed(delta.text)
+        if delta.finish is not None:
+            events += self._parser.flush()
+        return [piece for event in events if (piece := self._piece(event)) is not None]
+
+    @property
+    def has_open_call(self) -> bool:
+        """See AnswerReader."""
+        return self._parser.is_open
+
+    def finish(self, reason: FinishReason) -> str:
+        """See AnswerReader."""
+        is_calls = reason is FinishReason.STOP and self._parser.num_calls and not self._parser.is_open
+        return CALLED if is_calls else reason.value
+
+    def _piece(self, event: ToolEvent) -> Piece | None:
+        if isinstance(event, Content):
+            return TextPiece(event.text)
+        if self._most is not None and event.call >= self._most:
+            return None
+        if isinstance(event, CallArguments):
+            return CallPiece(event.call, None, None, event.text)
+        made = call_id(*self._id, event.call, is_short=self._calling.has_short_ids)
+        return CallPiece(event.call, made, event.name, "")
+
+
+class ReasoningReader:
+    """Of a model that thinks: the answer behind its thinking goes to another reader."""
+
+    def __init__(self, reasoning: Reasoning, answer: AnswerReader) -> None:
+        self._parser = reasoning.new_parser()
+        self._answer = answer
+
+    def read(self, delta: TextDelta) -> list[Piece]:
+        """See AnswerReader."""
+        passed = self._parser.feed(delta.passed_text) if delta.passed_text else []
+        parts = self._parser.feed(delta.text)
+        if delta.finish is not None:
+            parts += self._parser.flush()
+        thought = "".join(part.text for part in parts if part.is_reasoning)
+        text, passed_text = _answer_of(parts), _answer_of(passed)
+        pieces: list[Piece] = [ReasoningPiece(thought)] if thought else []
+        return pieces + self._answer.read(delta._replace(text=text, passed_text=passed_text))
+
+    @property
+    def has_open_call(self) -> bool:
+        """See AnswerReader."""
+        return self._answer.has_open_call
+
+    def finish(self, reason: FinishReason) -> str:
+        """See AnswerReader."""
+        return self._answer.finish(reason)
+
+
+def reader_of(prepared: Prepared, choice_index: int) -> AnswerReader:
+    """Of one choice."""
+    reader: AnswerReader = PlainReader()
+    if prepared.calling is not None:
+        reader = CallReader(prepared.calling, prepared.request.request_id, choice_index)
+    return reader if prepared.reasoning is None else ReasoningReader(prepared.reasoning, reader)
+
+
+def _answer_of(parts: Sequence[Part]) -> str:
+    return "".join(part.text for part in parts if not part.is_reasoning)

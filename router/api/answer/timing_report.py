@@ -1,0 +1,52 @@
+"""Where a call's time went and what it cost, as both doors tell it. Pure.
+
+Phases follow each other: together they are no longer than the call, and what is left belongs to the network, to threads
+that were waited for, and to attempts of which nothing was heard.
+"""
+
+from dataclasses import asdict
+from typing import Any
+
+from router.api.answer.usage import Usage
+
+SERVER_TIMING = "server-timing"
+"""Header, and key of gRPC's trailing metadata; the text is W3C's, in milliseconds."""
+
+TIMING = "tandem-timing"
+"""Key of gRPC's trailing metadata with `timing_object` as JSON."""
+
+
+def timing_object(usage: Usage) -> dict[str, Any]:
+    """Seconds by phase, of the choice that took longest; cached tokens and cost of all."""
+    spent = usage.spent()
+    return {
+        **{f"{name}_s": round(seconds, 6) for name, seconds in _phases(usage).items()},
+        "cached_tokens": usage.cached_tokens,
+        "cached_by_source": asdict(usage.cached_by_source()),
+        "retry_amplification": round(spent.retry_amplification, 6),
+        "cost": {
+            "prefill_s": round(spent.prefill_s, 6),
+            "decode_s": round(spent.decode_s, 6),
+            "kv_byte_s": round(spent.kv_byte_s, 3),
+            "amount": round(usage.prices.amount(spent), 9),
+            "currency": usage.prices.currency,
+        },
+    }
+
+
+def server_timing(usage: Usage) -> str:
+    """The phases as one header."""
+    return ", ".join(f"{name};dur={1000 * seconds:.3f}" for name, seconds in _phases(usage).items())
+
+
+def _phases(usage: Usage) -> dict[str, float]:
+    times = usage.times()
+    return {
+        "queue": times.router_queue_s + times.prefill_queue_s,
+        "prefill": times.prefill_s,
+        "transfer": times.transfer_s,
+        "decode_queue": times.decode_queue_s,
+        "decode": times.decode_s,
+        "other": max(0.0, usage.elapsed_s - times.total_s),
+        "total": usage.elapsed_s,
+    }

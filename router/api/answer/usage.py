@@ -1,0 +1,91 @@
+"""What one client call used: tokens, cached tokens, time by phase, and what it cost. Both doors report it."""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import fields
+
+from router.api.answer.choice_text import TextDelta
+from router.api.request.client_request import Prepared
+from router.tenants.prices import PriceTable, Spent
+from router.types.requests import ChoiceFinish
+from tandem.values.outputs import CachedTokens, PhaseTimes
+
+
+class Usage:
+    """A running count over all prompts and choices of a call."""
+
+    def __init__(
+        self, prepared: Sequence[Prepared], clock: Callable[[], float] = lambda: 0.0, prices: PriceTable | None = None
+    ) -> None:
+        """`clock`: the one of the requests' `arrived_s`."""
+        self.prices = prices or PriceTable()
+        self._clock = clock
+        self._arrived_s = prepared[0].request.arrived_s
+        self.elapsed_s = 0.0
+        """From the call's arrival until every choice had ended."""
+        self.prompt_tokens = sum(len(one.request.prompt_token_ids) for one in prepared)
+        self.completion_tokens = sum(has.num_tokens for one in prepared for has in one.has)
+        self._choices = prepared[0].request.num_choices
+        self._expected = self._choices * len(prepared)
+        self._finishes: dict[int, ChoiceFinish] = {}
+        readings = [one.reasoning for one in prepared for _ in range(one.request.num_choices)]
+        self._thoughts = {i: reading.new_counter() for i, reading in enumerate(readings) if reading is not None}
+
+    @property
+    def complete(self) -> bool:
+        """Whether every choice has ended."""
+        return len(self._finishes) == self._expected
+
+    def add(self, delta: TextDelta) -> None:
+        """Count one delta."""
+        self.completion_tokens += len(delta.tokens)
+        if (thoughts := self._thoughts.get(delta.choice_index)) is not None and not thoughts.has_ended:
+            thoughts.add([token.token_id for token in (*delta.passed, *delta.tokens)])
+        if delta.finish is not None:
+            self._finishes[delta.choice_index] = delta.finish
+            if self.complete and self._arrived_s is not None:
+                self.elapsed_s = self._clock() - self._arrived_s
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Of the answers' tokens those up to the end of thinking."""
+        return sum(thoughts.count for thoughts in self._thoughts.values())
+
+    @property
+    def cached_tokens(self) -> int:
+        """A prompt counts once however many choices it has: what none of them had to compute."""
+        return sum(finish.cached_tokens for finish in self._least_cached())
+
+    def cached_by_source(self) -> CachedTokens:
+        """The same, by where their KV was."""
+        found = [finish.times.cached for finish in self._least_cached()]
+        if len(found) == 1:
+            return found[0]
+        return CachedTokens(**{f.name: sum(getattr(one, f.name) for one in found) for f in fields(CachedTokens)})
+
+    def _least_cached(self) -> Collection[ChoiceFinish]:
+        """Of each prompt the choice that found least."""
+        least: dict[int, ChoiceFinish] = {}
+        for index, finish in self._finishes.items():
+            other = least.setdefault(index // self._choices, finish)
+            if finish.cached_tokens < other.cached_tokens:
+                least[index // self._choices] = finish
+        return least.values()
+
+    def times(self) -> PhaseTimes:
+        """Of the choice that took longest: its phases follow each other, while choices run side by side."""
+        times = [finish.times for finish in self._finishes.values()] or [PhaseTimes()]
+        return max(times, key=lambda one: one.total_s)
+
+    def spent(self) -> Spent:
+        """Of all choices that have ended."""
+        whole = Spent(
+            requests=1,
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            completion_tokens=self.completion_tokens,
+        )
+        for finish in self._finishes.values():
+            whole = whole.with_choice(
+                finish.times, computed_tokens=finish.computed_tokens, needed_tokens=finish.needed_tokens
+            )
+        return whole

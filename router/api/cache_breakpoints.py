@@ -1,0 +1,92 @@
+"""A conversation of which beginnings are marked: how many of the prompt's tokens each mark covers."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from router.api.frontend import Frontend
+from router.api.request.client_request import ClientFields, Prepared
+from router.text.chat_template import Message
+from router.text.conversation import TemplateOptions
+from router.text.tools import ToolUse
+from router.types.requests import PinWish
+from tandem.errors import InvalidRequest
+from tandem.values.block_hash import HASH_BLOCK_TOKENS
+
+MAX_MARKS = 4
+MARK_TTL_S = {"5m": 300.0, "1h": 3600.0}
+"""For how long a prefix may be asked to stay, from its last use on."""
+DEFAULT_MARK_TTL = "5m"
+_CONTROL = "cache_control"
+_PIECE = 1024
+
+
+class Mark(NamedTuple):
+    """The conversation up to here is to stay cached."""
+
+    num_messages: int
+    """Up to the last of these; 0: what stands before any."""
+    num_chars: int
+    """Of that one's content."""
+    ttl_s: float
+
+
+def check_marks(marks: Sequence[Mark]) -> None:
+    """Raises InvalidRequest for too many."""
+    if len(marks) > MAX_MARKS:
+        raise InvalidRequest(f"{_CONTROL}: at most {MAX_MARKS} blocks may have it", param=_CONTROL)
+
+
+async def prepare_marked(
+    frontend: Frontend, messages: Sequence[Message], marks: Sequence[Mark], fields: ClientFields
+) -> Prepared:
+    """As `Frontend.prepare_chat`, with a wish for each mark that covers a block."""
+    prepared = await frontend.prepare_chat(messages, fields)
+    request = prepared.request
+    ids, tools = request.prompt_token_ids, fields.tools
+    options = replace(fields.template, continue_final=False)
+    lengths = [await marked_tokens(frontend, messages, mark, ids, tools, options) for mark in marks]
+    pins = tuple(
+        PinWish(num_tokens=length // HASH_BLOCK_TOKENS * HASH_BLOCK_TOKENS, ttl_s=mark.ttl_s)
+        for mark, length in zip(marks, lengths, strict=True)
+        if length >= HASH_BLOCK_TOKENS
+    )
+    return replace(prepared, request=replace(request, pins=pins))
+
+
+async def marked_tokens(
+    frontend: Frontend,
+    messages: Sequence[Message],
+    mark: Mark,
+    ids: Sequence[int],
+    tools: ToolUse | None = None,
+    options: TemplateOptions = TemplateOptions(),  # noqa: B008  # frozen
+) -> int:
+    """Tokens of the prompt `ids` that do not depend on what follows the mark. Raises InvalidRequest."""
+    head = list(messages[: mark.num_messages])
+    if head:
+        head[-1] = replace(head[-1], content=head[-1].content[: mark.num_chars])
+    if not head or head[-1].role == "system":
+        head.append(Message(role="user", content=""))  # templates want somebody to answer
+    try:
+        cut = await frontend.prompts.encode_chat(head, add_generation_prompt=False, tools=tools, options=options)
+    except InvalidRequest as error:
+        raise InvalidRequest(
+            f"{_CONTROL}: this model's chat template cannot end there: {error.message}", param=_CONTROL
+        ) from None
+    return common_length(cut, ids)
+
+
+def common_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many first elements are equal."""
+    if len(one) > _PIECE:
+        # Long prompts by pieces, which compare far faster than their elements one by one.
+        for start in range(0, len(one), _PIECE):
+            pieces = [tuple(ids[start : start + _PIECE]) for ids in (one, other)]
+            if pieces[0] != pieces[1]:
+                return start + common_length(*pieces)
+        return len(one)
+    for index, (left, right) in enumerate(zip(one, other, strict=False)):
+        if left != right:
+            return index
+    return min(len(one), len(other))

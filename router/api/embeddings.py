@@ -1,0 +1,75 @@
+"""Embeddings: the mean of a text's last hidden states behind the final norm, scaled to length one.
+
+Prompts are read by workers (`router.dispatch.prompt_scoring`), in groups so that one call does not hold every place of
+the router.
+"""
+
+import math
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from router.api.answer.choice_text import WholeText
+from router.api.answer.usage import Usage
+from router.api.frontend import Frontend
+from router.api.request.client_request import ClientFields, Prepared
+from router.api.request_meter import RequestMeter
+from router.api.text_stream import read_text
+from router.types.prompt_scoring import ReadAsk
+from router.types.requests import Generator
+from tandem.errors import InternalError, InvalidRequest
+
+MAX_INPUTS = 2048
+"""Of one call, as OpenAI has it."""
+_TOGETHER = 64
+"""Inputs of one call that are under way at once."""
+ASK = ReadAsk(num_top=None, only=True)
+
+
+class Embedder:
+    """One router's; both doors use it."""
+
+    def __init__(self, frontend: Frontend, generator: Generator, *, most_values: int) -> None:
+        """`most_values`: numbers in one answer."""
+        self._frontend = frontend
+        self._generator = generator
+        self._most_values = most_values
+
+    async def prepare(self, inputs: Sequence[str | tuple[int, ...]], fields: ClientFields) -> list[Prepared]:
+        """Raises InvalidRequest, ContextLengthExceeded or ModelNotFound."""
+        if not inputs or len(inputs) > MAX_INPUTS:
+            raise InvalidRequest(f"input: 1 to {MAX_INPUTS} of them", param="input")
+        fields = replace(fields, max_tokens=1, num_choices=1, reads_along=False, reads=ASK)
+        try:
+            return await self._frontend.prepare_prompts(inputs, fields)
+        except InvalidRequest as error:
+            raise as_input(error) from error
+
+    async def embed(
+        self, prepared: Sequence[Prepared], new_meter: Callable[[Prepared], RequestMeter]
+    ) -> tuple[list["array[float]"], Usage]:
+        """One vector of float32 for each, in order, and what they used. Raises what `Generator.run` raises."""
+        vectors: list[array[float]] = []
+        for begin in range(0, len(prepared), _TOGETHER):
+            group, found = prepared[begin : begin + _TOGETHER], WholeText()
+            await read_text(self._generator, group, self._frontend.tokenizer, new_meter, found)
+            vectors += [unit(found.readings[index].mean) for index in range(len(group))]
+            if len(prepared) * len(vectors[0]) > self._most_values:
+                most = self._most_values // len(vectors[0])
+                raise InvalidRequest(f"input: at most {most} vectors of {len(vectors[0])} numbers", param="input")
+        return vectors, Usage(prepared)
+
+
+def unit(mean: Sequence[float]) -> "array[float]":
+    """Scaled to length one, in float32. Raises InternalError for what has no direction."""
+    length = math.hypot(*mean)
+    if not math.isfinite(length) or not length:
+        raise InternalError("the model gave no usable hidden states")
+    return array("f", (value / length for value in mean))
+
+
+def as_input(error: InvalidRequest) -> InvalidRequest:
+    """The same of an `input`, which the door of embeddings calls it."""
+    if error.param != "prompt":
+        return error
+    return type(error)(error.message.replace("prompt", "input", 1), param="input", retry_after_s=error.retry_after_s)

@@ -1,0 +1,308 @@
+"""From what a client asked to a `RoutedRequest`: the one validator that both doors use.
+
+A door turns its wire format into a prompt and `ClientFields`; here every bound is checked, cheapest first, so that
+nothing is tokenized for a request that will be refused. The bounds of sampling live in `tandem.values.sampling`, those
+of stop strings in `router.text.stop_strings`.
+"""
+
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import lru_cache
+
+from router.api.prompts import PromptReader
+from router.api.request.beam_search_options import with_beams
+from router.api.request.client_request import ClientFields, ModelInfo, Prepared
+from router.api.request.named_caches import KeptPrompts
+from router.api.request.prompt_scoring_options import check_reading_sizes
+from router.api.request.request_ids import name_request
+from router.sandbox.grammar_check import GrammarChecker
+from router.text.chat_template import Message
+from router.text.grammars.thinking import Thinking
+from router.text.grammars.tool_calling import Tooling
+from router.text.reasoning import Reasoning
+from router.text.stop_strings import StopStrings
+from router.text.tokenizer import Tokenizer
+from router.text.tool_parsers.request_calls import Calling
+from router.types.requests import MAX_PRIORITY, ResumePoint, RoutedRequest
+from router.types.stream_ids import StreamIds
+from tandem.config.cluster import RouterConfig
+from tandem.errors import InvalidRequest, ModelNotFound, Overloaded
+from tandem.telemetry.tracing import NoTracer, Tracer
+from tandem.values.block_hash import root_hash
+from tandem.values.ids import BlockHash
+from tandem.values.sampling import MAX_BAD_WORDS
+
+MAX_SALT_CHARS = 1024
+MAX_BAD_WORD_CHARS = 64
+DEFAULT_COMPLETION_TOKENS = 16
+"""`max_tokens` of a plain prompt when absent (OpenAI); a conversation gets the rest of the context."""
+_MOST_TOKENS = 2**31 - 1
+_MAX_ROOTS = 1024
+
+
+class Frontend:
+    """Validates, tokenizes and names requests. One per router; every door shares it."""
+
+    def __init__(
+        self,
+        *,
+        model: ModelInfo,
+        tokenizer: Tokenizer,
+        config: RouterConfig,
+        secret: bytes,
+        clock: Callable[[], float] = time.monotonic,
+        mint_seed: Callable[[], int] = lambda: secrets.randbits(63),
+        tracer: Tracer | None = None,
+    ) -> None:
+        """`secret` keys block names, so it must be the workers' own."""
+        self.model = model
+        self.tokenizer = tokenizer
+        self.clock = clock
+        self._config = config
+        self._secret = secret
+        self._mint_seed = mint_seed
+        self.stream_ids = StreamIds(secret, most_s=config.request_timeout_s)
+        self._tracer = tracer or NoTracer()
+        self.grammars: GrammarChecker | None = None
+        """Set before the doors open; without it no structure is promised."""
+        self.kept: KeptPrompts | None = None
+        """The same; without it nothing is kept by name."""
+        self._preparing = 0
+        self.thinking = Thinking(tokenizer, config.reasoning_parser)
+        marks = self.thinking.marks
+        self.tooling = Tooling(tokenizer, config.tool_parser, None if marks is None else marks.begin)
+        self.prompts = PromptReader(model=model, tokenizer=tokenizer, max_prompts=config.max_prompts)
+        self._hash_root = lru_cache(maxsize=_MAX_ROOTS)(self._new_hash_root)
+
+    async def prepare_chat(self, messages: Sequence[Message], fields: ClientFields) -> Prepared:
+        """A conversation. Raises InvalidRequest, ContextLengthExceeded or ModelNotFound."""
+        started_s = self.clock()
+        fields, calling = self._calling(fields)
+        self.check_fields(fields)
+        with self._preparation():
+            fields = await self._structured(fields)
+            ids = await self.prompts.encode_chat(
+                messages,
+                add_generation_prompt=fields.add_generation_prompt,
+                tools=fields.tools,
+                options=fields.template,
+            )
+        reasoning = self.thinking.reasoning(ids, begins_turn=fields.add_generation_prompt)
+        one = self._finish(ids, self._thinking_first(fields, reasoning), None)
+        one = replace(one, calling=calling, reasoning=reasoning)
+        one = with_beams(one, fields, most_beams=self._config.max_choices)
+        check_reading_sizes([one], self._config.max_answer_values)
+        return self._traced("chat", one, fields, started_s)
+
+    async def prepare_prompts(self, prompts: Sequence[str | tuple[int, ...]], fields: ClientFields) -> list[Prepared]:
+        """Plain prompts, each text or token ids. Raises as `prepare_chat`."""
+        self.check_fields(fields)
+        prepared = []
+        with self._preparation():
+            fields = await self._structured(fields)
+            for prompt in prompts:
+                started_s = self.clock()
+                text = prompt if isinstance(prompt, str) else None
+                ids = await self._prompt_ids(prompt, fields)
+                one = self._finish(ids, fields, DEFAULT_COMPLETION_TOKENS, num_prompts=len(prompts))
+                one = with_beams(one, fields, most_beams=self._config.max_choices)
+                one = self._traced(fields.operation, one, fields, started_s)
+                prepared.append(replace(one, prompt_text=text))
+        check_reading_sizes(prepared, self._config.max_answer_values)
+        return prepared
+
+    async def _prompt_ids(self, prompt: str | tuple[int, ...], fields: ClientFields) -> Sequence[int]:
+        if fields.suffix is not None:
+            return await self.prompts.encode_around(prompt, fields.suffix, fields.add_special_tokens)
+        if isinstance(prompt, tuple):
+            return prompt
+        return await self.prompts.encode(prompt, fields.add_special_tokens)
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ModelNotFound unless `name` is the served model, or absent."""
+        if name is not None and name != self.model.name:
+            raise ModelNotFound(f"model {name[:100]!r} is not served here; {self.model.name!r} is", param="model")
+
+    def check_fields(self, fields: ClientFields) -> None:
+        """Every bound that needs no tokenizing."""
+        self.check_model(fields.model)
+        if not 1 <= fields.num_choices <= self._config.max_choices:
+            raise InvalidRequest(f"n must be an integer in [1, {self._config.max_choices}]", param="n")
+        if not -MAX_PRIORITY <= fields.priority <= MAX_PRIORITY:
+            raise InvalidRequest(f"priority must be in [-{MAX_PRIORITY}, {MAX_PRIORITY}]", param="priority")
+        keep = fields.truncate_prompt_tokens
+        if keep is not None and keep != -1 and not 1 <= keep < self.model.max_model_len:
+            bound = f"-1 or an integer in [1, {self.model.max_model_len - 1}]"
+            raise InvalidRequest(f"truncate_prompt_tokens must be {bound}", param="truncate_prompt_tokens")
+        if fields.cache_salt is not None and not 1 <= len(fields.cache_salt) <= MAX_SALT_CHARS:
+            raise InvalidRequest(f"cache_salt must have 1 to {MAX_SALT_CHARS} characters", param="cache_salt")
+        most = fields.max_tokens if fields.max_tokens is not None else _MOST_TOKENS
+        asked = replace(fields.sampling, max_tokens=most, seed=fields.seed or 0)
+        if fields.structure is not None:
+            asked = replace(asked, grammar=fields.structure.grammar())
+        asked.validate(vocab_size=self.model.vocab_size)
+        StopStrings(fields.stop)
+
+    def _calling(self, fields: ClientFields) -> tuple[ClientFields, Calling | None]:
+        """With the structure that keeps calls to what was asked of them, and how they are read."""
+        if fields.tools is None:
+            return fields, None
+        fields.tools.check()
+        structure = self.tooling.structure(fields.tools, fields.structure)
+        calling = self.tooling.calling(fields.tools, is_forced=structure is not None)
+        return replace(fields, structure=structure), calling
+
+    async def _structured(self, fields: ClientFields) -> ClientFields:
+        """With what workers follow: a grammar, words as tokens."""
+        structure = fields.structure
+        if fields.bad_words:
+            banned = (*fields.sampling.bad_words, *self._bad_words(fields.bad_words))
+            fields = replace(fields, sampling=replace(fields.sampling, bad_words=banned))
+            fields.sampling.validate(vocab_size=self.model.vocab_size)
+        if structure is None:
+            return fields
+        if self.grammars is None:
+            raise InvalidRequest(f"{structure.param}: not supported here", param=structure.param)
+        grammar = await self.grammars.checked(structure.grammar(), structure.param)
+        return replace(fields, sampling=replace(fields.sampling, grammar=grammar))
+
+    def _thinking_first(self, fields: ClientFields, reasoning: Reasoning | None) -> ClientFields:
+        """A grammar holds of what is behind the thinking."""
+        sampling = fields.sampling
+        if sampling.grammar is None:
+            return fields
+        return replace(fields, sampling=replace(sampling, grammar=self.thinking.before(sampling.grammar, reasoning)))
+
+    def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        if len(words) > MAX_BAD_WORDS:
+            raise InvalidRequest(f"bad_words: at most {MAX_BAD_WORDS}", param="bad_words")
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            if not word or len(word) > MAX_BAD_WORD_CHARS:
+                raise InvalidRequest(f"bad_words: 1 to {MAX_BAD_WORD_CHARS} characters each", param="bad_words")
+            for text in (word, f" {word.lstrip(' ')}"):
+                found[tuple(self.tokenizer.encode(text, add_special_tokens=False))] = None
+        return tuple(found)
+
+    @contextmanager
+    def _preparation(self) -> Iterator[None]:
+        """Dispatch bounds what it accepts; this bounds the texts that wait for the tokenizer before it."""
+        if self._preparing >= self._config.max_inflight_requests:
+            raise Overloaded(f"{self._preparing} requests wait to be tokenized", retry_after_s=1.0)
+        self._preparing += 1
+        try:
+            yield
+        finally:
+            self._preparing -= 1
+
+    def _finish(
+        self, ids: Sequence[int], fields: ClientFields, default_max_tokens: int | None, *, num_prompts: int = 1
+    ) -> Prepared:
+        if not ids:
+            raise InvalidRequest("prompt: empty", param="prompt")
+        if fields.truncate_prompt_tokens is not None:
+            keep = fields.truncate_prompt_tokens
+            ids = ids[-(self.model.max_model_len - 1 if keep == -1 else keep) :]
+        room = self.model.max_model_len - len(ids)
+        least = fields.least_tokens
+        if room < least:
+            raise self.prompts.too_long(len(ids), "prompt" if default_max_tokens else "messages", least)
+        asked = fields.max_tokens if fields.max_tokens is not None else default_max_tokens
+        most = self._max_tokens(
+            fields, room if asked is None else max(1, min(asked, room)), num_prompts, stated=asked is not None
+        )
+        sampling = replace(fields.sampling, max_tokens=most, seed=self._seed(fields))
+        if fields.max_tokens is None:
+            # Else `check_fields` has seen it: what became smaller has stayed within the bounds.
+            sampling.validate(vocab_size=self.model.vocab_size)
+        seen = fields.last_seen
+        # A stream that is continued has the time that is left of its own.
+        time_left_s = self._config.request_timeout_s - (seen.age_s if seen else 0.0)
+        if fields.time_left_s is not None:
+            time_left_s = min(time_left_s, fields.time_left_s)
+        request = RoutedRequest(
+            request_id=name_request(seen.head.request_id if seen else None),
+            prompt_token_ids=tuple(ids),
+            sampling=sampling,
+            hash_root=self.hash_root(self._salt(fields)),
+            tenant=fields.tenant,
+            num_choices=fields.num_choices,
+            # Text that may end the answer is read as it comes.
+            reads_along=fields.reads_along or bool(fields.stop),
+            priority=fields.priority,
+            reads=fields.reads,
+            deadline_s=self.clock() + time_left_s,
+            resume=tuple(ResumePoint(worker=c.worker, num_tokens=c.num_tokens) for c in seen.choices) if seen else (),
+            resumptions=seen.head.resumptions + 1 if seen else 0,
+        )
+        ends = frozenset() if sampling.ignore_eos else self.model.eos_token_ids
+        return Prepared(
+            request=request,
+            stops=StopStrings(fields.stop),
+            stop_token_ids=ends | frozenset(sampling.stop_token_ids),
+            include_stop=fields.include_stop,
+            skip_special_tokens=fields.skip_special_tokens,
+            has=seen.choices if seen else (),
+        )
+
+    def _max_tokens(self, fields: ClientFields, asked: int, num_prompts: int, *, stated: bool) -> int:
+        """Within the bound of an answer that is in memory as a whole before its client has anything of it."""
+        if fields.reads_along:
+            return asked
+        per_token = num_prompts * fields.num_choices * (1 + (fields.sampling.num_logprobs or 0))
+        most = self._config.max_answer_values // per_token
+        if asked <= most:
+            return asked
+        if stated or most < max(1, fields.sampling.min_tokens):
+            largest = self._config.max_answer_values
+            raise InvalidRequest(
+                f"prompts x n x max_tokens x (1 + [top_]logprobs) is {per_token * asked}: an answer that is not "
+                f"streamed has at most {largest}; ask for less, or for a stream",
+                param="max_tokens",
+            )
+        return most
+
+    def _seed(self, fields: ClientFields) -> int:
+        if fields.seed is not None:
+            return fields.seed
+        return self._mint_seed() if fields.last_seen is None else fields.last_seen.head.seed
+
+    def _traced(self, operation: str, one: Prepared, fields: ClientFields, started_s: float) -> Prepared:
+        """With its arrival, and its span begun if it is sampled; names after OpenTelemetry's GenAI conventions."""
+        one = replace(one, request=replace(one.request, arrived_s=started_s, operation=operation))
+        name = f"{operation} {self.model.name}"
+        span = self._tracer.request(name, fields.trace, started_s, by_operator=fields.by_operator)
+        if span is None:
+            return one
+        request = one.request
+        span.attributes.update(
+            {
+                "gen_ai.operation.name": operation,
+                "gen_ai.provider.name": "tandem",
+                "gen_ai.request.model": self.model.name,
+                "gen_ai.request.max_tokens": request.sampling.max_tokens,
+                "gen_ai.request.choice.count": request.num_choices,
+                "gen_ai.request.temperature": request.sampling.temperature,
+                "gen_ai.request.top_p": request.sampling.top_p,
+                "gen_ai.response.id": request.request_id,
+                "gen_ai.response.model": self.model.name,
+                "tandem.request.id": request.request_id,
+            }
+        )
+        span.interval("tandem.preprocess", started_s, self.clock())
+        return replace(one, request=replace(request, span=span))
+
+    def _salt(self, fields: ClientFields) -> str:
+        """The tenant's length first: no salt of one tenant can spell another tenant's."""
+        owner = "" if self._config.prompt_cache.shared_by_tenants else fields.tenant
+        return f"{len(owner)}:{owner}{fields.cache_salt or ''}"
+
+    def hash_root(self, salt: str) -> BlockHash:
+        """Root of the block names of everything under one salt. Clients' salts begin with a number."""
+        return self._hash_root(salt)
+
+    def _new_hash_root(self, salt: str) -> BlockHash:
+        return root_hash(secret=self._secret, model_fingerprint=self.model.fingerprint, salt=salt)

@@ -1,0 +1,180 @@
+"""Making a named cache, and beginning a conversation with one: between the doors, `NamedCaches` and pins."""
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+
+from router.api.cache_breakpoints import common_length
+from router.api.frontend import Frontend
+from router.api.request.client_request import ClientFields, Prepared
+from router.api.request.named_caches import NAME_PREFIX, NamedCache, NamedCaches
+from router.text.chat_template import Message
+from router.types.requests import PinWish
+from router.workers.prefix_pins import PinRegistry
+from tandem.errors import InvalidRequest, Overloaded
+from tandem.values.block_hash import HASH_BLOCK_TOKENS
+from tandem.values.prefix_pin import PinOutcome
+from tandem.values.sampling import SamplingParams
+
+_ANSWER_S = 10.0
+"""For the worker to say whether it keeps the blocks."""
+_SYSTEM = frozenset({"system", "developer"})
+
+
+class _Told:
+    """A worker's word that is waited for. It may come in the very turn in which the waiting ends."""
+
+    def __init__(self) -> None:
+        self.outcome: asyncio.Future[PinOutcome] = asyncio.get_running_loop().create_future()
+
+    def set(self, outcome: PinOutcome) -> None:
+        """It is here."""
+        if not self.outcome.done():
+            self.outcome.set_result(outcome)
+
+
+class NamedPrompts:
+    """Of one router process, and of those that share its doors, which are told of each change before it is answered."""
+
+    def __init__(
+        self,
+        frontend: Frontend,
+        caches: NamedCaches,
+        pins: PinRegistry,
+        tell: Callable[[str, str], Awaitable[None]] | None = None,
+    ) -> None:
+        """`tell`: see KeptPrompts."""
+        self.caches = caches
+        self._tell = tell
+        self._frontend = frontend
+        self._pins = pins
+
+    @classmethod
+    def of(cls, frontend: Frontend) -> "NamedPrompts | None":
+        """None where nothing is kept by name."""
+        kept = frontend.kept
+        return None if kept is None or kept.caches is None else cls(frontend, kept.caches, kept.pins, kept.tell)
+
+    async def create(
+        self,
+        tenant: str,
+        messages: Sequence[Message],
+        *,
+        expires_s: float,
+        display_name: str | None,
+        compute: Callable[[Prepared], Awaitable[None]],
+    ) -> NamedCache:
+        """Have the beginning computed and kept. Raises InvalidRequest, and what `compute` raises; Overloaded when
+        the tenant has too many, or no worker keeps it.
+        """
+        self.caches.check_room(tenant)
+        self.caches.check_end(expires_s)
+        ids = await self._beginning(messages)
+        if len(ids) < HASH_BLOCK_TOKENS:
+            raise InvalidRequest(f"contents: at least {HASH_BLOCK_TOKENS} tokens can be cached", param="contents")
+        now_s = self.caches.clock()
+        cache = NamedCache(
+            name=f"{NAME_PREFIX}{secrets.token_hex(12)}",
+            messages=tuple(messages),
+            token_ids=tuple(ids),
+            created_s=now_s,
+            updated_s=now_s,
+            expires_s=expires_s,
+            display_name=display_name,
+        )
+        fields = ClientFields(sampling=SamplingParams(), max_tokens=1, tenant=tenant, reads_along=False)
+        (prepared,) = await self._frontend.prepare_prompts([cache.token_ids], fields)
+        is_added = is_over = False
+        try:
+            asked = self._with_pin(prepared, cache, lambda: None if is_over else self._ends_s(cache))
+            outcome = await self._kept(tenant, cache, compute(asked))
+            if outcome is not PinOutcome.HELD:
+                raise Overloaded(f"no worker can keep this now ({outcome.value})", retry_after_s=_ANSWER_S)
+            self.caches.add(tenant, cache)
+            is_added = True
+        finally:
+            is_over = True
+            if not is_added:
+                # Nobody could name it, so nobody could end it before its time.
+                self._pins.release(tenant, cache.name)
+        await self._told(tenant, cache.name)
+        return cache
+
+    async def _kept(self, tenant: str, cache: NamedCache, computing: Awaitable[None]) -> PinOutcome:
+        """What the worker says that has computed it."""
+        told = _Told()
+        self._pins.expect(tenant, cache.name, told.set)
+        try:
+            await computing
+            async with asyncio.timeout(_ANSWER_S):
+                return await told.outcome
+        except TimeoutError:
+            return PinOutcome.NOT_HERE
+        finally:
+            self._pins.expect_no_more(tenant, cache.name)
+
+    async def _beginning(self, messages: Sequence[Message]) -> list[int]:
+        """Tokens that do not depend on what is said next."""
+        heads = []
+        for text in ("a", "b"):
+            talk = [*messages, Message(role="user", content=text)]
+            heads.append(await self._frontend.prompts.encode_chat(talk, add_generation_prompt=False))
+        length = common_length(*heads)
+        return heads[0][: length // HASH_BLOCK_TOKENS * HASH_BLOCK_TOKENS + 1] if length > HASH_BLOCK_TOKENS else []
+
+    async def prepare_chat(self, name: str, messages: Sequence[Message], fields: ClientFields) -> Prepared:
+        """A conversation that begins with a named cache. Raises CacheNotFound, and as `Frontend.prepare_chat`."""
+        if not messages:
+            raise InvalidRequest("messages: at least one behind the cached content", param="messages")
+        if fields.cache_salt is not None:
+            raise InvalidRequest("cached_content cannot be found under a cache_salt", param="cache_salt")
+        cache = self.caches.get(fields.tenant, name)
+        if any(one.role in _SYSTEM for one in cache.messages) and any(one.role in _SYSTEM for one in messages):
+            raise InvalidRequest("messages: the cached content says already what the system is", param="messages")
+        prepared = await self._frontend.prepare_chat([*cache.messages, *messages], fields)
+        return self._with_pin(prepared, cache, lambda: self._find_end_s(fields.tenant, name))
+
+    def _with_pin(self, prepared: Prepared, cache: NamedCache, find_end_s: Callable[[], float | None]) -> Prepared:
+        """Kept where it is needed now if whoever kept it is gone; it ends no later."""
+        request, num_tokens = prepared.request, cache.num_tokens
+        if request.prompt_token_ids[:num_tokens] != cache.token_ids[:num_tokens]:
+            return prepared  # this template puts together what came in two parts; nothing is found then
+        wish = PinWish(name=cache.name, num_tokens=num_tokens, find_end_s=find_end_s)
+        return replace(prepared, request=replace(request, pins=(wish,)))
+
+    async def prolong(self, tenant: str, name: str, expires_s: float) -> NamedCache:
+        """Raises CacheNotFound or InvalidRequest."""
+        cache = self.caches.prolong(tenant, name, expires_s)
+        self._pins.prolong(tenant, name, self._ends_s(cache))
+        await self._told(tenant, name)
+        return cache
+
+    async def remove(self, tenant: str, name: str) -> None:
+        """Raises CacheNotFound."""
+        self.caches.remove(tenant, name)
+        self._pins.release(tenant, name)
+        await self._told(tenant, name)
+
+    async def _told(self, tenant: str, name: str) -> None:
+        if self._tell is not None:
+            await self._tell(tenant, name)
+
+    def _find_end_s(self, tenant: str, name: str) -> float | None:
+        """None: it has been removed."""
+        cache = self.caches.find(tenant, name)
+        return None if cache is None else self._ends_s(cache)
+
+    def _ends_s(self, cache: NamedCache) -> float:
+        return self._frontend.clock() + cache.expires_s - self.caches.clock()
+
+
+async def prepare_named(
+    frontend: Frontend, named: NamedPrompts | None, name: str | None, messages: Sequence[Message], fields: ClientFields
+) -> Prepared:
+    """A conversation that begins with what that name stands for, if there is one. Raises as `prepare_chat`."""
+    if name is None:
+        return await frontend.prepare_chat(messages, fields)
+    if named is None:
+        raise InvalidRequest("cached_content: nothing is kept by name here", param="cached_content")
+    return await named.prepare_chat(name, messages, fields)

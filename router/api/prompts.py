@@ -1,0 +1,114 @@
+"""Prompts as clients send them become token ids: bounded before they are read, long ones off the event loop."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from router.api.request.client_request import ModelInfo
+from router.text.conversation import MAX_MESSAGES as MAX_MESSAGES
+from router.text.conversation import Message, TemplateOptions, check_messages
+from router.text.fill_in_middle import fill_marks
+from router.text.tokenizer import Tokenizer
+from router.text.tools import ToolUse
+from tandem.errors import ContextLengthExceeded, InvalidRequest
+
+MAX_CHARS_PER_TOKEN = 32
+"""A prompt with more characters than this per token of context is refused unread: no real text is so regular."""
+_INLINE_CHARS = 4096  # about a millisecond of tokenizing; longer texts leave the event loop
+
+
+class PromptReader:
+    """Reads prompts for one model. Every door shares it."""
+
+    def __init__(self, *, model: ModelInfo, tokenizer: Tokenizer, max_prompts: int) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._max_prompts = max_prompts
+        self._max_chars = model.max_model_len * MAX_CHARS_PER_TOKEN
+
+    def parse_prompts(self, value: Any, *, most: int | None = None) -> list[str | tuple[int, ...]]:
+        """The prompts of a completions request: text, several texts, token ids, or several lists of them.
+
+        `most`: of them, where the bound of a completions request does not hold. Stops at the first fault, so that a
+        hostile list costs no more than reading it. Raises InvalidRequest.
+        """
+        if isinstance(value, str):
+            return [value]
+        if not isinstance(value, list) or not value:
+            raise InvalidRequest("prompt must be a string, token ids, or a non-empty list of either", param="prompt")
+        if isinstance(value[0], (str, list)):
+            most = self._max_prompts if most is None else most
+            if len(value) > most:
+                raise InvalidRequest(f"prompt: at most {most} prompts", param="prompt")
+            if not all(isinstance(item, type(value[0])) for item in value):
+                raise InvalidRequest("prompt: texts and token ids cannot be mixed", param="prompt")
+            return [item if isinstance(item, str) else self.parse_ids(item) for item in value]
+        return [self.parse_ids(value)]
+
+    def parse_ids(self, value: Sequence[Any], param: str = "prompt") -> tuple[int, ...]:
+        """Token ids of the model's vocabulary. Raises InvalidRequest or ContextLengthExceeded."""
+        if not value:
+            raise InvalidRequest(f"{param}: empty", param=param)
+        if len(value) > self._model.max_model_len:
+            raise self.too_long(len(value), param)
+        for item in value:
+            if type(item) is not int or not 0 <= item < self._model.vocab_size:
+                raise InvalidRequest(f"{param}: token ids are integers in [0, {self._model.vocab_size})", param=param)
+        return tuple(value)
+
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of one text. Raises InvalidRequest or ContextLengthExceeded."""
+        self._check_size(len(text), "prompt")
+        if len(text) <= _INLINE_CHARS:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens=add_special_tokens)
+
+    async def encode_around(
+        self, before: str | Sequence[int], after: str, add_special_tokens: bool = True
+    ) -> list[int]:
+        """Token ids of a prompt whose answer stands before `after`. Raises InvalidRequest or ContextLengthExceeded."""
+        if (marks := fill_marks(self._tokenizer.added_ids)) is None:
+            raise InvalidRequest("suffix: this model's tokenizer has no tokens for filling in", param="suffix")
+        self._check_size(len(after), "suffix")
+        own = await self.encode("") if add_special_tokens and isinstance(before, str) else []
+        ids = await self.encode(before, False) if isinstance(before, str) else before
+        return [*own, *marks.prompt(ids, await self.encode(after, False))]
+
+    async def encode_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        tools: ToolUse | None = None,
+        options: TemplateOptions = TemplateOptions(),  # noqa: B008  # frozen
+    ) -> list[int]:
+        """Token ids of one conversation. Raises InvalidRequest or ContextLengthExceeded."""
+        check_messages(messages)
+        options.check(messages)
+        size = sum(message.num_chars for message in messages) + (tools.num_chars if tools is not None else 0)
+        self._check_size(size, "messages")
+
+        def encode() -> list[int]:
+            return self._tokenizer.encode_chat(
+                messages,
+                tools=tools.tools if tools is not None else (),
+                add_generation_prompt=add_generation_prompt,
+                max_chars=4 * self._max_chars,
+                options=options,
+            )
+
+        if size <= _INLINE_CHARS and len(messages) <= 64:
+            return encode()
+        return await asyncio.to_thread(encode)
+
+    def _check_size(self, chars: int, param: str) -> None:
+        if chars > self._max_chars:
+            context = f"the model's context of {self._model.max_model_len} tokens"
+            raise ContextLengthExceeded(f"{param}: {chars} characters cannot fit {context}", param=param)
+
+    def too_long(self, tokens: int, param: str, least: int = 1) -> ContextLengthExceeded:
+        """What is said to whom so many tokens leave less than `least` for the answer."""
+        context = f"the model's context is {self._model.max_model_len} tokens"
+        return ContextLengthExceeded(
+            f"{param}: {tokens} tokens; {context}, of which at least {least} must be left for the answer", param=param
+        )

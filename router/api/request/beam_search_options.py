@@ -1,0 +1,64 @@
+"""What a client asks of a beam search, checked: nothing that would change a distribution goes with it."""
+
+from dataclasses import fields as fields_of
+from dataclasses import replace
+from typing import Literal
+
+from router.api.request.client_request import ClientFields, Prepared
+from router.types.requests import BeamAsk
+from tandem.errors import InvalidRequest
+from tandem.values.sampling import MAX_CONTINUATIONS, SamplingParams
+
+_PARAM = "use_beam_search"
+_MOST_PENALTY = 10.0
+_HARMLESS = frozenset({"max_tokens", "seed", "temperature", "stop_token_ids", "ignore_eos", "num_logprobs"})
+_NEUTRAL = SamplingParams()
+
+
+def beam_ask(
+    *,
+    wanted: bool,
+    width: int,
+    length_penalty: float | None,
+    early_stopping: bool | Literal["never"] | None,
+    streams: bool,
+    votes: bool,
+) -> BeamAsk | None:
+    """None: no beam search is wanted. Which tokens end a beam is for `with_beams` to say. Raises InvalidRequest."""
+    penalty = 1.0 if length_penalty is None else length_penalty
+    if not wanted:
+        if penalty != 1.0:
+            raise InvalidRequest("length_penalty needs use_beam_search: true", param="length_penalty")
+        if early_stopping not in (None, False):
+            raise InvalidRequest("early_stopping needs use_beam_search: true", param="early_stopping")
+        return None
+    if streams:
+        raise InvalidRequest(f"{_PARAM}: the best are known at the end; not together with stream", param=_PARAM)
+    if votes:
+        raise InvalidRequest(f"{_PARAM}: not together with vote", param=_PARAM)
+    if not -_MOST_PENALTY <= penalty <= _MOST_PENALTY:
+        bound = f"length_penalty must be a number in [-{_MOST_PENALTY:g}, {_MOST_PENALTY:g}]"
+        raise InvalidRequest(bound, param="length_penalty")
+    return BeamAsk(num_beams=width, length_penalty=penalty, early_stopping=early_stopping or False)
+
+
+def with_beams(one: Prepared, asked: ClientFields, *, most_beams: int) -> Prepared:
+    """With the beam search that was asked for, if one was. Raises InvalidRequest for what it cannot keep."""
+    if (ask := asked.beams) is None:
+        return one
+    if not asked.num_choices <= ask.num_beams <= most_beams:
+        raise InvalidRequest(f"best_of: beams must be at least n and at most {most_beams}", param="best_of")
+    sampling = one.request.sampling
+    changed = [field.name for field in fields_of(SamplingParams) if field.name not in _HARMLESS]
+    changed = [name for name in changed if getattr(sampling, name) != getattr(_NEUTRAL, name)]
+    if sampling.temperature not in (0.0, 1.0):
+        changed.append("temperature")
+    changed += ["stop"] if asked.stop else []
+    changed += ["tools"] if one.calling is not None else []
+    if changed:
+        raise InvalidRequest(f"{changed[0]}: not together with {_PARAM}", param=changed[0])
+    ask = replace(ask, end_ids=one.stop_token_ids)
+    if ask.num_next > MAX_CONTINUATIONS:
+        told = f"beams x (1 + tokens that end an answer) is {ask.num_next}; at most {MAX_CONTINUATIONS}"
+        raise InvalidRequest(f"{_PARAM}: {told}", param=_PARAM)
+    return replace(one, request=replace(one.request, beams=ask))

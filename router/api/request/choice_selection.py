@@ -1,0 +1,50 @@
+"""Some of the choices that were generated: the likeliest of them, or the answer that most of them agree on. Pure."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tandem.values.outputs import SampledToken
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelectionAsk:
+    """What a client wants of the choices of each prompt."""
+
+    candidates: int
+    """Generated; `num_choices` of the request."""
+    keep: int
+    """Shown."""
+    votes: bool = False
+    """One is shown: the answer that most agree on."""
+    pattern: str | None = None
+    """What of a text is its answer: what this regex finds, its first group if it has one. None: all of it."""
+    shows_logprobs: bool = True
+    """Asked for by the client, and not for the sake of the selection."""
+
+
+class Vote(NamedTuple):
+    """How an election went."""
+
+    winner: int
+    """The first candidate that gave the answer."""
+    answer: str | None
+    """None: nobody had one, and the first candidate stands."""
+    num_votes: int
+
+
+def likeliest(candidates: Sequence[Sequence[SampledToken]], keep: int) -> list[int]:
+    """The candidates with the greatest sum of log probabilities, the greatest first; the earlier one where they tie."""
+    scores = [sum(token.logprob or 0.0 for token in tokens) for tokens in candidates]
+    return sorted(range(len(candidates)), key=lambda index: -scores[index])[:keep]
+
+
+def elect(answers: Sequence[str | None]) -> Vote:
+    """The answer that most gave, the one given first where they tie; who has none does not vote."""
+    counts = Counter(answer for answer in answers if answer is not None)
+    if not counts:
+        return Vote(0, None, 0)
+    # Counted in the order of the candidates, and of equals `max` takes the first.
+    answer = max(counts, key=lambda one: counts[one])
+    return Vote(answers.index(answer), answer, counts[answer])

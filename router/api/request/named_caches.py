@@ -1,0 +1,143 @@
+"""Named beginnings of conversations (`cachedContents`): whose they are, until when, and how many. Pure.
+
+The prompt's blocks are kept by a pin of the same name; here is what a later request needs to begin with them again.
+Processes that share a host's doors tell each other what changed (`router.api.request.shared_named_caches`): of two
+changes the later one stands, and what was removed does not come back.
+"""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+
+from router.text.chat_template import Message
+from router.workers.prefix_pins import PinRegistry
+from tandem.errors import CacheNotFound, InvalidRequest, Overloaded
+
+NAME_PREFIX = "cachedContents/"
+DEFAULT_TTL_S = 3600.0
+MAX_DISPLAY_NAME_CHARS = 128
+_REMEMBERED_S = 60.0
+"""For how long it is known what was removed: a process that has not heard of it by then is gone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedCache:
+    """One of them. Times are Unix times."""
+
+    name: str
+    messages: tuple[Message, ...]
+    token_ids: tuple[int, ...]
+    """That every conversation with this beginning begins with."""
+    created_s: float
+    updated_s: float
+    expires_s: float
+    display_name: str | None = None
+    version: int = 0
+    """How often it has been changed."""
+
+    @property
+    def num_tokens(self) -> int:
+        """That are kept: whole blocks. One more is known, so that something is left to compute."""
+        return len(self.token_ids) - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptPrompts:
+    """What one router process keeps for its clients."""
+
+    pins: PinRegistry
+    caches: "NamedCaches | None"
+    """None where nothing is kept by name."""
+    tell: Callable[[str, str], Awaitable[None]] | None = None
+    """Tells the processes that share the doors what became of a tenant's cache of that name."""
+
+
+class NamedCaches:
+    """All of one router process."""
+
+    def __init__(self, *, clock: Callable[[], float], most: int, max_ttl_s: float) -> None:
+        """`clock`: Unix time. `most`: of one tenant."""
+        self.clock = clock
+        self._most = most
+        self._max_ttl_s = max_ttl_s
+        self._by_tenant: dict[str, dict[str, NamedCache]] = {}
+        self._removed: dict[tuple[str, str], float] = {}
+        """Until when that is remembered, by tenant and name."""
+
+    def check_room(self, tenant: str) -> None:
+        """Raises Overloaded."""
+        if len(self._live(tenant)) >= self._most:
+            raise Overloaded(f"{self._most} cached contents exist already; delete one, or let one expire")
+
+    def check_end(self, expires_s: float) -> float:
+        """A time at which one may end. Raises InvalidRequest."""
+        if not 0.0 < expires_s - self.clock() <= self._max_ttl_s:
+            raise InvalidRequest(f"ttl must be above 0 and at most {self._max_ttl_s:g} s from now", param="ttl")
+        return expires_s
+
+    def add(self, tenant: str, cache: NamedCache) -> None:
+        """Raises Overloaded."""
+        self.check_room(tenant)
+        self._by_tenant.setdefault(tenant, {})[cache.name] = cache
+
+    def get(self, tenant: str, name: str) -> NamedCache:
+        """Raises CacheNotFound."""
+        cache = self._live(tenant).get(name)
+        if cache is None:
+            raise CacheNotFound(f"{name[:100]!r} is not here, or its time is over", param="cached_content")
+        return cache
+
+    def all(self, tenant: str) -> list[NamedCache]:
+        """The tenant's own, the newest last."""
+        return sorted(self._live(tenant).values(), key=lambda cache: cache.created_s)
+
+    def everything(self) -> list[tuple[str, str, NamedCache | None]]:
+        """Tenant and name of each that is here, or was removed lately."""
+        live = [
+            (tenant, name, cache) for tenant in tuple(self._by_tenant) for name, cache in self._live(tenant).items()
+        ]
+        return live + [(tenant, name, None) for tenant, name in self._removed]
+
+    def find(self, tenant: str, name: str) -> NamedCache | None:
+        """None: it is not here."""
+        return self._live(tenant).get(name)
+
+    def hear(self, tenant: str, name: str, cache: NamedCache | None) -> bool:
+        """What another process says of one, None: that it was removed. Whether that was new here."""
+        if cache is None:
+            was_here = self.find(tenant, name) is not None
+            self._forget(tenant, name)
+            return was_here
+        own = self.find(tenant, name)
+        is_later = own is None or (cache.version, cache.expires_s) > (own.version, own.expires_s)
+        if (tenant, name) in self._removed or not is_later or cache.expires_s <= self.clock():
+            return False
+        self._by_tenant.setdefault(tenant, {})[name] = cache
+        return True
+
+    def prolong(self, tenant: str, name: str, expires_s: float) -> NamedCache:
+        """With another end. Raises CacheNotFound or InvalidRequest."""
+        cache = self.get(tenant, name)
+        version = cache.version + 1
+        cache = replace(cache, expires_s=self.check_end(expires_s), updated_s=self.clock(), version=version)
+        self._by_tenant[tenant][name] = cache
+        return cache
+
+    def remove(self, tenant: str, name: str) -> None:
+        """Raises CacheNotFound."""
+        self.get(tenant, name)
+        self._forget(tenant, name)
+
+    def _forget(self, tenant: str, name: str) -> None:
+        now_s = self.clock()
+        self._by_tenant.get(tenant, {}).pop(name, None)
+        self._removed = {key: until_s for key, until_s in self._removed.items() if until_s > now_s}
+        self._removed[tenant, name] = now_s + _REMEMBERED_S
+
+    def _live(self, tenant: str) -> dict[str, NamedCache]:
+        now_s = self.clock()
+        live = {name: cache for name, cache in self._by_tenant.get(tenant, {}).items() if cache.expires_s > now_s}
+        if live:
+            self._by_tenant[tenant] = live
+        else:
+            self._by_tenant.pop(tenant, None)
+        return live

@@ -1,0 +1,44 @@
+"""What a client asks of its prompt itself, checked: the same for both doors."""
+
+from collections.abc import Sequence
+
+from router.api.request.client_request import Prepared
+from router.types.prompt_scoring import ReadAsk
+from tandem.errors import InvalidRequest
+from tandem.values.sampling import MAX_TOP_LOGPROBS
+
+
+def read_ask(
+    *,
+    prompt_logprobs: int | None,
+    echoed_logprobs: int | None = None,
+    streams: bool,
+    max_tokens: int | None,
+    echo: bool,
+) -> ReadAsk | None:
+    """None: nothing. `echoed_logprobs`: of a prompt that is echoed with those of its answer.
+
+    Raises InvalidRequest for what cannot be told, or not in a stream.
+    """
+    if prompt_logprobs is not None and not 0 <= prompt_logprobs <= MAX_TOP_LOGPROBS:
+        raise InvalidRequest(f"prompt_logprobs must be an integer in [0, {MAX_TOP_LOGPROBS}]", param="prompt_logprobs")
+    asked = [count for count in (prompt_logprobs, echoed_logprobs) if count is not None]
+    only = max_tokens == 0 and (echo or bool(asked))
+    if streams and (asked or only):
+        param = "prompt_logprobs" if prompt_logprobs is not None else "echo"
+        raise InvalidRequest(f"{param}: log probabilities of a prompt are not streamed", param=param)
+    return ReadAsk(num_top=max(asked, default=0), only=only) if asked or only else None
+
+
+def check_reading_sizes(prepared: Sequence[Prepared], most: int) -> None:
+    """Raises InvalidRequest when more would be told of a call's prompts than may be in memory at once."""
+    values = sum(
+        len(one.request.prompt_token_ids) * one.request.num_choices * (2 + (one.request.reads.num_top or 0))
+        for one in prepared
+        if one.request.reads is not None and one.request.reads.num_top is not None
+    )
+    if values > most:
+        raise InvalidRequest(
+            f"prompt tokens x n x (2 + [prompt_]logprobs) is {values}: at most {most} are told; ask for less",
+            param="prompt",
+        )

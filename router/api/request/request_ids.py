@@ -1,0 +1,36 @@
+"""Names of requests: this router's own, and clients', which are shown back to them and used nowhere else."""
+
+import re
+import secrets
+
+from router.access.audit_log import current_entry
+from tandem.errors import InvalidRequest
+from tandem.telemetry.logs import REQUEST_ID
+from tandem.values.ids import RequestId
+
+_NAME = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+def check_request_id(value: str, param: str) -> str:
+    """A client's own id, fit to be sent back. Raises InvalidRequest."""
+    if not _NAME.fullmatch(value):
+        raise InvalidRequest(f"{param} must have 1 to 128 visible ASCII characters", param=param)
+    return value
+
+
+def name_request(former: str | None) -> RequestId:
+    """For a request of the call that this task serves; `former`: that of the stream that it continues.
+
+    The first one's is the call's own, which is its answer's X-Request-Id too if the client gave none; it is what the
+    task's lines in the log are about from now on.
+    """
+    entry = current_entry()
+    if former is None and entry is not None and not entry.is_named:
+        name = entry.own_id
+    else:
+        name = former or secrets.token_hex(16)
+    if entry is None or not entry.is_named:
+        REQUEST_ID.set(name)
+    if entry is not None:
+        entry.is_named, entry.own_id = True, entry.own_id if entry.is_named else name
+    return RequestId(name)

@@ -1,0 +1,193 @@
+"""One request's measurements: what a door counts as its tokens come, and when it ends."""
+
+import asyncio
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from router.access.audit_log import current_entry
+from router.metrics.latency_slices import FirstTokens, RequestTraits
+from router.metrics.router_metrics import RouterMetrics
+from router.tenants.prices import Spent
+from router.types.requests import ChoiceFinish, RoutedRequest
+from tandem.errors import Code, ServingError
+from tandem.telemetry.tracing import Span
+
+
+class RequestMeter:
+    """One request's measurements; a context manager around its stream."""
+
+    def __init__(
+        self,
+        metrics: RouterMetrics,
+        clock: Callable[[], float],
+        *,
+        prompt_tokens: int,
+        choices: int,
+        span: Span | None = None,
+        traits: RequestTraits | None = None,
+        arrived_s: float | None = None,
+    ) -> None:
+        """`span`: of the request; ends with it. `traits`: what it is counted under. `arrived_s`: None: now."""
+        self._metrics = metrics
+        self._traits = traits or RequestTraits(prompt_tokens=prompt_tokens)
+        self._span = span
+        self._finishes: list[ChoiceFinish] = []
+        self._clock = clock
+        self._prompt_tokens = prompt_tokens
+        self._prepared_s = clock()
+        self._start = self._prepared_s if arrived_s is None else arrived_s
+        self._first_s: float | None = None
+        self._second_s: float | None = None
+        self._shown_s: float | None = None
+        self._last: list[float | None] = [None] * choices
+        self._counts = [0] * choices
+
+    @classmethod
+    def of(cls, request: RoutedRequest, metrics: RouterMetrics, clock: Callable[[], float]) -> Self:
+        """Of one request of a client."""
+        return cls(
+            metrics,
+            clock,
+            prompt_tokens=len(request.prompt_token_ids),
+            choices=request.num_choices,
+            span=request.span,
+            traits=RequestTraits.of(request),
+            arrived_s=request.arrived_s,
+        )
+
+    @property
+    def age_s(self) -> float:
+        """Since it came."""
+        return self._clock() - self._start
+
+    def __enter__(self) -> Self:
+        self._metrics.opened(self)
+        self._metrics.waiting.inc()
+        self._metrics.prompt_tokens.inc(self._prompt_tokens)
+        self._metrics.prompt_size.observe(self._prompt_tokens)
+        self._metrics.max_tokens.observe(self._traits.max_tokens)
+        self._metrics.num_choices.observe(len(self._counts))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        (self._metrics.waiting if self._first_s is None else self._metrics.running).dec()
+        self._metrics.closed(self)
+        if (entry := current_entry()) is not None:
+            entry.prompt_tokens += self._prompt_tokens
+            entry.completion_tokens += sum(self._counts)
+        code = _code_of(error)
+        if code is not None:
+            self._metrics.failed(code)
+        if self._first_s is not None or self._finishes:
+            self._metrics.usage.add(self._traits.tenant, self._spent())
+        self._ended(code)
+        if self._span is not None:
+            self._end_span(self._span, code)
+
+    def tokens(self, choice: int, count: int) -> None:
+        """`count` tokens of one choice arrived together."""
+        if count == 0:
+            return
+        now = self._clock()
+        if self._first_s is None:
+            self._first_s = now
+            self._metrics.waiting.dec()
+            self._metrics.running.inc()
+            self._metrics.ttft.observe(now - self._start)
+            if self._span is not None:
+                self._span.event("first_token", now)
+        if (last := self._last[choice]) is not None:
+            self._metrics.itl.observe((now - last) / count, count)
+            if self._second_s is None:
+                self._second_s = now
+        self._last[choice] = now
+        self._counts[choice] += count
+        self._metrics.generation_tokens.value += count
+
+    def first_shown(self) -> None:
+        """The text of the first tokens is with the door that writes it."""
+        self._shown_s = self._clock()
+
+    def _instants(self, first_s: float) -> FirstTokens:
+        return FirstTokens(
+            arrived_s=self._start,
+            prepared_s=self._prepared_s,
+            first_s=first_s,
+            second_s=self._second_s,
+            shown_s=self._shown_s,
+            last_s=max(last for last in self._last if last is not None),
+        )
+
+    def choice_finished(self, choice: int, finish: ChoiceFinish) -> None:
+        """One choice ended; its phase times are the workers' own."""
+        metrics, times = self._metrics, finish.times
+        self._finishes.append(finish)
+        metrics.succeeded(finish.reason.value)
+        metrics.answer_size.observe(self._counts[choice])
+        metrics.prefix_queries.inc(self._prompt_tokens)
+        metrics.prefix_hits.inc(finish.cached_tokens)
+        metrics.queue_time.observe(times.prefill_queue_s + times.decode_queue_s)
+        metrics.prefill_time.observe(times.prefill_s)
+        metrics.transfer_time.observe(times.transfer_s)
+        decode_s = times.transfer_s + times.decode_queue_s + times.decode_s
+        metrics.decode_time.observe(decode_s)
+        metrics.inference_time.observe(times.prefill_s + decode_s)
+
+    def succeeded(self) -> None:
+        """All choices ended."""
+        self._metrics.e2e.observe(self._clock() - self._start)
+
+    def _ended(self, code: Code | None) -> None:
+        """What is counted of the request as a whole, however it ended."""
+        metrics, ttft_s, per_token_s = self._metrics, None, None
+        if self._first_s is not None:
+            times, num_tokens = self._instants(self._first_s), max(self._counts)
+            ttft_s, per_token_s = self._first_s - self._start, times.per_token_s(num_tokens)
+            metrics.slices.ended(self._traits, times, self._finishes, num_tokens)
+            metrics.longest.observe(num_tokens)
+            if per_token_s is not None:
+                metrics.per_token.observe(per_token_s)
+        metrics.judge(code, ttft_s=ttft_s, per_token_s=per_token_s)
+        metrics.genai.ended(self._traits.operation, self.age_s, code, ttft_s=ttft_s, per_token_s=per_token_s)
+
+    def _spent(self) -> Spent:
+        """By choices that have ended; of the others the tokens alone are known."""
+        whole = Spent(
+            requests=1,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._least_cached(),
+            completion_tokens=sum(self._counts),
+        )
+        for finish in self._finishes:
+            whole = whole.with_choice(
+                finish.times, computed_tokens=finish.computed_tokens, needed_tokens=finish.needed_tokens
+            )
+        return whole
+
+    def _least_cached(self) -> int:
+        return min((finish.cached_tokens for finish in self._finishes), default=0)
+
+    def _end_span(self, span: Span, code: Code | None) -> None:
+        span.attributes.update(
+            {
+                "gen_ai.usage.input_tokens": self._prompt_tokens,
+                "gen_ai.usage.output_tokens": sum(self._counts),
+                "gen_ai.usage.cache_read.input_tokens": self._least_cached(),
+                "gen_ai.response.finish_reasons": tuple(finish.reason.value for finish in self._finishes),
+            }
+        )
+        if code is not None:
+            span.attributes["error.type"] = code.value
+            span.fail(code.value)
+        span.end(self._clock())
+
+
+def _code_of(error: BaseException | None) -> Code | None:
+    if isinstance(error, ServingError):
+        return error.code
+    if isinstance(error, (asyncio.CancelledError, GeneratorExit)):
+        return Code.CANCELLED
+    return None if error is None else Code.INTERNAL

@@ -1,0 +1,194 @@
+"""From dispatch's tokens to a client's text: detokenize, look for stop strings, count, measure.
+
+`RequestText` is the text of one request, without I/O. `read_text` gives the answers of one client call to a
+`TextReader`, in whatever turn brings their tokens. Cancelling it cancels the requests.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from itertools import accumulate
+from typing import NamedTuple, Protocol
+
+from router.api.answer.choice_text import ChoiceText, Remainder, TextDelta
+from router.api.request.client_request import Prepared
+from router.api.request_meter import RequestMeter
+from router.text.tokenizer import Tokenizer
+from router.types.requests import ChoiceDelta, Generator
+from tandem.errors import InternalError, ServingError
+from tandem.values.outputs import SampledToken
+
+_HELD_TOKENS = 256
+"""Of a choice that nobody reads along with: its text is made of so many at a time, which takes a millisecond or two."""
+
+
+class RequestText:
+    """The text of all choices of one request, measured."""
+
+    def __init__(
+        self,
+        generator: Generator,
+        prepared: Prepared,
+        tokenizer: Tokenizer,
+        meter: RequestMeter,
+        first_index: int = 0,
+    ) -> None:
+        """`first_index`: of the first choice, over all prompts of the client's call."""
+        request = prepared.request
+        self._generator = generator
+        self._request_id = request.request_id
+        self._first_index = first_index
+        self._choices = [ChoiceText(first_index + i, prepared, tokenizer) for i in range(request.num_choices)]
+        self._remainders = [Remainder(has) for has in prepared.has]
+        self._meter = meter
+
+    def feed(self, delta: ChoiceDelta, *, num_measured: int = 0) -> TextDelta | None:
+        """What dispatch's delta means to the client; None when nothing. Raises InternalError.
+
+        `num_measured`: leading tokens that were measured when they came.
+        """
+        index = delta.choice_index
+        if delta.reading is not None:
+            return TextDelta(self._first_index, reading=delta.reading)
+        choice = self._choices[index]
+        was_stopped = choice.has_stops and choice.stopped
+        shown = choice.feed(delta)
+        if shown is None:
+            return None
+        if self._remainders:
+            shown = self._remainders[index].of(shown)
+        self._meter.tokens(index, len(shown.tokens) - num_measured)
+        if shown.finish is not None:
+            self._meter.choice_finished(index, shown.finish)
+        elif choice.has_stops and choice.stopped and not was_stopped:
+            self._generator.finish_choice(self._request_id, index)
+        return shown
+
+    def end(self) -> None:
+        """Dispatch has nothing more. Raises InternalError when a choice has not ended."""
+        if not all(choice.finished for choice in self._choices):
+            raise InternalError("the answer ended before its last choice did")
+        self._meter.succeeded()
+
+
+class TextReader(Protocol):
+    """Takes a client call's text where it arrives; see `router.types.requests.Reader`."""
+
+    def take(self, delta: TextDelta) -> bool:
+        """The next delta; whether nothing more should come before `ready`."""
+        ...
+
+    async def ready(self) -> None:
+        """Return when there is room again. Raises what ends the call."""
+        ...
+
+
+class _AlongReader:
+    """A `Reader` that shows each delta's text at once."""
+
+    def __init__(self, text: RequestText, show: TextReader, meter: RequestMeter | None = None) -> None:
+        """`meter`: hears when the first tokens were shown."""
+        self._feed = text.feed
+        self._show = show.take
+        self._unshown = meter
+        self.ready = show.ready
+
+    def take(self, delta: ChoiceDelta) -> bool:
+        shown = self._feed(delta)
+        if shown is None:
+            return False
+        is_enough = self._show(shown)
+        if self._unshown is not None and shown.tokens:
+            self._unshown.first_shown()
+            self._unshown = None
+        return is_enough
+
+
+class _EndReader:
+    """A `Reader` that nobody reads along with, of a request whose text ends no choice: many tokens at a time."""
+
+    def __init__(self, text: RequestText, meter: RequestMeter, show: TextReader, num_choices: int) -> None:
+        self._text = text
+        self._meter = meter
+        self._show = show
+        self._held: list[list[SampledToken]] = [[] for _ in range(num_choices)]
+
+    async def ready(self) -> None:
+        """There is always room: an answer is bounded by `max_tokens`."""
+
+    def take(self, delta: ChoiceDelta) -> bool:
+        if delta.reading is not None:
+            return _AlongReader(self._text, self._show).take(delta)
+        index, held = delta.choice_index, self._held[delta.choice_index]
+        whole = delta._replace(tokens=(*held, *delta.tokens)) if held else delta
+        if delta.finish is None:
+            self._meter.tokens(index, len(delta.tokens))
+            if len(whole.tokens) < _HELD_TOKENS:
+                held += delta.tokens
+                return False
+        measured = len(held) if delta.finish is not None else len(whole.tokens)
+        held.clear()
+        shown = self._text.feed(whole, num_measured=measured)
+        return shown is not None and self._show.take(shown)
+
+
+async def read_text(
+    generator: Generator,
+    prepared: Sequence[Prepared],
+    tokenizer: Tokenizer,
+    new_meter: Callable[[Prepared], RequestMeter],
+    show: TextReader,
+) -> None:
+    """Show the answers to the requests of one client call. The first error ends all of them.
+
+    Each as it comes if its request `reads_along`, else each choice in large parts.
+    """
+    firsts = accumulate((one.request.num_choices for one in prepared), initial=0)
+    showings = [_Showing(one, first, show) for one, first in zip(prepared, firsts, strict=False)]
+    if len(showings) == 1:
+        await _read(generator, tokenizer, new_meter(prepared[0]), showings[0])
+        return
+    with ExitStack() as stack:
+        refusal: ServingError | None = None
+        try:
+            stack.enter_context(generator.admitted([one.request for one in prepared]))
+        except ServingError as error:
+            refusal = error
+        tasks = [
+            asyncio.create_task(_read(generator, tokenizer, new_meter(showing.prepared), showing, refusal))
+            for showing in showings
+        ]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _Showing(NamedTuple):
+    """One request of a call, and how it is shown."""
+
+    prepared: Prepared
+    first_index: int
+    show: TextReader
+
+
+async def _read(
+    generator: Generator,
+    tokenizer: Tokenizer,
+    meter: RequestMeter,
+    showing: _Showing,
+    refusal: ServingError | None = None,
+) -> None:
+    """`refusal`: of the whole call, which each of its requests counts."""
+    request, show = showing.prepared.request, showing.show
+    text = RequestText(generator, showing.prepared, tokenizer, meter, showing.first_index)
+    reader = (
+        _AlongReader(text, show, meter) if request.reads_along else _EndReader(text, meter, show, request.num_choices)
+    )
+    with meter:
+        if refusal is not None:
+            raise refusal
+        await generator.run(request, reader)
+        text.end()

@@ -1,0 +1,157 @@
+"""Follows the workers' logs on the board into the prefix map, on a connection of its own.
+
+One task: loads the state of whoever is due, then waits for entries of all logs at once. Between two pieces of work it
+lets the event loop go on: a request waits for at most one of them.
+"""
+
+import asyncio
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from router.types.worker_view import PrefixChange, WorkerKey
+from router.workers.log_positions import BoardView, Verdict
+from tandem.cluster_state.entries import STATE_BYTES, BadEntry, BoardCodec, CacheState, Changes, Process
+from tandem.cluster_state.keys import BoardKeys
+from tandem.rpc.redis_link import Command, RedisDown, RedisLink, Refusal, Reply
+
+BLOCK_S = 0.2
+"""Longest wait of the server for entries: so long may a worker that joined have to wait for its turn."""
+LOAD_PAUSE_S = 0.01
+"""After each state: forgetting what a worker held before takes some milliseconds, and many may be due at once."""
+_ENTRIES_AT_ONCE = 16
+_ENTRY_ID = re.compile(rb"[0-9]{1,20}-[0-9]{1,20}")
+
+
+KINDS = ("changes", "head", "load", "router", "state", "worker")
+"""Of what stands in Redis."""
+
+
+@dataclass(slots=True)
+class BoardCounts:
+    """What came off the board, since the router's start."""
+
+    entries: Counter[str] = field(default_factory=Counter)
+    """Of logs, by verdict, or `bad`."""
+    bad: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(KINDS, 0)))
+    """Whatever could not be believed, by kind: all from the beginning, so that a rate sees the first."""
+    reloads: Counter[str] = field(default_factory=Counter)
+    """States that were loaded, by reason."""
+
+
+class BoardFollower:
+    """Of one router."""
+
+    def __init__(
+        self,
+        view: BoardView,
+        link: RedisLink,
+        codec: BoardCodec,
+        keys: BoardKeys,
+        *,
+        counts: BoardCounts,
+        apply: Callable[[WorkerKey, PrefixChange], None],
+        clock: Callable[[], float],
+    ) -> None:
+        """`apply` takes what is to be known of a worker (`WorkerRegistry.prefix_changed`)."""
+        self._view = view
+        self._link = link
+        self._codec = codec
+        self._keys = keys
+        self._counts = counts
+        self._apply = apply
+        self._clock = clock
+
+    async def run(self) -> None:
+        """For ever; trouble with Redis only makes it wait."""
+        while True:
+            await self._link.allowed()
+            try:
+                for key, reason in self._view.due(self._clock()):
+                    self._counts.reloads[reason.value] += await self._load(key)
+                    await asyncio.sleep(LOAD_PAUSE_S)
+                await self._read(self._view.positions())
+            except RedisDown:
+                continue
+
+    async def _load(self, key: WorkerKey) -> bool:
+        """Whether there was a state."""
+        process = Process(*key)
+        (data,) = await self._link.ask([("GETRANGE", self._keys.state(process), 0, STATE_BYTES)])
+        state: CacheState | None = None
+        if data != b"":
+            try:
+                # Off the loop: it may be megabytes.
+                state = await asyncio.to_thread(self._codec.open_state, _value(data), process)
+            except BadEntry:
+                self._counts.bad["state"] += 1
+        for change in self._view.load(key, state, self._clock()):
+            self._apply(key, change)
+            await asyncio.sleep(0)
+        return state is not None
+
+    async def _read(self, positions: dict[WorkerKey, str]) -> None:
+        if not positions:
+            await asyncio.sleep(BLOCK_S)
+            return
+        keys = {self._keys.log(Process(*key)).encode(): key for key in positions}
+        how = ("XREAD", "COUNT", _ENTRIES_AT_ONCE, "BLOCK", int(BLOCK_S * 1e3), "STREAMS")
+        command: Command = (*how, *keys, *positions.values())
+        (reply,) = await self._link.ask([command], patience_s=BLOCK_S, fits=_is_reading)
+        if isinstance(reply, Refusal):
+            await self._find_culprit(keys)
+            return
+        for log, entry_id, data in _entries(reply):
+            if (key := keys.get(log)) is None:
+                continue
+            self._take(key, entry_id, data)
+            await asyncio.sleep(0)
+
+    def _take(self, key: WorkerKey, entry_id: str, data: Any) -> None:
+        changes: Changes | None = None
+        try:
+            changes = self._codec.open_changes(_value(data), Process(*key))
+        except BadEntry:
+            self._counts.bad["changes"] += 1
+        verdict, change = self._view.entry(key, entry_id, changes)
+        self._counts.entries[verdict.value if changes is not None else "bad"] += 1
+        if verdict is Verdict.APPLY and change is not None:
+            self._apply(key, change)
+
+    async def _find_culprit(self, keys: dict[bytes, WorkerKey]) -> None:
+        """One log that is no log spoils the reading of all: whoever's it is starts again."""
+        replies = await self._link.ask([("XLEN", log) for log in keys])
+        culprits = [key for key, reply in zip(keys.values(), replies, strict=True) if isinstance(reply, Refusal)]
+        # Nobody in particular: Redis does not want to be read.
+        for key in culprits or keys.values():
+            self._counts.bad["changes"] += 1
+            self._view.set_aside(key, self._clock())
+
+
+def _value(data: Reply) -> bytes:
+    if not isinstance(data, bytes):
+        raise BadEntry("no value")
+    return data
+
+
+def _is_reading(reply: Reply) -> bool:
+    """Whether Redis would answer an XREAD so: nothing, or logs with entries with ids."""
+    return reply is None or (
+        _are_pairs(reply)
+        and all(isinstance(log, bytes) and _are_pairs(entries) for log, entries in reply)
+        and all(isinstance(i, bytes) and _ENTRY_ID.fullmatch(i) for _, entries in reply for i, _ in entries)
+    )
+
+
+def _are_pairs(reply: Reply) -> bool:
+    return isinstance(reply, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in reply)
+
+
+def _entries(reply: Reply) -> Iterator[tuple[bytes, str, Any]]:
+    """Log, id and value of each entry; of another shape than ours the value is None."""
+    for log, entries in reply or ():
+        for entry_id, fields in entries:
+            is_ours = isinstance(fields, list) and len(fields) == 2 and fields[0] == b"e"
+            yield log, entry_id.decode("ascii"), fields[1] if is_ours else None

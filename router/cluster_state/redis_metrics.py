@@ -1,0 +1,39 @@
+"""What the board is to this router, for /metrics. One router's labels are few: kinds and verdicts of our own."""
+
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from router.cluster_state.redis_tasks import RouterBoard
+
+
+class BoardMetrics(Collector):
+    """Read at each scrape."""
+
+    def __init__(self, board: RouterBoard) -> None:
+        self._board = board
+
+    def collect(self) -> Iterator[Metric]:
+        """Gauges of now, totals since start."""
+        board, counts = self._board, self._board.counts
+        up = GaugeMetricFamily("tandem_redis_up", "Whether Redis answers, by what it is asked for", labels=("use",))
+        connects = CounterMetricFamily("tandem_redis_connects", "Connections made", labels=("use",))
+        failures = CounterMetricFamily("tandem_redis_failures", "Failed exchanges", labels=("use",))
+        for link in board.links:
+            up.add_metric((link.use,), link.is_up)
+            connects.add_metric((link.use,), link.connects)
+            failures.add_metric((link.use,), link.failures)
+        up.add_metric(("share",), board.is_told)
+        yield from (up, connects, failures)
+        for name, text, label, counter in (
+            ("tandem_redis_entries", "Entries of workers' logs, by what became of them", "verdict", counts.entries),
+            ("tandem_redis_bad_entries", "Entries that could not be believed", "kind", counts.bad),
+            ("tandem_redis_reloads", "Workers' states that were loaded", "reason", counts.reloads),
+        ):
+            family = CounterMetricFamily(name, text, labels=(label,))
+            for value, count in counter.items():
+                family.add_metric((value,), count)
+            yield family
+        yield GaugeMetricFamily("tandem_redis_followed_workers", "Workers whose logs are followed", board.num_followed)
+        yield GaugeMetricFamily("tandem_redis_peer_routers", "Other routers whose load is known", board.num_peers)

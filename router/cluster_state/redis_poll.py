@@ -1,0 +1,225 @@
+"""Reads what stands on the board at one moment, and writes what this router has under way: a few times a second.
+
+`RegistryPoll`: who is there, and how far the logs of those that are followed reach. `LoadExchange`: what each router
+has under way. Both on one connection, one after the other; what is written is leased, so that a router that dies is
+soon not counted any more.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TypeVar
+
+from router.cluster_state.log_follower import BoardCounts
+from router.cluster_state.worker_directory import MAX_ADDRESSES, RedisDirectory
+from router.tenants.shared_rate_limits import SharedLimits
+from router.workers.log_positions import BoardView
+from router.workers.peer_load import PeerLoads
+from tandem.cluster_state.entries import (
+    LOAD_BYTES,
+    MAX_HEARD,
+    SMALL_BYTES,
+    BadEntry,
+    BoardCodec,
+    Notice,
+    Process,
+    RouterLoad,
+    Share,
+    TenantTally,
+)
+from tandem.cluster_state.keys import FORGET_MS, BoardKeys
+from tandem.rpc.redis_link import Command, RedisLink, RedisSpoilt, Refusal, Reply
+from tandem.values.ids import Incarnation
+
+_log = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+_T = TypeVar("_T")
+_Content = tuple[tuple[Share, ...], tuple[TenantTally, ...], tuple[Incarnation, ...]]
+"""What a router tells: what it has at each worker, what it has given each tenant, and which other routers it sees."""
+
+
+class BoardReader:
+    """Opens entries; what cannot be believed is counted, and is as if it were not there."""
+
+    def __init__(self, codec: BoardCodec, counts: BoardCounts) -> None:
+        self.codec = codec
+        self._counts = counts
+
+    def opened(self, kind: str, data: Reply, open_: Callable[[bytes], _T]) -> _T | None:
+        """An entry, or None."""
+        if data == b"":
+            return None
+        try:
+            if isinstance(data, bytes):
+                return open_(data)
+        except BadEntry:
+            pass
+        self._counts.bad[kind] += 1
+        return None
+
+    def members(self, kind: str, reply: Reply, parse: Callable[[str], _T]) -> list[_T]:
+        """Of a sorted set."""
+        found: list[_T] = []
+        for member in reply if isinstance(reply, list) else [reply]:
+            try:
+                found.append(parse(member.decode("utf-8")))
+            except (BadEntry, AttributeError, ValueError):
+                self._counts.bad[kind] += 1
+        return found
+
+
+class RegistryPoll:
+    """Feeds the directory, and the view with heads."""
+
+    def __init__(
+        self, link: RedisLink, reader: BoardReader, keys: BoardKeys, *, view: BoardView, directory: RedisDirectory
+    ) -> None:
+        self._link = link
+        self._reader = reader
+        self._keys = keys
+        self._view = view
+        self._directory = directory
+        self._due_s = 0.0
+        self._spoilt = False
+
+    async def turn(self, now_s: float) -> None:
+        """If it is time. Raises RedisDown."""
+        if now_s < self._due_s:
+            return
+        keys, codec = self._keys, self._reader.codec
+        followed = list(self._view)
+        heads = [("GETRANGE", keys.head(Process(*key)), 0, SMALL_BYTES) for key in followed]
+        marks, *found = await self._told([("ZREVRANGE", keys.workers, 0, MAX_ADDRESSES - 1), *heads])
+        for key, data in zip(followed, found, strict=True):
+            process = Process(*key)
+            head = self._reader.opened("head", data, partial(codec.open_head, process=process))
+            if head is not None:
+                self._view.head(key, head)
+        processes = self._reader.members("worker", marks, Process.parse)
+        notices = [("GETRANGE", keys.notice(process), 0, SMALL_BYTES) for process in processes]
+        replies = await self._link.ask(notices) if notices else []
+        self._directory.told(self._notices(processes, replies), now_s)
+        self._due_s = now_s + LOOK_S
+
+    async def _told(self, commands: list[Command]) -> list[Reply]:
+        if self._spoilt:
+            # Workers write themselves down again within a second.
+            await self._link.ask([("DEL", self._keys.workers)])
+            self._spoilt = False
+        try:
+            return await self._link.ask(commands)
+        except RedisSpoilt:
+            self._spoilt = True
+            raise
+
+    def _notices(self, processes: list[Process], replies: list[Reply]) -> Iterator[Notice]:
+        codec = self._reader.codec
+        for process, data in zip(processes, replies, strict=True):
+            notice = self._reader.opened("worker", data, partial(codec.open_notice, process=process))
+            if notice is not None:
+                yield notice
+
+
+class LoadExchange:
+    """Tells the other routers what this one has under way, and hears what they have."""
+
+    def __init__(
+        self,
+        link: RedisLink,
+        reader: BoardReader,
+        keys: BoardKeys,
+        *,
+        router: Incarnation,
+        peers: PeerLoads,
+        limits: SharedLimits,
+        wall_clock: Callable[[], float],
+    ) -> None:
+        self._link = link
+        self._reader = reader
+        self._keys = keys
+        self._router = router
+        self._peers = peers
+        self._limits = limits
+        self._wall_clock = wall_clock
+        self._told: _Content | None = None
+        self._renew_s = 0.0
+        self._sequence = 0
+        self._others: tuple[Incarnation, ...] = ()
+        self._spoilt = False
+        self.is_told = False
+        """Whether Redis takes what this router has to tell."""
+
+    async def turn(self, in_flight: tuple[Share, ...], now_s: float) -> bool:
+        """Write our load if it changed or its lease wants it, read the others'; whether those changed.
+
+        Raises RedisDown.
+        """
+        keys, codec, others = self._keys, self._reader.codec, self._others
+        content = (in_flight, self._limits.tallies(), others)
+        must_write = self._spoilt or content != self._told or now_s >= self._renew_s
+        writing = self._writing(content) if must_write else []
+        reading: list[Command] = [("GETRANGE", keys.load(router), 0, LOAD_BYTES) for router in others]
+        try:
+            replies = await self._link.ask([*writing, ("ZREVRANGE", keys.routers, 0, MAX_HEARD - 1), *reading])
+        except RedisSpoilt:
+            self._spoilt = True
+            raise
+        self._spoilt = False
+        if writing and not self._written(replies[: len(writing)], content, now_s):
+            await self._link.close()  # after a failover the same address may lead to another server
+        members, *values = replies[len(writing) :]
+        changed = False
+        for router, data in zip(others, values, strict=True):
+            load = self._reader.opened("load", data, partial(codec.open_load, router=router))
+            changed |= self._peers.gone(router) if load is None else self._heard(load, now_s)
+        found = self._reader.members("router", members, _parse_router)
+        self._others = tuple(sorted(router for router in found if router != self._router))
+        return changed
+
+    def _heard(self, load: RouterLoad, now_s: float) -> bool:
+        if self._router not in load.hears:
+            # Of a router that has not seen us yet, or of one long dead that somebody has put back.
+            return False
+        is_news = self._peers.heard(load, now_s)
+        if is_news:
+            self._limits.heard(load.router, load.tallies)
+        return is_news
+
+    async def leave(self) -> None:
+        """Take our load down. Raises RedisDown."""
+        keys = self._keys
+        await self._link.ask([("DEL", keys.load(self._router)), ("ZREM", keys.routers, f"{self._router:x}")])
+
+    def _writing(self, content: _Content) -> list[Command]:
+        self._sequence += 1
+        shares, tallies, hears = content
+        load = RouterLoad(router=self._router, sequence=self._sequence, shares=shares, tallies=tallies, hears=hears)
+        wall_ms, routers = int(self._wall_clock() * 1e3), self._keys.routers
+        sealed = self._reader.codec.seal_load(load)
+        # The others write themselves down again before their leases end.
+        fresh: list[Command] = [("DEL", routers)] if self._spoilt else []
+        return [
+            *fresh,
+            ("SET", self._keys.load(self._router), sealed, "PX", int(self._peers.lease_s * 1e3)),
+            ("ZADD", routers, wall_ms, f"{self._router:x}"),
+            ("ZREMRANGEBYSCORE", routers, "-inf", wall_ms - FORGET_MS),
+            ("ZREMRANGEBYSCORE", routers, wall_ms + FORGET_MS, "+inf"),
+        ]
+
+    def _written(self, replies: list[Reply], content: _Content, now_s: float) -> bool:
+        refusal = next((reply for reply in replies if isinstance(reply, Refusal)), None)
+        if (refusal is None) != self.is_told:
+            self.is_told = refusal is None
+            if refusal is not None:
+                _log.warning("Redis does not take this router's load: %s", refusal)
+        # A refusal is met again no sooner than the lease would have been renewed.
+        self._told, self._renew_s = content, now_s + self._peers.lease_s / 3
+        return self.is_told
+
+
+def _parse_router(mark: str) -> Incarnation:
+    router = int(mark, 16)
+    if not 0 < router < 1 << 63:
+        raise BadEntry("no router")
+    return Incarnation(router)

@@ -1,0 +1,149 @@
+"""This router at the board: three things that it does there, each of which may fail without anybody waiting for it.
+
+It follows the workers' logs into the prefix map, it looks who is there, and it exchanges loads with other routers. A
+request never comes here: what it needs is in the registry already.
+"""
+
+import asyncio
+import logging
+import time
+from contextlib import AsyncExitStack, suppress
+from random import SystemRandom
+from types import TracebackType
+from typing import Self
+
+from router.cluster_state.log_follower import BoardCounts, BoardFollower
+from router.cluster_state.redis_poll import BoardReader, LoadExchange, RegistryPoll
+from router.cluster_state.worker_directory import RedisDirectory, WorkerListing
+from router.tenants.shared_rate_limits import SharedLimits
+from router.workers.log_positions import BoardView
+from router.workers.peer_load import PeerLoads
+from router.workers.registry import WorkerRegistry
+from tandem.circuit_breaker import CircuitBreaker
+from tandem.cluster_state.entries import BadEntry, BoardCodec
+from tandem.cluster_state.keys import BoardKeys
+from tandem.cluster_state.settings import BoardSettings
+from tandem.rpc.redis_link import LinkHealth, RedisDown, RedisLink
+from tandem.rpc.worker_directory import WorkerAddress
+from tandem.values.ids import Incarnation
+
+_log = logging.getLogger(__name__)
+
+TURN_S = 0.15
+"""Between two exchanges of loads."""
+FORGET_LEASES = 10
+
+
+class RouterBoard:
+    """An async context manager; to be entered before the fleet that watches its directory."""
+
+    def __init__(
+        self,
+        settings: BoardSettings,
+        *,
+        secret: bytes,
+        router: Incarnation,
+        registry: WorkerRegistry,
+        limits: SharedLimits,
+        stated: frozenset[WorkerAddress],
+    ) -> None:
+        """`stated`: workers that the configuration names. Raises ConfigError when redis is not installed."""
+        clock = time.monotonic
+        codec, keys = BoardCodec(secret, settings.cluster), BoardKeys(settings.cluster)
+        self.counts = BoardCounts()
+        self.directory = RedisDirectory(WorkerListing(stated, forget_s=FORGET_LEASES * settings.lease_s))
+        self._registry = registry
+        self._limits = limits
+        self._peers = PeerLoads(lease_s=settings.lease_s)
+        self._clock = clock
+        self._view = BoardView()
+        self._logs = RedisLink(settings, CircuitBreaker(SystemRandom()), use="follow", clock=clock)
+        self._poll = RedisLink(settings, CircuitBreaker(SystemRandom()), use="poll", clock=clock)
+        self._follower = BoardFollower(
+            self._view, self._logs, codec, keys, counts=self.counts, apply=registry.prefix_changed, clock=clock
+        )
+        reader = BoardReader(codec, self.counts)
+        self._who = RegistryPoll(self._poll, reader, keys, view=self._view, directory=self.directory)
+        self._exchange = LoadExchange(
+            self._poll,
+            reader,
+            keys,
+            router=router,
+            peers=self._peers,
+            limits=limits,
+            wall_clock=time.time,
+        )
+        self._stack = AsyncExitStack()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Self:
+        self._registry.peer_loads = self._peers.at
+        self._registry.watch(self._workers_changed)
+        self._workers_changed()
+        # A group: a fault of ours ends the router, rather than what it knows in silence.
+        tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
+        self._tasks = [tasks.create_task(self._follower.run()), tasks.create_task(self._take_turns())]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._registry.unwatch(self._workers_changed)
+        for task in self._tasks:
+            task.cancel()
+        # Not told of `error`: the task group would wrap it in a group of its own.
+        await self._stack.aclose()
+        if self._poll.health.is_up:
+            with suppress(RedisDown):
+                await self._exchange.leave()
+        await self._logs.close()
+        await self._poll.close()
+
+    @property
+    def links(self) -> tuple[LinkHealth, ...]:
+        """How the connections fare."""
+        return self._logs.health, self._poll.health
+
+    @property
+    def is_told(self) -> bool:
+        """Whether the other routers know what this one has under way."""
+        return self._poll.health.is_up and self._exchange.is_told
+
+    @property
+    def num_followed(self) -> int:
+        """Workers whose logs are followed."""
+        return len(self._view.positions())
+
+    @property
+    def num_peers(self) -> int:
+        """Other routers whose loads count."""
+        return len(self._peers)
+
+    def _workers_changed(self) -> None:
+        live = {snapshot.info.key for snapshot in self._registry.snapshots()}
+        for key in self._view:
+            if key not in live:
+                self._view.drop(key)
+        for key in live:
+            if key not in self._view:
+                self._view.follow(key)
+
+    async def _take_turns(self) -> None:
+        fault = ""
+        while True:
+            try:
+                await self._poll.allowed()
+                await self._who.turn(self._clock())
+                if await self._exchange.turn(self._registry.in_flight(), self._clock()):
+                    self._registry.peers_changed()
+                fault = ""
+            except RedisDown:
+                _log.debug("no exchange of loads: %s", self._poll.health.reason)
+            except (BadEntry, ValueError) as error:
+                # What cannot be said, of ourselves, costs the others this turn; streams are not ended for it.
+                if fault != (fault := str(error)):
+                    _log.exception("no exchange of loads, by a fault of this router's own")
+            if self._peers.expire(self._clock()):
+                self._registry.peers_changed()
+            self._limits.keep(self._peers.routers)
+            await asyncio.sleep(TURN_S)

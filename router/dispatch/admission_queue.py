@@ -1,0 +1,286 @@
+"""The doors' way to dispatch: each request has its turn here first. The thin shell around `FairAdmission`.
+
+Canaries do not come this way, and a stream that is continued passes if that was promised
+(`router.admission.continuations`).
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from functools import partial
+from typing import Protocol
+
+from router.admission.continuations import Continuations
+from router.admission.fair_admission import FairAdmission
+from router.admission.types import Entry, Wanted
+from router.dispatch.dispatcher import Taken
+from router.types.requests import ChoiceDelta, Reader, RoutedRequest
+from router.types.worker_view import WorkerSnapshot
+from router.workers.registry import WorkerRegistry
+from tandem.errors import ServingError
+from tandem.values.ids import RequestId
+
+_LOOK_S = 0.1
+"""Between two looks at who waits in vain."""
+_DELTAS_TOGETHER = 16
+"""Of one request, that are charged to its tenant at once."""
+
+
+class Inner(Protocol):
+    """What runs requests: `router.dispatch.dispatcher.Dispatcher`."""
+
+    def generate(self, request: RoutedRequest, taken: Taken) -> AsyncGenerator[ChoiceDelta, None]:
+        """See `router.dispatch.dispatcher.Dispatcher`."""
+        ...
+
+    async def run(self, request: RoutedRequest, reader: Reader, taken: Taken) -> None:
+        """See `router.dispatch.dispatcher.Dispatcher`."""
+        ...
+
+    def finish_choice(self, request_id: RequestId, choice_index: int) -> None:
+        """See `router.types.requests.Generator`."""
+        ...
+
+    async def drain(self, *, most_s: float) -> None:
+        """See `router.dispatch.dispatcher.Dispatcher`."""
+        ...
+
+
+class Gate:
+    """A `router.types.requests.Generator` around another."""
+
+    def __init__(
+        self, inner: Inner, admission: FairAdmission, registry: WorkerRegistry, continuations: Continuations
+    ) -> None:
+        self._inner = inner
+        self.admission = admission
+        self._continuations = continuations
+        self._visits: dict[RequestId, _Visit] = {}
+        """The latest of each stream."""
+        self._turns: dict[Entry, asyncio.Future[None]] = {}
+        self._entered: dict[RequestId, _Visit] = {}
+        """Of calls with several requests: those that have still to be run."""
+        self._look: asyncio.TimerHandle | None = None
+        self._ended = asyncio.Event()
+        registry.on_load = _after(registry.on_load, self._pump)
+        registry.watch(self._pump)
+
+    async def drain(self, *, most_s: float) -> None:
+        """Refuse new requests; those that wait here still have their turn, within the bound."""
+        self.admission.closed = True
+        loop = asyncio.get_running_loop()
+        ends_s = loop.time() + most_s
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(most_s):
+                while self.admission.num_inflight:
+                    self._ended.clear()
+                    await self._ended.wait()
+        await self._inner.drain(most_s=max(0.0, ends_s - loop.time()))
+
+    async def generate(self, request: RoutedRequest) -> AsyncGenerator[ChoiceDelta, None]:
+        """See `router.types.requests.Generator`. Raises Overloaded or Unavailable, with a time to come back, as
+        well."""
+        async with self._inside(request) as visit, aclosing(self._inner.generate(visit.request, visit.take)) as deltas:
+            async for delta in deltas:
+                self._note(visit, (delta,))
+                yield delta
+
+    async def run(self, request: RoutedRequest, reader: Reader) -> None:
+        """See `router.types.requests.Generator`. Raises as `generate`."""
+        async with self._inside(request) as visit:
+            counting = _Counting(reader, partial(self._note, visit))
+            try:
+                await self._inner.run(visit.request, counting, visit.take)
+            finally:
+                counting.flush()
+
+    @contextlib.asynccontextmanager
+    async def _inside(self, request: RoutedRequest) -> AsyncIterator["_Visit"]:
+        """From its turn to its end."""
+        visit = self._entered.pop(request.request_id, None) or self._enter([request])[0]
+        try:
+            await self._turn(visit.entry)
+            if visit.entry.is_local:
+                visit.request = replace(visit.request, is_local=True)
+            # What runs it writes it into the workers' books before it waits for the first time.
+            asyncio.get_running_loop().call_soon(self._placed, visit.entry)
+            yield visit
+        finally:
+            self._end(visit)
+
+    @contextlib.contextmanager
+    def admitted(self, requests: Sequence[RoutedRequest]) -> Iterator[None]:
+        """See `router.types.requests.Generator`."""
+        visits = self._enter(requests)
+        self._entered.update((visit.request.request_id, visit) for visit in visits)
+        try:
+            yield
+        finally:
+            for visit in visits:
+                if self._entered.get(visit.request.request_id) is visit:
+                    del self._entered[visit.request.request_id]
+                    self._turns.pop(visit.entry, None)
+                    self._end(visit)
+
+    def finish_choice(self, request_id: RequestId, choice_index: int) -> None:
+        """See `router.types.requests.Generator`."""
+        self._inner.finish_choice(request_id, choice_index)
+
+    def _enter(self, requests: Sequence[RoutedRequest]) -> "list[_Visit]":
+        promised = [bool(one.resume) and self._continuations.is_promised(one.request_id) for one in requests]
+        entered = self.admission.enter_call([self._wanted(*each) for each in zip(requests, promised, strict=True)])
+        self._tell(entered.evicted)
+        if entered.refusal is not None:
+            raise entered.refusal
+        loop = asyncio.get_running_loop()
+        visits = []
+        for request, entry, passes in zip(requests, entered.entries, promised, strict=True):
+            if passes:
+                self._continuations.begun(request.request_id)
+            if entry.waiting:
+                self._turns[entry] = loop.create_future()
+            visit = self._visits[request.request_id] = _Visit(request, entry, promised=passes)
+            visits.append(visit)
+        if self._turns and self._look is None:
+            self._look = loop.call_later(_LOOK_S, self._look_again)
+        return visits
+
+    def _wanted(self, request: RoutedRequest, promised: bool) -> Wanted:
+        return Wanted(
+            tenant=request.tenant,
+            priority=request.priority,
+            num_tokens=len(request.prompt_token_ids),
+            max_output_tokens=request.sampling.max_tokens * _num_beginnings(request),
+            deadline_s=request.deadline_s,
+            promised=promised,
+            # Its former reader is about to be told that the stream is another's now.
+            leaving=int(request.request_id in self._visits),
+        )
+
+    def _end(self, visit: "_Visit") -> None:
+        if self._visits.get(visit.request.request_id) is visit:
+            del self._visits[visit.request.request_id]
+        if visit.promised:
+            self._continuations.ended()
+        if visit.request.resume and visit.taken:
+            self._charge_again(visit)
+        self.admission.end(visit.entry, taken=visit.taken)
+        self._ended.set()
+        self._pump()
+
+    def _charge_again(self, visit: "_Visit") -> None:
+        """What is computed for a second time counts for a second time."""
+        points = visit.request.resume
+        if len(visit.adopted) == len(points):
+            self.admission.adopted(visit.entry)
+            return
+        shown = sum(point.num_tokens for index, point in enumerate(points) if index not in visit.adopted)
+        self.admission.generated(visit.entry, min(visit.passed, shown))
+
+    async def _turn(self, entry: Entry) -> None:
+        """Return when it has had its turn. Raises what it was refused with."""
+        if (turn := self._turns.get(entry)) is not None:
+            try:
+                await turn
+            finally:
+                self._turns.pop(entry, None)
+
+    def _note(self, visit: "_Visit", deltas: Sequence[ChoiceDelta]) -> None:
+        """Count what came."""
+        entry = visit.entry
+        if count := sum(len(delta.tokens) for delta in deltas):
+            passed = min(visit.shown, count)
+            visit.shown -= passed
+            visit.passed += passed
+            was_silent = not entry.output_tokens
+            self.admission.generated(entry, count - passed)
+            if was_silent:
+                # Its prompt is computed: there may be room for another.
+                self._pump()
+        for delta in deltas:
+            if delta.finish is not None:
+                self.admission.cached(entry, delta.finish.cached_tokens)
+
+    def _placed(self, entry: Entry) -> None:
+        self.admission.placed(entry)
+        self._pump()
+
+    def _pump(self) -> None:
+        if not self.admission.num_waiting:
+            return
+        for entry in self.admission.pump():
+            if (turn := self._turns.get(entry)) is not None and not turn.done():
+                turn.set_result(None)
+
+    def _look_again(self) -> None:
+        self._look = None
+        self._pump()
+        self._tell(self.admission.hopeless())
+        if self.admission.num_waiting:
+            self._look = asyncio.get_running_loop().call_later(_LOOK_S, self._look_again)
+
+    def _tell(self, refused: list[tuple[Entry, ServingError]]) -> None:
+        for entry, error in refused:
+            if (turn := self._turns.get(entry)) is not None and not turn.done():
+                turn.set_exception(error)
+
+
+def _num_beginnings(request: RoutedRequest) -> int:
+    """That are generated at once."""
+    return request.num_choices if request.beams is None else request.beams.num_beams
+
+
+class _Visit:
+    """One request from its turn to its end."""
+
+    __slots__ = ("adopted", "entry", "passed", "promised", "request", "shown", "taken")
+
+    def __init__(self, request: RoutedRequest, entry: Entry, *, promised: bool) -> None:
+        self.entry = entry
+        self.promised = promised
+        priority = entry.ticket.priority
+        # What its tenant may have binds the workers' schedulers as well as the line here.
+        self.request = request if priority == request.priority else replace(request, priority=priority)
+        self.shown = sum(point.num_tokens for point in request.resume)
+        """Tokens still to come that the client has."""
+        self.passed = 0
+        """Those that came."""
+        self.taken = False
+        self.adopted: frozenset[int] = frozenset()
+
+    def take(self, adopted: frozenset[int]) -> None:
+        """A worker took it, or may have; these choices of it one still had."""
+        self.taken, self.adopted = True, adopted
+
+
+class _Counting:
+    """A `Reader` in front of another: what passes is counted, the first delta and each end at once."""
+
+    def __init__(self, reader: Reader, count: Callable[[Sequence[ChoiceDelta]], None]) -> None:
+        self._take = reader.take
+        self._count = count
+        self._uncounted: list[ChoiceDelta] = []
+        self._most = 1
+        self.ready = reader.ready
+
+    def take(self, delta: ChoiceDelta) -> bool:
+        self._uncounted.append(delta)
+        if delta.finish is not None or len(self._uncounted) >= self._most:
+            self.flush()
+        return self._take(delta)
+
+    def flush(self) -> None:
+        """Count what has passed."""
+        self._count(self._uncounted)
+        self._uncounted = []
+        self._most = _DELTAS_TOGETHER
+
+
+def _after(first: Callable[[WorkerSnapshot], None], then: Callable[[], None]) -> Callable[[WorkerSnapshot], None]:
+    def both(worker: WorkerSnapshot) -> None:
+        first(worker)
+        then()
+
+    return both

@@ -1,0 +1,87 @@
+"""Runs a beam search over workers: each step asks for the likeliest next tokens of every running beam at once.
+
+One worker is asked as long as it answers: the beams' common beginning is in its cache, and what they differ in is at
+most a block of each. If it is lost, another one computes the beginning anew; nothing else is.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+
+from router.dispatch.choices.beam_search import Beam, BeamSearch
+from router.dispatch.prompt_scoring import PromptReads
+from router.types.prompt_scoring import PromptReading, ReadAsk
+from router.types.requests import BeamAsk, ChoiceDelta, ChoiceFinish, Reader, RoutedRequest
+from router.types.worker_view import WorkerKey
+from tandem.values.ids import RequestId
+from tandem.values.outputs import FinishReason, SampledToken, TokenLogprob
+
+
+class BeamRun:
+    """One request's."""
+
+    def __init__(self, reads: PromptReads, request: RoutedRequest, ask: BeamAsk, clock: Callable[[], float]) -> None:
+        self._reads = reads
+        self._request = request
+        self._next = ReadAsk(num_top=ask.num_next, only=True, continues=True)
+        self._search = BeamSearch(ask, max_tokens=request.sampling.max_tokens)
+        self._clock = clock
+        self._worker: WorkerKey | None = None
+        self._num_steps = 0
+
+    async def tell(self, reader: Reader, on_sent: Callable[[], None]) -> None:
+        """Search, and give `reader` the best. Raises as `PromptReads.read`."""
+        started_s, first, search = self._clock(), PromptReading(), self._search
+        num_computed = 0
+        while not search.is_over:
+            found = await self._step(on_sent)
+            if not self._num_steps:
+                first = found[0]
+            num_computed += sum(reading.num_computed for reading in found)
+            self._num_steps += 1
+            self._worker = found[0].worker
+            search.advance([self._tokens(reading) for reading in found])
+        arrived_s = started_s if self._request.arrived_s is None else self._request.arrived_s
+        finish = ChoiceFinish(
+            reason=FinishReason.LENGTH,
+            cached_tokens=first.times.cached.total,
+            times=replace(
+                first.times,
+                router_queue_s=max(0.0, started_s - arrived_s),
+                decode_s=max(0.0, self._clock() - started_s - first.times.total_s),
+            ),
+            computed_tokens=num_computed,
+            needed_tokens=num_computed,
+            read_by=self._reads.pool_of(first),
+        )
+        for index, ended in enumerate(search.ended[: self._request.num_choices]):
+            reader.take(ChoiceDelta(index, tokens=ended.beam.tokens, finish=replace(finish, reason=ended.reason)))
+            # The first one bears what all of them took together.
+            finish = replace(finish, computed_tokens=0, needed_tokens=0)
+
+    async def _step(self, on_sent: Callable[[], None]) -> list[PromptReading]:
+        """What may follow each running beam. The first error ends all."""
+        running = enumerate(self._search.running)
+        tasks = [asyncio.create_task(self._continue(index, beam, on_sent)) for index, beam in running]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _continue(self, index: int, beam: Beam, on_sent: Callable[[], None]) -> PromptReading:
+        request = self._request
+        tokens = tuple(token.token_id for token in beam.tokens)
+        step = replace(
+            request,
+            request_id=RequestId(f"{request.request_id}/{self._num_steps}.{index}"),
+            prompt_token_ids=request.prompt_token_ids + tokens,
+        )
+        return await self._reads.read(step, self._next, on_sent, prefer=self._worker)
+
+    def _tokens(self, reading: PromptReading) -> list[SampledToken]:
+        asked = self._request.sampling.num_logprobs or 0
+        places = reading.top(0)
+        top = tuple(TokenLogprob(token_id=token_id, logprob=value) for token_id, value in places[:asked])
+        return [SampledToken(token_id=token_id, logprob=value, top_logprobs=top) for token_id, value in places]

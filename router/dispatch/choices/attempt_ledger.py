@@ -1,0 +1,77 @@
+"""What all attempts at one choice came to: where the time went, what was held, what was computed more than once. Pure.
+
+Phases of attempts add up. An attempt that ends with its worker's word has that worker's figures. One that the router
+ends, or whose worker is lost, has those that came with its first token, and what the router saw since; before that
+nobody knows, and its time belongs to no phase.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from router.types.session_events import AttemptStarted
+from tandem.values.outputs import PhaseTimes
+
+
+class AttemptLedger:
+    """One choice's."""
+
+    def __init__(self, *, prompt_length: int, clock: Callable[[], float], arrived_s: float | None = None) -> None:
+        """`arrived_s`: when the router heard of the request; None: now."""
+        self._prompt_length = prompt_length
+        self._clock = clock
+        self._since_s = clock() if arrived_s is None else arrived_s
+        self._spent = PhaseTimes()
+        self._runs = False
+        self._kv_bytes_per_token = 0
+        self._num_given = 0
+        self._heard: tuple[AttemptStarted, float] | None = None
+        self._first: AttemptStarted | None = None
+        self.computed_tokens = 0
+        """By all attempts: prompts and given output that were not cached, and output."""
+
+    @property
+    def first(self) -> AttemptStarted | None:
+        """What the client's prompt found when it came: what later attempts find is our own doing."""
+        return self._first
+
+    def begin(self, num_given: int, kv_bytes_per_token: int = 0) -> None:
+        """An attempt goes to a worker, with so many tokens of the answer that the client has."""
+        now_s = self._clock()
+        waited_s = self._spent.router_queue_s + now_s - self._since_s
+        self._spent = replace(self._spent, router_queue_s=waited_s)
+        self._since_s, self._runs, self._heard = now_s, True, None
+        self._num_given, self._kv_bytes_per_token = num_given, kv_bytes_per_token
+
+    def refused(self) -> None:
+        """The attempt was not taken: since it began the choice has waited."""
+        self._runs = False
+
+    def heard(self, started: AttemptStarted) -> None:
+        """The attempt's first token, or its answer so far, is here."""
+        self._heard = (started, self._clock())
+        self._first = self._first or started
+        self.computed_tokens += max(0, self._prompt_length + self._num_given - started.cached_tokens)
+
+    def ended(self, num_tokens: int, told: PhaseTimes | None = None) -> None:
+        """The attempt is over, and the choice has so many tokens. `told`: by its worker."""
+        if not self._runs:
+            return
+        now_s, self._runs = self._clock(), False
+        if told is None:
+            told = self._seen(now_s, num_tokens)
+        self.computed_tokens += num_tokens - self._num_given
+        self._spent = self._spent.plus(told)
+        self._since_s = now_s
+
+    def _seen(self, now_s: float, num_tokens: int) -> PhaseTimes:
+        if self._heard is None:
+            return PhaseTimes()
+        started, since_s = self._heard
+        held = self._prompt_length + (self._num_given + num_tokens) / 2
+        times, decode_s = started.times, now_s - since_s
+        kv_byte_s = times.kv_byte_s + held * self._kv_bytes_per_token * decode_s
+        return replace(times, decode_s=decode_s, kv_byte_s=kv_byte_s)
+
+    def total(self) -> PhaseTimes:
+        """Of all attempts."""
+        return self._spent if self._first is None else replace(self._spent, cached=self._first.times.cached)

@@ -1,0 +1,89 @@
+"""Beam search as `transformers` does it without sampling: what is kept of each step, and when it is over. Pure.
+
+Each step wants the likeliest continuations of every running beam. Of all of them together the best are looked at, so
+many that enough remain to go on with even if those before them end. A beam that ends counts only if it was among
+the best `num_beams` of its step; its score is its sum of log probabilities, divided by a power of its length.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from router.types.requests import BeamAsk
+from tandem.values.outputs import FinishReason, SampledToken
+
+
+class Beam(NamedTuple):
+    """One beginning of an answer."""
+
+    tokens: tuple[SampledToken, ...]
+    total: float
+    """Sum of its log probabilities."""
+
+
+class EndedBeam(NamedTuple):
+    """One answer."""
+
+    beam: Beam
+    score: float
+    reason: FinishReason
+
+
+class BeamSearch:
+    """One prompt's."""
+
+    def __init__(self, ask: BeamAsk, *, max_tokens: int) -> None:
+        self._ask = ask
+        self._max_tokens = max_tokens
+        self._length = 0
+        self.running: list[Beam] = [Beam((), 0.0)]
+        """Those to be continued; the best first."""
+        self.ended: list[EndedBeam] = []
+        """At most `num_beams`; the best first."""
+        self.is_over = False
+
+    def advance(self, continuations: Sequence[Sequence[SampledToken]]) -> None:
+        """One step: of each running beam, in order, `num_next` tokens with their log probabilities."""
+        ask = self._ask
+        found = [
+            (beam.total + (token.logprob or 0.0), beam, token)
+            for beam, tokens in zip(self.running, continuations, strict=True)
+            for token in tokens
+        ]
+        # A stable order: of equals the one of the better beam goes first. Only the best are worth a copy of their beam.
+        best = sorted(found, key=lambda one: -one[0])[: ask.num_next]
+        candidates = [Beam((*beam.tokens, token), total) for total, beam, token in best]
+        self._length += 1
+        going_on = [beam for beam in candidates if self._reason(beam) is None]
+        if not (ask.early_stopping is True and self._is_full):
+            self._end_some(candidates[: ask.num_beams])
+        self.running = going_on[: ask.num_beams]
+        all_have_ended = ask.early_stopping is True and self._is_full
+        self.is_over = not self.running or all_have_ended or not self._may_improve()
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self.ended) == self._ask.num_beams
+
+    def _reason(self, beam: Beam) -> FinishReason | None:
+        if beam.tokens[-1].token_id in self._ask.end_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if self._length == self._max_tokens else None
+
+    def _end_some(self, best: Sequence[Beam]) -> None:
+        ended = [
+            EndedBeam(beam, self._score(beam.total, self._length), reason)
+            for beam in best
+            if (reason := self._reason(beam)) is not None
+        ]
+        self.ended = sorted([*self.ended, *ended], key=lambda one: -one.score)[: self._ask.num_beams]
+
+    def _score(self, total: float, length: int) -> float:
+        return float(total / length**self._ask.length_penalty)
+
+    def _may_improve(self) -> bool:
+        """Whether the best running beam could still be among the best; a guess, unless it is asked never to guess."""
+        if not self._is_full:
+            return True
+        longest = self._ask.early_stopping == "never" and self._ask.length_penalty > 0.0
+        length = self._max_tokens if longest else self._length
+        return self._score(self.running[0].total, length) > self.ended[-1].score

@@ -1,0 +1,70 @@
+"""What every request of one router shares, and what a choice that runs nowhere waits for."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from random import Random
+
+from router.dispatch.choices.hedging import Hedging
+from router.dispatch.choices.observer import DispatchObserver
+from router.dispatch.choices.retry import RetryBudget
+from router.dispatch.choices.waiting_choices import WaitingRoom
+from router.placement.placer import Placer
+from router.types.session_events import AttemptEvent
+from router.workers.health import WorkerHealth
+from tandem.values.block_hash import BlockHasher
+
+Post = Callable[[int, int, AttemptEvent], None]
+"""Takes a choice's index, an attempt's number and an event of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HedgingSettings:
+    """See `router.hedging`."""
+
+    quantile: float = 0.95
+    budget: float = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DispatchSettings:
+    """Bounds of one request."""
+
+    max_attempts: int = 4
+    """Attempts in a row without a new token."""
+    stream_buffer_tokens: int = 4096
+    """Per choice: tokens waiting for a slow reader before the request is cancelled."""
+    rejoin_s: float = 60.0
+    """How long a stream whose worker died waits for one to come (back) when none is left; see `router.rejoin_s`."""
+    max_queue_s: float = 60.0
+    """How long a request that no worker has taken waits for one that is expected; see `router.max_queue_s`."""
+    retry_after_s: float = 1.0
+    """What clients are told when no worker said anything better."""
+    hedging: HedgingSettings | None = None
+    """None: a late first token is waited for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What every request of one router shares."""
+
+    placer: Placer
+    hasher: BlockHasher
+    budget: RetryBudget
+    observer: DispatchObserver
+    clock: Callable[[], float]
+    rng: Random
+    room: WaitingRoom
+    settings: DispatchSettings
+    health: WorkerHealth
+    hedging: Hedging | None
+    """None: off."""
+
+
+class Waiting(Enum):
+    """What a choice that runs nowhere waits for."""
+
+    FOR_WORKER = "for_worker"
+    """None is left, or none yet: it goes on when one joins, if that is soon."""
+    FOR_ROOM = "for_room"
+    """Every worker is full: it tries again until its deadline."""

@@ -1,0 +1,25 @@
+"""Who is told what dispatch decides: the router's metrics, or nobody."""
+
+from typing import Protocol
+
+
+class DispatchObserver(Protocol):
+    """Called on the event loop, so each must be quick. `router.metrics.router_metrics.RouterMetrics` is one."""
+
+    def placed(self, mode: str) -> None:
+        """An attempt was sent; `mode` is a value of PlacementReason."""
+        ...
+
+    def retried(self, reason: str) -> None:
+        """An attempt or a hand-off failed and another follows; `reason` is a value of RetryReason."""
+        ...
+
+
+class SilentObserver:
+    """Tells nobody."""
+
+    def placed(self, mode: str) -> None:
+        """Nothing."""
+
+    def retried(self, reason: str) -> None:
+        """Nothing."""

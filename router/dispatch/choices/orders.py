@@ -1,0 +1,113 @@
+"""What a choice tells workers and its trace, made of what it knows. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+
+from router.placement.placer import Assignment
+from router.types.requests import RoutedRequest
+from router.types.session_events import PrefillRoute, SubmitOrder
+from router.types.worker_view import WorkerSnapshot
+from tandem.values.block_hash import BlockHasher
+from tandem.values.ids import BlockHash, RequestId, TransferId
+
+_NAME_BITS = 64
+UNREAD_TOKENS_PER_MESSAGE = 32
+"""Of an answer that is read at its end: what is generated again, at most, when its worker is lost."""
+
+
+def block_names(
+    request: RoutedRequest, prompt_names: list[BlockHash], generated: Sequence[int], hasher: BlockHasher
+) -> list[BlockHash]:
+    """Of the prompt, which are known, and of what the client has."""
+    if not generated:
+        return prompt_names
+    names = list(prompt_names)
+    hasher.extend(request.hash_root, names, [*request.prompt_token_ids, *generated])
+    return names
+
+
+def first_route(request_id: RequestId, attempt: int, assignment: Assignment, rng: Random) -> PrefillRoute | None:
+    """Where the prompt is computed at first; None: where it is decoded.
+
+    Routers that continue a stream from the same place number their attempts alike, and their hand-offs may meet at a
+    worker: so a name says more than the number.
+    """
+    if (prefill := assignment.placement.prefill) is None:
+        return None
+    return PrefillRoute(
+        worker=prefill.info.key,
+        address=prefill.info.handoff_address,
+        transfer_id=TransferId(f"{request_id}.{attempt}.{rng.getrandbits(_NAME_BITS):x}"),
+        attempt=1,
+        holder=assignment.holder,
+    )
+
+
+def next_route(route: PrefillRoute, prefill: WorkerSnapshot | None, assignment: Assignment) -> PrefillRoute | None:
+    """Where it is computed after a hand-off from `route` has failed."""
+    if prefill is None:
+        return None
+    return replace(
+        route,
+        worker=prefill.info.key,
+        address=prefill.info.handoff_address,
+        attempt=route.attempt + 1,
+        holder=assignment.holder,
+    )
+
+
+def submit_order(
+    request: RoutedRequest,
+    choice: tuple[int, RequestId],
+    attempt: int,
+    generated: Sequence[int],
+    assignment: Assignment,
+    route: PrefillRoute | None,
+    now_s: float,
+) -> SubmitOrder:
+    """One attempt; `choice`: index and name."""
+    timeout_s = None if request.deadline_s is None else max(0.0, request.deadline_s - now_s)
+    return SubmitOrder(
+        request_id=choice[1],
+        attempt=attempt,
+        choice_index=choice[0],
+        prompt_token_ids=request.prompt_token_ids,
+        generated_token_ids=tuple(generated),
+        sampling=request.sampling,
+        hash_root=request.hash_root,
+        priority=request.priority,
+        timeout_s=timeout_s,
+        prefill=route,
+        holder=assignment.holder if route is None else None,
+        tokens_per_message=0 if request.reads_along else UNREAD_TOKENS_PER_MESSAGE,
+        trace=None if request.span is None else request.span.context,
+    )
+
+
+def trace_placement(
+    request: RoutedRequest,
+    choice: tuple[int, int],
+    assignment: Assignment,
+    route: PrefillRoute | None,
+    between_s: tuple[float, float],
+) -> None:
+    """A span of one decision, if the request is traced; `choice`: index and attempt."""
+    if request.span is None:
+        return
+    span = request.span.child("tandem.place", between_s[0])
+    span.attributes.update(
+        {
+            "tandem.choice": choice[0],
+            "tandem.attempt": choice[1],
+            "tandem.placement.reason": assignment.placement.reason.value,
+            "tandem.placement.uncached_tokens": assignment.placement.uncached_tokens,
+            "tandem.decode_worker": assignment.decode.worker_id,
+        }
+    )
+    if route is not None:
+        span.attributes["tandem.prefill_worker"] = route.worker.worker_id
+        span.attributes["tandem.transfer.attempt"] = route.attempt
+    if assignment.holder is not None:
+        span.attributes["tandem.prefix_holder"] = assignment.holder.worker_id
+    span.end(between_s[1])

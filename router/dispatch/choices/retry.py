@@ -1,0 +1,240 @@
+"""One choice across its attempts: which tokens its client has, and what follows upon a failure.
+
+The ladder: a refusal or a lost worker is answered by another worker, which continues after the tokens that the
+client already has (sampling noise depends on seed, choice and position only, so the text is the one of an
+undisturbed run); a failed hand-off by another prefill worker, then by computing on the decode worker. When every
+worker is full, the choice waits for room. Bounds: `max_attempts` in a row without progress, the router's retry
+budget, and the request's deadline.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from random import Random
+
+from router.dispatch.choices.attempt_ledger import AttemptLedger
+from router.types.requests import ChoiceFinish
+from router.types.session_events import AttemptFinished, AttemptStarted, TokensArrived, WorkerPort
+from router.types.worker_view import WorkerKey
+from tandem.errors import (
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    RequestTooLarge,
+    ServingError,
+    StreamTaken,
+    Unavailable,
+)
+from tandem.values.outputs import FinishReason, SampledToken
+from tandem.values.roles import WorkerRole
+
+MAX_REROUTES = 2
+"""Prefill workers tried after the first one, before the decode worker computes the prompt itself."""
+LEAST_WAIT_S = 0.1
+MAX_WAIT_DOUBLINGS = 3
+
+
+class RetryReason(Enum):
+    """Why an attempt was not the last; a label of the retry metric."""
+
+    REFUSED = "refused"
+    WORKER_LOST = "worker_lost"
+    WORKER_FAULT = "worker_fault"
+    """The worker ended the attempt with an error of its own, or broke the protocol."""
+    TRANSFER_FAILED = "transfer_failed"
+
+
+class TokenGap(Exception):
+    """Tokens are missing between what the client has and what came."""
+
+
+class RetryBudget:
+    """Keeps retries a small share of requests, so that a sick cluster is not made sicker by them.
+
+    Each request earns `share` of a retry, up to `most`; the budget starts full. Streams of a dead worker are exempt:
+    they were promised, and their number is bounded by what that worker ran.
+    """
+
+    def __init__(self, *, share: float = 0.1, most: float = 64.0) -> None:
+        self._share = share
+        self._most = most
+        self._left = most
+
+    def earn(self) -> None:
+        """A request was accepted."""
+        self._left = min(self._most, self._left + self._share)
+
+    def spend(self) -> bool:
+        """Take one retry; False when none is left."""
+        if self._left < 1.0:
+            return False
+        self._left -= 1.0
+        return True
+
+
+def is_full(error: ServingError) -> bool:
+    """Whether the worker is well and only has no room now: it says when to come back."""
+    return error.retryable and error.retry_after_s is not None
+
+
+def is_final(error: ServingError) -> bool:
+    """Whether no other worker would answer differently: the request is wrong, late, or nobody's here."""
+    return isinstance(error, (InvalidRequest, DeadlineExceeded, StreamTaken)) and not isinstance(error, RequestTooLarge)
+
+
+@dataclass(slots=True, kw_only=True)
+class ChoiceProgress:
+    """What one choice has come to."""
+
+    prompt_length: int
+    max_tokens: int
+    max_attempts: int
+    token_ids: list[int] = field(default_factory=list)
+    """Output that the client has, or is about to get: authoritative."""
+    attempt: int = 0
+    num_reroutes: int = 0
+    """Of this attempt."""
+    excluded: dict[WorkerKey, WorkerPort] = field(default_factory=dict)
+    """Workers tried in vain since the last progress, by the session in which that was."""
+    full: set[WorkerKey] = field(default_factory=set)
+    """Those of the excluded that said when to come back."""
+    num_waits: int = 0
+    """Waits for room since the last progress."""
+    pool_tokens_above: int = 0
+    last_error: ServingError | None = None
+    clock: Callable[[], float] = lambda: 0.0
+    """For what attempts took; without one nobody asks."""
+    arrived_s: float | None = None
+    read_by: WorkerRole | None = None
+    """The pool whose worker computed the prompt for the first attempt that began."""
+    ledger: AttemptLedger = field(init=False)
+    _num_taken: int = 0
+    _num_failures: int = 0
+
+    def __post_init__(self) -> None:
+        self.ledger = AttemptLedger(prompt_length=self.prompt_length, clock=self.clock, arrived_s=self.arrived_s)
+
+    def begin_attempt(self, kv_bytes_per_token: int = 0) -> int:
+        """The number of the next attempt, from 1; its worker's tokens take so much."""
+        self.ledger.begin(len(self.token_ids), kv_bytes_per_token)
+        self.attempt += 1
+        self._num_taken += 1
+        self.num_reroutes = 0
+        return self.attempt
+
+    @property
+    def was_taken(self) -> bool:
+        """Whether a worker took an attempt, or may have; who refused one has computed nothing for it."""
+        return self._num_taken > 0
+
+    def was_read(self, by: WorkerRole | None) -> None:
+        """An attempt has begun; `by`: see `ChoiceFinish.read_by`."""
+        self.read_by = self.read_by or by
+
+    def was_refused(self) -> None:
+        """The attempt was not taken."""
+        self.ledger.refused()
+        self._num_taken -= 1
+
+    def accept(self, arrived: TokensArrived) -> tuple[SampledToken, ...]:
+        """The tokens that are new to the client; those seen already are dropped. Raises TokenGap."""
+        first, new, started, _ = arrived
+        token_ids = self.token_ids
+        num_due = len(token_ids)
+        if first != num_due:
+            if first > num_due:
+                raise TokenGap(f"token {first} came when {num_due} was due")
+            new = new[num_due - first :]
+        if started is not None:
+            self.ledger.heard(started)
+        if new:
+            for token in new:
+                token_ids.append(token.token_id)
+            if self._num_failures or self.num_waits or self.excluded:
+                self._num_failures = self.num_waits = 0
+                self.excluded.clear()
+                self.full.clear()
+        return new
+
+    def may_retry(self, reason: RetryReason, error: ServingError, budget: RetryBudget) -> bool:
+        """Whether another attempt may follow upon this failure; `last_error` says why not."""
+        self.last_error = error
+        if reason is RetryReason.REFUSED:
+            self.was_refused()
+        self.ledger.ended(len(self.token_ids))
+        self._num_failures += 1
+        if is_final(error) or self._num_failures >= self.max_attempts:
+            return False
+        return reason is RetryReason.WORKER_LOST or budget.spend()
+
+    def was_full(self, worker: WorkerKey, error: ServingError) -> None:
+        """The worker has no room now: no fault of anybody, so it costs no attempt."""
+        self.was_refused()
+        self.last_error = error
+        self.full.add(worker)
+
+    def wait_for_room_s(self, rng: Random) -> float:
+        """How long to stay away when all are full: as asked, twice as long each time, and not in step with others."""
+        asked_s = None if self.last_error is None else self.last_error.retry_after_s
+        self.num_waits += 1
+        growth = 2.0 ** min(self.num_waits - 1, MAX_WAIT_DOUBLINGS)
+        return max(LEAST_WAIT_S, asked_s or 0.0) * growth * rng.uniform(1.0, 1.5)
+
+    def try_full_again(self) -> None:
+        """The wait is over."""
+        for worker in self.full:
+            self.excluded.pop(worker, None)
+        self.full.clear()
+
+    def still_excluded(self, port_of: Callable[[WorkerKey], WorkerPort | None]) -> set[WorkerKey]:
+        """Those that are not to be asked: a worker that was lost and has come back may be."""
+        return {worker for worker, port in self.excluded.items() if port_of(worker) is port}
+
+    def may_reroute(self) -> bool:
+        """Whether a failed hand-off is answered by another prefill worker (else: compute locally)."""
+        self.num_reroutes += 1
+        return self.num_reroutes <= MAX_REROUTES
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all tokens are there and only the word that it ended was lost."""
+        return len(self.token_ids) >= self.max_tokens
+
+    def finish(self, finished: AttemptFinished) -> ChoiceFinish:
+        """The end, as a worker told it. Of a continued choice: the first attempt's cached count, all attempts' times.
+
+        The cached count is what the client's prompt found when it came; what a later attempt finds of prompt and
+        output is our own doing.
+        """
+        if self.ledger.first is None:
+            self.ledger.heard(AttemptStarted(cached_tokens=finished.cached_tokens, times=finished.times))
+        self.ledger.ended(len(self.token_ids), finished.times)
+        return self._finish(finished.reason)
+
+    def finish_early(self, reason: FinishReason) -> ChoiceFinish:
+        """The end, as decided here: with what is known since the first token."""
+        self.ledger.ended(len(self.token_ids))
+        return self._finish(reason)
+
+    def _finish(self, reason: FinishReason) -> ChoiceFinish:
+        first, ledger = self.ledger.first, self.ledger
+        cached = 0 if first is None else min(first.cached_tokens, self.prompt_length)
+        return ChoiceFinish(
+            reason=reason,
+            cached_tokens=cached,
+            times=ledger.total(),
+            computed_tokens=ledger.computed_tokens,
+            needed_tokens=self.prompt_length - cached + len(self.token_ids),
+            read_by=self.read_by,
+        )
+
+
+def final_error(last: ServingError | None, *, retry_after_s: float) -> ServingError:
+    """What the client is told when the ladder has ended: the worker's own words where they help."""
+    if last is None:
+        return Unavailable("no decode worker is available", retry_after_s=retry_after_s)
+    if last.retryable:
+        return last if last.retry_after_s is not None else type(last)(last.message, retry_after_s=retry_after_s)
+    if is_final(last) or isinstance(last, RequestTooLarge):
+        return last
+    return InternalError("the workers failed on this request")

@@ -1,0 +1,111 @@
+"""Second attempts at choices whose first token is late: a twin on another worker, until one of the two has a token.
+
+The twin is a run of the same choice under the same id, with nothing of its own yet, so whichever answers first simply
+becomes the choice. A twin is never retried; when the first run fails, its twin takes its place.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from router.dispatch.choices.choice_run import ChoiceRun
+from router.dispatch.choices.context import Surroundings
+from router.dispatch.choices.hedging import Hedging
+from router.dispatch.mailbox import FromWorker, HedgeDue, Mailbox
+from router.types.requests import ChoiceDelta
+from router.types.session_events import TokensArrived, TransferFailed, WorkerLost
+from tandem.errors import ServingError
+
+NewRun = Callable[[int], ChoiceRun]
+"""Makes another run of a choice, whose mail says that it is the twin's."""
+_ATTEMPTS_APART = 1 << 12
+"""Between the numbers of a choice's attempts and its twin's: hand-offs are named after them."""
+
+
+class HedgeRun:
+    """The twins of one request."""
+
+    def __init__(self, hedging: Hedging | None, around: Surroundings, choices: list[ChoiceRun]) -> None:
+        """`choices`: of the request; a twin that wins takes its place there. Without `hedging` there are no twins."""
+        self._hedging = hedging
+        self.are_off = hedging is None
+        """There are no twins, now or later."""
+        self._around = around
+        self._choices = choices
+        self._twins: dict[int, ChoiceRun] = {}
+        self._timers: list[asyncio.TimerHandle] = []
+        self._started_s: dict[int, float] = {}
+
+    def start(self, mailbox: Mailbox) -> None:
+        """The choices were sent."""
+        if (hedging := self._hedging) is None:
+            return
+        delay_s, loop, now_s = hedging.delay_s, asyncio.get_running_loop(), self._around.clock()
+        for index in range(len(self._choices)):
+            hedging.earn()
+            self._started_s[index] = now_s
+            if delay_s is not None:
+                due = HedgeDue(choice_index=index)
+                self._timers.append(loop.call_later(delay_s, mailbox.put, due))
+
+    def due(self, index: int, new: NewRun) -> None:
+        """A first token is late: begin a second attempt if the budget allows and another worker is there."""
+        first, hedging = self._choices[index], self._hedging
+        if first.done or first.has_tokens or first.worker is None or hedging is None or not hedging.may_begin:
+            return
+        twin = new(index)
+        try:
+            twin.submit_beside(first, apart=_ATTEMPTS_APART)
+        except ServingError:
+            return
+        if twin.worker is None:
+            twin.abandon()
+        else:
+            hedging.began()
+            self._twins[index] = twin
+
+    def take(self, mail: FromWorker) -> Sequence[ChoiceDelta]:
+        """An event of either run. Raises what the choice raises."""
+        index, event = mail.choice_index, mail.event
+        if (hedging := self._hedging) is None:
+            return self._choices[index].take(mail.attempt, event)
+        has_tokens = isinstance(event, TokensArrived) and bool(event.tokens)
+        if has_tokens and (started_s := self._started_s.pop(index, None)) is not None:
+            hedging.observe(self._around.clock() - started_s)
+        twin, first = self._twins.get(index), self._choices[index]
+        if twin is not None and has_tokens:
+            # It is decided.
+            if not mail.is_twin:
+                self.drop(index)
+            elif twin.runs(mail.attempt):
+                hedging.won()
+                self._replace(index)
+            return (twin if mail.is_twin else first).take(mail.attempt, event)
+        if twin is None or isinstance(event, TransferFailed):
+            # The twin that has won sends its events as it did before.
+            return (twin if mail.is_twin and twin is not None else first).take(mail.attempt, event)
+        ended = twin if mail.is_twin else first
+        if not ended.runs(mail.attempt):
+            return []
+        if isinstance(event, WorkerLost):
+            ended.mourn()
+        if mail.is_twin:
+            self.drop(index)
+        else:
+            self._replace(index)
+        return []
+
+    def drop(self, index: int) -> None:
+        """End a twin, if there is one."""
+        if (twin := self._twins.pop(index, None)) is not None:
+            twin.abandon()
+
+    def close(self) -> None:
+        """End all of them."""
+        for timer in self._timers:
+            timer.cancel()
+        for index in tuple(self._twins):
+            self.drop(index)
+
+    def _replace(self, index: int) -> None:
+        self._choices[index].abandon()
+        self._choices[index] = self._twins.pop(index)

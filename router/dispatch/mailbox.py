@@ -1,0 +1,167 @@
+"""Where sessions leave the events of one client request, until its client has room for them.
+
+Writers never wait. The bound is in tokens: a client that reads too slowly overflows its own mailbox, which then
+holds nothing but that fact, and no one else is slowed down.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from router.types.session_events import AttemptEvent, TokensArrived
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FromWorker:
+    """An event of one attempt at one choice."""
+
+    choice_index: int
+    attempt: int
+    event: AttemptEvent
+    is_twin: bool = False
+    """Of the second of two runs of the choice (`router.dispatch.hedge_run`), which the first token decides between."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HedgeDue:
+    """A choice has waited for its first token for longer than is usual."""
+
+    choice_index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopChoice:
+    """A door saw a stop string: the choice ends here."""
+
+    choice_index: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeadlinePassed:
+    """The request's time is up."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersChanged:
+    """A worker joined or left."""
+
+
+@dataclass(frozen=True, slots=True)
+class RejoinOver:
+    """The time is up in which a lost worker may be replaced."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoomMayBe:
+    """A choice that waits for room may ask again."""
+
+    choice_index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Something was handled on the way that has consequences: an end, a wait, a failure."""
+
+
+@dataclass(frozen=True, slots=True)
+class Overflowed:
+    """More tokens were waiting than the mailbox holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Superseded:
+    """The client reads this stream elsewhere."""
+
+
+Mail = (
+    FromWorker
+    | StopChoice
+    | DeadlinePassed
+    | WorkersChanged
+    | RejoinOver
+    | RoomMayBe
+    | HedgeDue
+    | Look
+    | Overflowed
+    | Superseded
+)
+
+_URGENT = (DeadlinePassed, Overflowed, Superseded)
+"""Whatever the client has not read yet comes too late then."""
+
+
+class Mailbox:
+    """Many writers, one reader, first come first served."""
+
+    def __init__(self, *, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self._mail: deque[Mail] = deque()
+        self._num_tokens = 0
+        self._overflowed = False
+        self._arrived = asyncio.Event()
+        self._urgent: asyncio.Event | None = None
+
+    def put(self, mail: Mail) -> None:
+        """Leave mail; after an overflow it is thrown away."""
+        if self._overflowed:
+            return
+        self._num_tokens += _count_tokens(mail)
+        if self._num_tokens > self._max_tokens:
+            self._overflowed = True
+            self._mail.clear()
+            mail = Overflowed()
+        self._mail.append(mail)
+        self._arrived.set()
+        if isinstance(mail, _URGENT) and self._urgent is not None:
+            self._urgent.set()
+
+    async def arrival(self) -> None:
+        """Return when there is mail."""
+        while not self._mail:
+            self._arrived.clear()
+            await self._arrived.wait()
+
+    async def urgent_or(self, waiting: Coroutine[Any, Any, None]) -> None:
+        """Return when `waiting` does, or when there is mail that ends the request: that is then the first to be taken.
+
+        Raises what `waiting` raises.
+        """
+        self._urgent = urgent = asyncio.Event()
+        if any(isinstance(mail, _URGENT) for mail in self._mail):
+            urgent.set()
+        tasks = (asyncio.ensure_future(waiting), asyncio.ensure_future(urgent.wait()))
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if tasks[0].done():
+                tasks[0].result()
+            else:
+                self._mail = deque(sorted(self._mail, key=lambda mail: not isinstance(mail, _URGENT)))
+        finally:
+            self._urgent = None
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def take(self) -> Mail:
+        """The oldest mail, which there must be."""
+        mail = self._mail.popleft()
+        self._num_tokens -= _count_tokens(mail)
+        return mail
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing waits to be taken."""
+        return not self._mail
+
+    @property
+    def overflowed(self) -> bool:
+        """Whether mail was thrown away."""
+        return self._overflowed
+
+
+def _count_tokens(mail: Mail) -> int:
+    if isinstance(mail, FromWorker) and isinstance(mail.event, TokensArrived):
+        return len(mail.event.tokens)
+    return 0

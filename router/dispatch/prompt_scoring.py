@@ -1,0 +1,249 @@
+"""Has prompts read by workers: one after another until one of them has done it.
+
+A reading has no state worth keeping: whoever refuses or dies is left out, and the next worker begins anew.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+
+from router.dispatch.choices.context import Surroundings
+from router.placement.scoring_worker import choose_reader
+from router.types.prompt_scoring import PromptReading, ReadAsk, ReadingInParts
+from router.types.requests import ChoiceDelta, ChoiceFinish, Reader, RoutedRequest
+from router.types.session_events import AttemptRefused, ReadEvent, ReadOrder, ReadPart, WorkerLost, WorkerPort
+from router.types.worker_view import WorkerKey
+from router.workers.registry import FAILURE_PENALTY_S
+from tandem.errors import DeadlineExceeded, InternalError, RequestTooLarge, ServingError, Unavailable
+from tandem.values.block_hash import HASH_BLOCK_TOKENS
+from tandem.values.ids import RequestId
+from tandem.values.outputs import FinishReason, PhaseTimes
+from tandem.values.roles import WorkerRole
+
+_MOST_LOST = 2
+"""Workers that may die under one prompt: it may be what ends them."""
+_LATEST_RETRY_S = 1.0
+_Excluded = dict[WorkerKey, WorkerPort | None]
+"""Workers asked in vain, by the session in which that was."""
+
+
+class PromptReads:
+    """One router's."""
+
+    def __init__(self, around: Surroundings) -> None:
+        self._around = around
+
+    async def read(
+        self, request: RoutedRequest, ask: ReadAsk, on_sent: Callable[[], None], *, prefer: WorkerKey | None = None
+    ) -> PromptReading:
+        """What was asked of the request's prompt. Cancelling it ends the reading; `on_sent` hears of each try.
+
+        `prefer`: who has all but the prompt's end cached.
+
+        Raises Overloaded, Unavailable, RequestTooLarge, DeadlineExceeded, InternalError, or what a worker found wrong.
+        """
+        left_s = None if request.deadline_s is None else max(0.0, request.deadline_s - self._around.clock())
+        try:
+            async with asyncio.timeout(left_s):
+                return await self._until_read(request, ask, on_sent, prefer)
+        except TimeoutError:
+            raise DeadlineExceeded("the request's time ran out") from None
+
+    def pool_of(self, reading: PromptReading) -> WorkerRole | None:
+        """Whose worker read it; None: that one has left."""
+        found = None if reading.worker is None else self._around.placer.registry.of_process(reading.worker.incarnation)
+        return None if found is None else found.info.role
+
+    async def _until_read(
+        self, request: RoutedRequest, ask: ReadAsk, on_sent: Callable[[], None], prefer: WorkerKey | None
+    ) -> PromptReading:
+        excluded: _Excluded = {}
+        error: ServingError | None = None
+        lost = attempt = 0
+        num_tokens = len(request.prompt_token_ids)
+        while lost < _MOST_LOST:
+            key = self._choose(request, excluded, prefer)
+            if key is None:
+                await self._wait_for_worker(request, excluded, error)
+                continue
+            attempt += 1
+            num_owed = min(num_tokens, HASH_BLOCK_TOKENS) if key == prefer else num_tokens
+            order = _order(request, ask, attempt, self._around.clock())
+            port = self._around.placer.registry.port(key)
+            found = await self._ask(order, _Coming(ask, num_tokens, key), num_owed, on_sent)
+            if isinstance(found, PromptReading):
+                return found
+            excluded[key] = port
+            if isinstance(found, WorkerLost):
+                lost += 1
+                continue
+            error = found
+            if not error.retryable and not isinstance(error, InternalError):
+                raise error
+        raise Unavailable("two workers were lost while they read this prompt", retry_after_s=_LATEST_RETRY_S)
+
+    def _choose(self, request: RoutedRequest, excluded: _Excluded, prefer: WorkerKey | None = None) -> WorkerKey | None:
+        around = self._around
+        workers = around.placer.registry.snapshots()
+        if request.only_worker is not None:
+            workers = [worker for worker in workers if worker.info.key == request.only_worker]
+        shunned = around.health.breakers.closed_to(around.clock())
+        num_tokens = len(request.prompt_token_ids)
+        # One that was lost and has come back in another session, the same process, may be asked again.
+        still = {key for key, port in excluded.items() if around.placer.registry.port(key) is port}
+        found = choose_reader(workers, num_tokens, excluded=still, shunned=shunned, prefer=prefer)
+        if found is None and workers and num_tokens > max(worker.info.pool_tokens for worker in workers):
+            raise RequestTooLarge(
+                f"prompt: {num_tokens} tokens are more than any worker's KV pool holds", param="prompt"
+            )
+        return None if found is None else found.info.key
+
+    async def _wait_for_worker(self, request: RoutedRequest, excluded: _Excluded, error: ServingError | None) -> None:
+        """Until one comes that has not been asked. Raises what the last one said, or Unavailable after a while."""
+        registry, settings = self._around.placer.registry, self._around.settings
+        most_s = settings.rejoin_s
+        if error is not None:
+            if request.only_worker is not None or registry.live_decoders():
+                raise error
+            # Those that were here are leaving.
+            most_s = min(settings.max_queue_s, registry.worker_due_s())
+            if not most_s:
+                raise error
+        changed = asyncio.Event()
+        registry.watch(changed.set)
+        try:
+            async with asyncio.timeout(most_s):
+                while self._choose(request, excluded) is None:
+                    changed.clear()
+                    await changed.wait()
+        except TimeoutError:
+            bound = f" within {most_s:g} s (router.rejoin_s)" if error is None else ""
+            told = f"no worker could read the prompt{bound}"
+            raise Unavailable(told, retry_after_s=settings.retry_after_s) from None
+        finally:
+            registry.unwatch(changed.set)
+
+    async def _ask(
+        self, order: ReadOrder, coming: "_Coming", num_owed: int, on_sent: Callable[[], None]
+    ) -> PromptReading | ServingError | WorkerLost:
+        around, registry, key = self._around, self._around.placer.registry, coming.worker
+        port = registry.port(key)
+        if port is None:
+            return Unavailable("the worker has left", retry_after_s=around.settings.retry_after_s)
+        booked = registry.assign(key, num_owed)
+        breakers = around.health.breakers
+        breakers.began(key, around.clock())
+        try:
+            port.read(order, coming.take)
+            on_sent()
+            found = await coming.outcome
+        except Unavailable as refusal:
+            breakers.released(key)
+            return refusal
+        except asyncio.CancelledError:
+            breakers.released(key)
+            raise
+        finally:
+            port.cancel(order.request_id, order.attempt)
+            booked.end()
+        if isinstance(found, PromptReading):
+            breakers.succeeded(key, around.clock())
+        elif isinstance(found, InternalError | WorkerLost):
+            breakers.failed(key, around.clock())
+            registry.penalise(key, FAILURE_PENALTY_S)
+        else:
+            breakers.released(key)
+        return found
+
+
+class AfterReading:
+    """A `Reader` of what is generated once the prompt was read: that was computed for this very request.
+
+    So it is no cache hit, and its time and its tokens count.
+    """
+
+    def __init__(self, reader: Reader, reading: PromptReading) -> None:
+        self._take = reader.take
+        self._times = reading.times
+        self._num_computed = reading.num_computed
+        self.ready = reader.ready
+
+    def take(self, delta: ChoiceDelta) -> bool:
+        """See Reader."""
+        if (finish := delta.finish) is not None:
+            # What the router counts as waiting for a worker began when the request came, before the reading.
+            waited_s = max(0.0, finish.times.router_queue_s - self._times.total_s)
+            # Computed once for all choices.
+            num_computed = self._num_computed if delta.choice_index == 0 else 0
+            finish = replace(
+                finish,
+                cached_tokens=0,
+                times=self._times.plus(replace(finish.times, router_queue_s=waited_s)),
+                computed_tokens=finish.computed_tokens + num_computed,
+                needed_tokens=finish.needed_tokens + num_computed,
+            )
+            delta = delta._replace(finish=finish)
+        return self._take(delta)
+
+
+def tell_end(request: RoutedRequest, reading: PromptReading, reader: Reader, now_s: float) -> None:
+    """Of all choices, where nothing is generated; the first one bears what it took."""
+    times = reading.times
+    if request.arrived_s is not None:
+        times = replace(times, router_queue_s=max(0.0, now_s - request.arrived_s - times.total_s))
+    finish = ChoiceFinish(
+        reason=FinishReason.LENGTH,
+        cached_tokens=0,
+        times=times,
+        computed_tokens=reading.num_computed,
+        needed_tokens=reading.num_computed,
+    )
+    for index in range(request.num_choices):
+        reader.take(ChoiceDelta(index, finish=finish))
+        finish = replace(finish, times=PhaseTimes(), computed_tokens=0, needed_tokens=0)
+
+
+class _Coming:
+    """One reading at one worker, as its parts arrive."""
+
+    def __init__(self, ask: ReadAsk, num_tokens: int, worker: WorkerKey) -> None:
+        self.worker = worker
+        self.outcome: asyncio.Future[PromptReading | ServingError | WorkerLost] = (
+            asyncio.get_running_loop().create_future()
+        )
+        self._parts = ReadingInParts(ask, num_tokens)
+
+    def take(self, event: ReadEvent) -> None:
+        """The next thing that the worker, or its session, has to say."""
+        if self.outcome.done():
+            return
+        match event:
+            case ReadPart():
+                self._parts.add(
+                    logprobs=event.logprobs,
+                    ranks=event.ranks,
+                    top_ids=event.top_ids,
+                    top_logprobs=event.top_logprobs,
+                    mean=event.mean,
+                )
+                if event.times is not None:
+                    whole = self._parts.whole(event.times, self.worker)
+                    wrong = InternalError("a worker read something else than was asked for")
+                    self.outcome.set_result(wrong if whole is None else whole)
+            case AttemptRefused():
+                self.outcome.set_result(event.error)
+            case WorkerLost():
+                self.outcome.set_result(event)
+
+
+def _order(request: RoutedRequest, ask: ReadAsk, attempt: int, now_s: float) -> ReadOrder:
+    return ReadOrder(
+        request_id=RequestId(f"{request.request_id}/prompt"),
+        attempt=attempt,
+        prompt_token_ids=request.prompt_token_ids,
+        num_top=None if ask.continues else ask.num_top,
+        num_next=ask.num_top if ask.continues else None,
+        hash_root=request.hash_root,
+        priority=request.priority,
+        timeout_s=None if request.deadline_s is None else max(0.0, request.deadline_s - now_s),
+    )

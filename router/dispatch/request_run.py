@@ -1,0 +1,281 @@
+"""One client request under way.
+
+All that happens to it arrives in one mailbox and is handled in order by whoever awaits `step`; what to do is
+decided by `ChoiceProgress` and `Placer`. Orders to workers never wait, so the whole request is one coroutine.
+
+Tokens alone take a shorter way when a `Reader` follows the request: if no mail waits before them and the reader has
+room, they are handed over in the session's own turn, and the coroutine sleeps on.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+
+from router.dispatch.choices.choice_run import ChoiceRun
+from router.dispatch.choices.context import Surroundings, Waiting
+from router.dispatch.choices.health_reports import ChoiceStanding
+from router.dispatch.choices.waiting_choices import Place
+from router.dispatch.hedge_run import HedgeRun
+from router.dispatch.mailbox import (
+    DeadlinePassed,
+    FromWorker,
+    HedgeDue,
+    Look,
+    Mail,
+    Mailbox,
+    Overflowed,
+    RejoinOver,
+    RoomMayBe,
+    StopChoice,
+    Superseded,
+    WorkersChanged,
+)
+from router.types.requests import ChoiceDelta, Reader, RoutedRequest
+from router.types.session_events import AttemptEvent, TokensArrived
+from tandem.errors import DeadlineExceeded, Overloaded, ServingError, StreamTaken, Unavailable
+from tandem.values.ids import BlockHash
+from tandem.values.outputs import FinishReason
+
+
+class RequestRun:
+    """Drives all choices of one request to their end."""
+
+    def __init__(self, request: RoutedRequest, around: Surroundings) -> None:
+        self._request = request
+        self._around = around
+        # A stream that is continued begins with all that its client has.
+        shown = sum(point.num_tokens for point in request.resume)
+        self._mailbox = Mailbox(max_tokens=around.settings.stream_buffer_tokens * request.num_choices + shown)
+        self._deadline: asyncio.TimerHandle | None = None
+        self._rejoin: asyncio.TimerHandle | None = None
+        self._reader: Reader | None = None
+        self._reader_is_slow = False
+        self._reader_error: Exception | None = None
+        self._queued: dict[int, Place] = {}
+        self._patience: dict[int, asyncio.TimerHandle] = {}
+        self._names: list[BlockHash] = []
+        around.hasher.extend(request.hash_root, self._names, request.prompt_token_ids)
+        self._standings = [
+            ChoiceStanding(index, request, around.health, around.placer.registry)
+            for index in range(request.num_choices)
+        ]
+        self._choices = [ChoiceRun(standing, self._names, around, self._post) for standing in self._standings]
+        once = request.only_worker is not None or bool(request.resume)
+        self._hedges = HedgeRun(None if once else around.hedging, around, self._choices)
+
+    @property
+    def done(self) -> bool:
+        """Whether every choice has ended."""
+        return all(choice.done for choice in self._choices)
+
+    @property
+    def was_taken(self) -> bool:
+        """Once it is closed: whether a worker took anything of it, or may have."""
+        return any(standing.was_taken for standing in self._standings)
+
+    @property
+    def adopted(self) -> frozenset[int]:
+        """Choices that go on where a worker still had them; the others are generated from their beginning."""
+        return frozenset(standing.index for standing in self._standings if standing.was_adopted)
+
+    def start(self) -> None:
+        """Send every choice to a worker. Raises the errors of Generator."""
+        if self._request.deadline_s is not None:
+            remaining_s = self._request.deadline_s - self._around.clock()
+            self._deadline = self._mail_later(max(0.0, remaining_s), DeadlinePassed())
+        for choice in self._choices:
+            choice.submit()
+        self._hedges.start(self._mailbox)
+        self._watch_for_workers()
+        self._queue_for_room()
+
+    async def step(self) -> Sequence[ChoiceDelta]:
+        """Wait for the next thing to happen; what the client gets of it. Raises the errors of Generator."""
+        for choice in self._choices:
+            if choice.failure is not None:
+                raise choice.failure
+        await self._mailbox.arrival()
+        if self._reader_is_slow:
+            await self._reader_ready()
+        deltas = self._handle(self._mailbox.take())
+        self._watch_for_workers()
+        self._queue_for_room()
+        return deltas
+
+    async def follow(self, reader: Reader) -> None:
+        """All steps until the end, for a reader. Raises the errors of Generator, and the reader's."""
+        self._reader = reader
+        while not self.done:
+            for delta in await self.step():
+                self._reader_is_slow |= reader.take(delta)
+            if self._reader_error is not None:
+                raise self._reader_error
+            if self._reader_is_slow:
+                await self._reader_ready()
+
+    async def _reader_ready(self) -> None:
+        """Or there is mail that does not wait for readers."""
+        if self._reader is not None:
+            await self._mailbox.urgent_or(self._reader.ready())
+        self._reader_is_slow = False
+
+    def stop_choice(self, index: int) -> None:
+        """End one choice at once; its finish comes with the next deltas. No-op for one that has ended."""
+        choice = self._choices[index]
+        if not choice.done:
+            self._hedges.drop(index)
+            choice.abandon()
+            self._mailbox.put(StopChoice(choice_index=index))
+
+    @property
+    def resumptions(self) -> int:
+        """How often the stream has been continued."""
+        return self._request.resumptions
+
+    def supersede(self, *, is_over: bool = False) -> None:
+        """Another run goes on with what runs for this one; `is_over`: none does, and it is to end."""
+        self._hedges.close()
+        for choice in self._choices:
+            if is_over:
+                choice.abandon()
+            else:
+                choice.let_go()
+        self._mailbox.put(Superseded())
+
+    def close(self) -> None:
+        """Cancel whatever still runs on any worker, and forget the request."""
+        for index in range(len(self._choices)):
+            self._leave_queue(index)
+        for timer in (self._deadline, self._rejoin):
+            if timer is not None:
+                timer.cancel()
+        self._around.placer.registry.unwatch(self._workers_changed)
+        self._abandon_all()
+        # They refer back to this. A collection would find the two, and it holds everybody up.
+        self._reader = None
+        self._choices.clear()
+
+    def _handle(self, mail: Mail) -> Sequence[ChoiceDelta]:
+        match mail:
+            case FromWorker():
+                return self._hedges.take(mail)
+            case HedgeDue():
+                self._hedges.due(mail.choice_index, self._twin)
+            case StopChoice():
+                return self._stopped(self._choices[mail.choice_index])
+            case WorkersChanged():
+                for waiting in self._waiting():
+                    waiting.submit()
+            case RejoinOver():
+                if self._waiting(Waiting.FOR_WORKER):
+                    raise self._deserted()
+            case RoomMayBe():
+                self._leave_queue(mail.choice_index)
+                self._choices[mail.choice_index].come_back()
+            case DeadlinePassed():
+                raise DeadlineExceeded("the request's time ran out")
+            case Superseded():
+                raise StreamTaken("the client has taken this stream elsewhere")
+            case Overflowed():
+                retry_after_s = self._around.settings.retry_after_s
+                raise Overloaded("the client reads too slowly", retry_after_s=retry_after_s)
+        return []
+
+    @staticmethod
+    def _stopped(choice: ChoiceRun) -> list[ChoiceDelta]:
+        return [] if choice.done else [choice.finish_early(FinishReason.STOP)]
+
+    def _twin(self, index: int) -> ChoiceRun:
+        return ChoiceRun(self._standings[index], self._names, self._around, partial(self._post, is_twin=True))
+
+    def _waiting(self, what: Waiting | None = None) -> list[ChoiceRun]:
+        return [choice for choice in self._choices if choice.waiting is not None and what in (None, choice.waiting)]
+
+    def _queue_for_room(self) -> None:
+        """Be woken when a worker shows room, or when the time is up for which it asked to be left alone."""
+        for index, choice in enumerate(self._choices):
+            if choice.waiting is not Waiting.FOR_ROOM:
+                self._leave_queue(index)
+            elif index not in self._patience:
+                wake = RoomMayBe(choice_index=index)
+                # A choice that is refused again keeps its place in the queue.
+                place = self._queued.setdefault(index, self._around.room.new_place(self._request.priority))
+                self._around.room.enter(place, choice.num_tokens, partial(self._mailbox.put, wake))
+                self._patience[index] = self._mail_later(choice.wait_for_room_s(), wake)
+
+    def _leave_queue(self, index: int) -> None:
+        if (timer := self._patience.pop(index, None)) is not None:
+            timer.cancel()
+            self._around.room.leave(self._queued[index])
+
+    @property
+    def _was_running(self) -> bool:
+        """Of what waits for a worker: whether one had it, so that it was promised to be gone on with."""
+        return any(choice.was_taken for choice in self._waiting(Waiting.FOR_WORKER))
+
+    def _wait_for_worker_s(self) -> float:
+        settings = self._around.settings
+        if self._was_running:
+            return settings.rejoin_s
+        return min(settings.max_queue_s, self._around.placer.registry.worker_due_s())
+
+    def _deserted(self) -> ServingError:
+        settings = self._around.settings
+        if self._was_running:
+            bound = f"within {settings.rejoin_s:g} s (router.rejoin_s)"
+            told = f"the decode worker was lost, and none came to go on {bound}"
+        elif self._around.placer.registry.live_decoders():
+            # Others serve, and have not taken it: they have said why.
+            return self._waiting(Waiting.FOR_WORKER)[0].final_error()
+        else:
+            told = "no decode worker takes requests, and the one that was expected has not come"
+        return Unavailable(told, retry_after_s=settings.retry_after_s)
+
+    def _watch_for_workers(self) -> None:
+        """Be told who joins or leaves while a choice waits, and for a bounded time only while no worker is left."""
+        registry = self._around.placer.registry
+        if self._waiting():
+            registry.watch(self._workers_changed)
+        else:
+            registry.unwatch(self._workers_changed)
+        if not self._waiting(Waiting.FOR_WORKER):
+            if self._rejoin is not None:
+                self._rejoin.cancel()
+                self._rejoin = None
+        elif self._rejoin is None:
+            self._rejoin = self._mail_later(self._wait_for_worker_s(), RejoinOver())
+
+    def _post(self, choice_index: int, attempt: int, event: AttemptEvent, *, is_twin: bool = False) -> None:
+        reader = None if self._reader_is_slow or not self._mailbox.is_empty else self._reader
+        if reader is not None and type(event) is TokensArrived and self._hedges.are_off:
+            self._hand_over(reader, self._choices[choice_index], attempt, event)
+            return
+        self._mailbox.put(FromWorker(choice_index=choice_index, attempt=attempt, event=event, is_twin=is_twin))
+        if self._mailbox.overflowed:
+            self._abandon_all()
+
+    def _hand_over(self, reader: Reader, choice: ChoiceRun, attempt: int, arrived: TokensArrived) -> None:
+        """The short way of tokens. Whatever else comes of them is mail."""
+        try:
+            for delta in choice.take_tokens(attempt, arrived):
+                if reader.take(delta):
+                    self._reader_is_slow = True
+        except Exception as error:  # noqa: BLE001  # of this request, raised by its own task: here is a session's turn
+            self._reader_error = error
+            self._abandon_all()
+        else:
+            # A reader that is slow now has something to do before it is given more.
+            if not (self._reader_is_slow or choice.done or choice.failure or choice.waiting):
+                return
+        self._mailbox.put(Look())
+
+    def _abandon_all(self) -> None:
+        self._hedges.close()
+        for choice in self._choices:
+            choice.abandon()
+
+    def _workers_changed(self) -> None:
+        self._mailbox.put(WorkersChanged())
+
+    def _mail_later(self, delay_s: float, mail: Mail) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(delay_s, self._mailbox.put, mail)

@@ -1,0 +1,60 @@
+"""The workers and pools that the configuration names, read again when somebody says that the file has changed."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from tandem.config.cluster import ClusterConfig, load
+from tandem.errors import ConfigError
+from tandem.rpc.worker_directory import WorkerAddress, stated_addresses
+from tandem.values.roles import WorkerRole
+
+_log = logging.getLogger(__name__)
+
+
+def stated(config: ClusterConfig) -> frozenset[WorkerAddress]:
+    """Both pools. Raises ConfigError."""
+    return stated_addresses(prefill=config.prefill.addresses, decode=config.decode.addresses)
+
+
+class StatedWorkers:
+    """Reads them anew; needs a running event loop."""
+
+    def __init__(self, path: Path | None, apply: Callable[[frozenset[WorkerAddress]], None]) -> None:
+        """`apply` is called on the loop. Without a path nothing is ever read."""
+        self._path = path
+        self._apply = apply
+        self._loop = asyncio.get_running_loop()
+
+    def read(self) -> None:
+        """In a thread. What makes no sense changes nothing."""
+        if self._path is None:
+            return
+        try:
+            found = stated(load(self._path))
+        except (ConfigError, OSError) as error:
+            _log.error("%s; the workers stay those that were named before", error)
+            return
+        self._loop.call_soon_threadsafe(self._apply, found)
+
+
+class StatedPools:
+    """Shows how many workers each pool is configured to have: a pool of none is meant to be missing."""
+
+    def __init__(self, path: Path | None, config: ClusterConfig, show: Callable[[str, int], None]) -> None:
+        """`show` takes a role and a number, in whatever thread. Without a path nothing is ever read."""
+        self._path = path
+        self._show = show
+        self._tell(config)
+
+    def read(self) -> None:
+        """In a thread. What makes no sense changes nothing: `StatedWorkers` complains of it."""
+        if self._path is not None:
+            with suppress(ConfigError, OSError):
+                self._tell(load(self._path))
+
+    def _tell(self, config: ClusterConfig) -> None:
+        self._show(WorkerRole.PREFILL.value, config.prefill.replicas)
+        self._show(WorkerRole.DECODE.value, config.decode.replicas)

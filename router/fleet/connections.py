@@ -1,0 +1,119 @@
+"""Keeps a session to every worker that the directory names: connects, and connects again after a loss.
+
+A session that is up outlives its address: a directory that forgets a worker only ends the attempts to reach it.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from random import Random
+from types import TracebackType
+
+import grpc
+import grpc.aio
+
+from router.fleet.session_wire import ProtocolError
+from router.fleet.worker_session import SessionListener, SessionSettings, WorkerSession
+from router.types.worker_view import WorkerKey
+from router.workers.expected_workers import ExpectedWorkers
+from router.workers.registry import WorkerRejected
+from tandem.backoff import Backoff
+from tandem.rpc.worker_directory import WorkerAddress, WorkerDirectory
+from tandem.values.roles import WorkerRole
+
+logger = logging.getLogger(__name__)
+
+ChannelFactory = Callable[[str], grpc.aio.Channel]
+
+
+class WorkerFleet:
+    """All sessions of one router; an async context manager."""
+
+    def __init__(
+        self,
+        *,
+        directory: WorkerDirectory,
+        listener: SessionListener,
+        channel_factory: ChannelFactory,
+        settings: SessionSettings,
+        rng: Random,
+        backoff: Backoff | None = None,
+        expected: ExpectedWorkers | None = None,
+    ) -> None:
+        """`expected` hears whom this reaches for."""
+        self._directory = directory
+        self._listener = listener
+        self._channel_factory = channel_factory
+        self._settings = settings
+        self._rng = rng
+        self._backoff = backoff or Backoff()
+        self._expected = expected
+        self._stack = AsyncExitStack()
+        self._follower: asyncio.Task[None] | None = None
+        self._wanted: frozenset[WorkerAddress] = frozenset()
+        self._keepers: dict[WorkerAddress, asyncio.Task[None]] = {}
+        self._in_session: dict[WorkerAddress, WorkerKey] = {}
+
+    async def __aenter__(self) -> "WorkerFleet":
+        tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
+        self._follower = tasks.create_task(self._follow())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._follower is not None:
+            self._follower.cancel()
+        # Not told of `error`: the task group would wrap it in a group of its own.
+        await self._stack.aclose()
+
+    def addresses(self) -> dict[WorkerKey, str]:
+        """Where each worker is that there is a session with."""
+        return {key: address.address for address, key in self._in_session.items()}
+
+    async def _follow(self) -> None:
+        keepers = self._keepers
+        async with asyncio.TaskGroup() as tasks:
+            async for addresses in self._directory.watch():
+                self._wanted = addresses
+                if self._expected is not None:
+                    self._expected.named({one.address for one in addresses if one.role is WorkerRole.DECODE})
+                for gone in keepers.keys() - addresses - self._in_session.keys():
+                    keepers.pop(gone).cancel()
+                for new in addresses - keepers.keys():
+                    keepers[new] = tasks.create_task(self._keep(new))
+
+    async def _keep(self, address: WorkerAddress) -> None:
+        num_failures = 0
+        told = ""
+        while address in self._wanted:
+            reason, lived = await self._converse(address)
+            num_failures = 1 if lived else num_failures + 1
+            if not lived and reason != told:
+                logger.warning("no session with %s: %s", address.address, reason)
+            told = reason
+            await asyncio.sleep(self._backoff.wait_s(num_failures, self._rng))
+        # Only here after a session that had outlived its address: whoever ends a keeper otherwise removes it.
+        del self._keepers[address]
+
+    async def _converse(self, address: WorkerAddress) -> tuple[str, bool]:
+        """One session; returns why it ended, and whether it was ever up."""
+        async with self._channel_factory(address.address) as channel:
+            try:
+                session = await WorkerSession.open(channel, self._settings)
+                if session.info.role is not address.role:
+                    return f"expected a {address.role.value} worker, found a {session.info.role.value} worker", False
+                self._in_session[address] = session.info.key
+                if self._expected is not None:
+                    self._expected.found(address.address, session.info.key)
+                try:
+                    return await session.converse(self._listener), True
+                finally:
+                    del self._in_session[address]
+            except grpc.aio.AioRpcError as error:
+                return f"{error.code().name}: {error.details()}", False
+            except TimeoutError:
+                return f"no hello within {self._settings.hello_timeout_s:g} s", False
+            except (ProtocolError, WorkerRejected) as error:
+                return str(error), False

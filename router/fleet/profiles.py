@@ -1,0 +1,107 @@
+"""Looks into the cluster for its operators: a flame graph of this router, a trace of a worker. One at a time."""
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import grpc
+
+from router.types.worker_view import WorkerKey
+from tandem.config.profiling import ProfilingConfig
+from tandem.errors import InvalidRequest, Overloaded, ServingError, Unavailable
+from tandem.profiling.sampler import StackSampler
+from tandem.profiling.stacks import StackTally
+from tandem.rpc.cluster_grpc import open_channel
+from tandem.v1 import profiling_pb2 as pb
+from tandem.v1.profiling_pb2_grpc import ProfilerStub
+
+PREPARE_S = 120.0
+"""For a worker's profiler to get ready, and for the trace to be written and sent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerTrace:
+    """Of one worker."""
+
+    content: bytes
+    """Chrome's JSON, in gzip."""
+    num_steps: int
+
+
+class Profiles:
+    """Of one router process and of whatever workers it has."""
+
+    def __init__(
+        self,
+        bounds: ProfilingConfig,
+        addresses: Callable[[], Mapping[WorkerKey, str]],
+        metadata: Sequence[tuple[str, str]],
+    ) -> None:
+        """`metadata`: with which workers know that it is the cluster that asks."""
+        self.bounds = bounds
+        self._addresses = addresses
+        self._metadata = metadata
+        self._is_busy = False
+
+    async def of_router(self, seconds: float) -> StackTally:
+        """What this process does for so long. Raises Overloaded, InvalidRequest."""
+        self._check_seconds(seconds)
+        with self._alone():
+            sampler = StackSampler(asyncio.get_running_loop())
+            try:
+                return await asyncio.to_thread(sampler.run, seconds)
+            finally:
+                sampler.stop()  # whoever asked may be gone
+
+    async def of_worker(self, worker_id: str, *, num_steps: int, seconds: float) -> WorkerTrace:
+        """Its next steps, or those of the next seconds. Raises Overloaded, InvalidRequest, Unavailable."""
+        self._check_seconds(seconds)
+        if not 1 <= num_steps <= self.bounds.max_steps:
+            raise InvalidRequest(f"steps must be in [1, {self.bounds.max_steps}] (profiling.max_steps)", param="steps")
+        known = {key.worker_id: address for key, address in self._addresses().items()}
+        address = known.get(worker_id)  # type: ignore[call-overload]  # whatever a client calls it
+        if address is None:
+            shown = ", ".join(sorted(known)) or "none"
+            raise InvalidRequest(f"there is no such worker; there are: {shown}", param="worker")
+        with self._alone():
+            return await self._fetch(address, pb.TraceRequest(num_steps=num_steps, timeout_s=seconds))
+
+    async def _fetch(self, address: str, request: pb.TraceRequest) -> WorkerTrace:
+        content, num_steps = bytearray(), 0
+        try:
+            async with open_channel(address) as channel:
+                stub = ProfilerStub(channel)  # type: ignore[no-untyped-call]
+                call = stub.Trace(request, metadata=self._metadata, timeout=request.timeout_s + PREPARE_S)
+                async for part in call:
+                    num_steps = num_steps or part.num_steps
+                    content += part.content
+                    if len(content) > self.bounds.max_bytes:
+                        raise Unavailable("the worker sends more than profiling.max_bytes")
+        except grpc.RpcError as error:
+            raise _refusal(error) from None
+        return WorkerTrace(content=bytes(content), num_steps=num_steps)
+
+    def _check_seconds(self, seconds: float) -> None:
+        if not 0.0 < seconds <= self.bounds.max_seconds:
+            most = f"seconds must be above 0 and at most {self.bounds.max_seconds:g} (profiling.max_seconds)"
+            raise InvalidRequest(most, param="seconds")
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        if self._is_busy:
+            raise Overloaded("another profile is under way", retry_after_s=1.0)
+        self._is_busy = True
+        try:
+            yield
+        finally:
+            self._is_busy = False
+
+
+def _refusal(error: grpc.RpcError) -> ServingError:
+    code, details = error.code(), error.details() or ""
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return Overloaded(details, retry_after_s=1.0)
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return Unavailable("the worker serves no traces: profiling.enabled is off there")
+    return Unavailable(f"no trace: {code.name}: {details}")

@@ -1,0 +1,357 @@
+"""Protobuf to dataclass and back, for the session with workers."""
+
+from collections import deque
+
+from router.fleet.transfer_wire import transfers_from_pb
+from router.types.session_events import (
+    AttemptFinished,
+    AttemptRefused,
+    AttemptStarted,
+    Bequest,
+    Inheritance,
+    PrefillRoute,
+    ReadOrder,
+    ReadPart,
+    SubmitOrder,
+    TokensArrived,
+    TransferFailed,
+)
+from router.types.worker_view import (
+    BoardReport,
+    CacheTierLoad,
+    PrefixChange,
+    StepTotals,
+    WorkerInfo,
+    WorkerKey,
+    WorkerLoad,
+    WorkReport,
+)
+from tandem.errors import InvalidRequest
+from tandem.protocol.chain_wire import chains_from_pb, chains_to_pb
+from tandem.protocol.pin_wire import order_to_pb, totals_from_pb
+from tandem.protocol.session_versions import SPOKEN
+from tandem.protocol.version_negotiation import NoCommonVersion, VersionRange
+from tandem.protocol.wire import (
+    failure_from_pb,
+    finish_reason_from_pb,
+    layout_from_pb,
+    sampling_to_pb,
+    times_from_pb,
+    token_from_pb,
+)
+from tandem.v1 import pins_pb2 as pins_pb
+from tandem.v1 import session_pb2 as pb
+from tandem.values.ids import BlockHash, Incarnation, RequestId, TransferId, WorkerId
+from tandem.values.kv_layout import DTYPE_BYTES
+from tandem.values.outputs import FinishReason, SampledToken
+from tandem.values.prefix_holder import holder_to_pb
+from tandem.values.prefix_pin import PinKey, PinOrder
+from tandem.values.roles import WorkerRole
+from tandem.values.step_sizes import STEP_SIZES
+
+_ROLES: dict[int, WorkerRole] = {
+    pb.WORKER_ROLE_PREFILL: WorkerRole.PREFILL,
+    pb.WORKER_ROLE_DECODE: WorkerRole.DECODE,
+}
+_TIERS = frozenset({"host", "disk"})
+_MAX_TIERS = 4
+_MAX_LENDS_S = 600.0
+_MOST_BYTES_TOGETHER = 1 << 20
+"""Of orders in one message, the last one apart: far below gRPC's bound, which holds for the longest prompt."""
+
+
+class ProtocolError(Exception):
+    """The peer said something that the session's protocol does not have; names what."""
+
+
+def hello_to_pb(incarnation: Incarnation, *, reads_board: bool = False) -> pb.RouterMessage:
+    """The router's first message."""
+    hello = pb.RouterHello(
+        protocol_version=SPOKEN.oldest,
+        newest_version=SPOKEN.newest,
+        incarnation=incarnation,
+        reads_board=reads_board,
+    )
+    return pb.RouterMessage(hello=hello)
+
+
+def supersede_to_pb() -> pb.RouterMessage:
+    """Earlier sessions of this router are over."""
+    return pb.RouterMessage(supersede=pb.Supersede())
+
+
+def adopt_to_pb(request_id: RequestId, attempt: int, num_shown: int) -> pb.RouterMessage:
+    """Another router's stream is this one's now."""
+    return pb.RouterMessage(adopt=pb.Adopt(request_id=request_id, attempt=attempt, num_shown=num_shown))
+
+
+def hello_from_pb(message: pb.WorkerMessage) -> WorkerInfo:
+    """A worker's first message. Raises ProtocolError when it is another message, or says the impossible."""
+    if not message.HasField("hello"):
+        raise ProtocolError(f"expected hello, got {message.WhichOneof('kind')}")
+    hello = message.hello
+    try:
+        version = SPOKEN.common(VersionRange.told(hello.protocol_version, hello.newest_version))
+    except NoCommonVersion as error:
+        raise ProtocolError(str(error)) from None
+    role = _ROLES.get(hello.role)
+    layout = layout_from_pb(hello.layout)
+    sizes = (layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.block_size, layout.tp_size)
+    if role is None or not hello.worker_id or not hello.num_blocks or not hello.max_model_len:
+        raise ProtocolError("hello lacks worker_id, role, num_blocks or max_model_len")
+    if layout.dtype not in DTYPE_BYTES or min(sizes) < 1:
+        raise ProtocolError(f"hello has an impossible KV layout: dtype {layout.dtype!r}, sizes {sizes}")
+    return WorkerInfo(
+        key=WorkerKey(WorkerId(hello.worker_id), Incarnation(hello.incarnation)),
+        role=role,
+        model_name=hello.model_name,
+        max_model_len=hello.max_model_len,
+        num_blocks=hello.num_blocks,
+        layout=layout,
+        handoff_address=hello.handoff_address,
+        transports=frozenset(hello.transports),
+        vocab_size=hello.vocab_size,
+        eos_token_ids=frozenset(hello.eos_token_ids),
+        num_blocks_below=hello.num_blocks_below,
+        protocol_version=version,
+    )
+
+
+def submit_to_pb(order: SubmitOrder) -> pb.RouterMessage:
+    """One attempt at one choice."""
+    submit = pb.Submit(
+        request_id=order.request_id,
+        attempt=order.attempt,
+        prompt_token_ids=order.prompt_token_ids,
+        generated_token_ids=order.generated_token_ids,
+        sampling=sampling_to_pb(order.sampling),
+        choice_index=order.choice_index,
+        hash_root=order.hash_root,
+        priority=order.priority,
+        timeout_s=order.timeout_s,
+        prefill=_route_to_pb(order.prefill),
+        holder=holder_to_pb(order.holder),
+        trace=order.trace.to_text() if order.trace is not None else None,
+        tokens_per_message=order.tokens_per_message,
+    )
+    return pb.RouterMessage(submit=submit)
+
+
+def read_to_pb(order: ReadOrder) -> pb.RouterMessage:
+    """One attempt at reading one prompt."""
+    read = pb.Read(
+        request_id=order.request_id,
+        attempt=order.attempt,
+        prompt_token_ids=order.prompt_token_ids,
+        hash_root=order.hash_root,
+        priority=order.priority,
+        timeout_s=order.timeout_s,
+        num_top=order.num_top,
+        num_next=order.num_next,
+    )
+    return pb.RouterMessage(read=read)
+
+
+def read_part_from_pb(part: pb.ReadPart) -> ReadPart:
+    """A part of what was read."""
+    return ReadPart(
+        logprobs=part.logprobs,
+        ranks=part.ranks,
+        top_ids=part.top_ids,
+        top_logprobs=part.top_logprobs,
+        mean=part.mean,
+        times=times_from_pb(part.times) if part.HasField("times") else None,
+    )
+
+
+def take_together(waiting: deque[pb.RouterMessage]) -> pb.RouterMessage:
+    """What waits, in as few messages as may be: each costs about as much as the decisions on a whole request."""
+    batch, num_bytes = [waiting.popleft()], 0
+    while waiting and (num_bytes := num_bytes + batch[-1].ByteSize()) < _MOST_BYTES_TOGETHER:
+        batch.append(waiting.popleft())
+    return batch[0] if len(batch) == 1 else pb.RouterMessage(orders=pb.Orders(orders=batch))
+
+
+def cancel_to_pb(request_id: RequestId, attempt: int) -> pb.RouterMessage:
+    """The end of one attempt."""
+    return pb.RouterMessage(cancel=pb.Cancel(request_id=request_id, attempt=attempt))
+
+
+def reroute_to_pb(request_id: RequestId, attempt: int, prefill: PrefillRoute | None) -> pb.RouterMessage:
+    """The answer to a TransferFailed."""
+    route = _route_to_pb(prefill)
+    return pb.RouterMessage(reroute=pb.Reroute(request_id=request_id, attempt=attempt, prefill=route))
+
+
+def _route_to_pb(route: PrefillRoute | None) -> pb.PrefillRoute | None:
+    if route is None:
+        return None
+    return pb.PrefillRoute(
+        worker_id=route.worker.worker_id,
+        incarnation=route.worker.incarnation,
+        address=route.address,
+        transfer_id=route.transfer_id,
+        attempt=route.attempt,
+        holder=holder_to_pb(route.holder),
+    )
+
+
+def tokens_from_pb(delta: pb.TokenDelta) -> TokensArrived:
+    """One attempt's share of a step. Raises ProtocolError when log probabilities and tokens do not match up."""
+    token_ids, logprobs = delta.token_ids, delta.logprobs
+    if logprobs:
+        if len(logprobs) != len(token_ids):
+            raise ProtocolError(f"{len(token_ids)} tokens with {len(logprobs)} logprobs")
+        tokens = tuple(token_from_pb(t, p) for t, p in zip(token_ids, logprobs, strict=True))
+    else:
+        tokens = tuple(map(SampledToken, token_ids))
+    started = None
+    if delta.HasField("started"):
+        started = AttemptStarted(cached_tokens=delta.started.cached_tokens, times=times_from_pb(delta.started.times))
+    finished = _finished_from_pb(delta.finish) if delta.HasField("finish") else None
+    return TokensArrived(delta.first_index, tokens, started, finished)
+
+
+def _finished_from_pb(finish: pb.Finish) -> AttemptFinished:
+    reason = finish_reason_from_pb(finish.reason)
+    return AttemptFinished(
+        reason=reason,
+        cached_tokens=finish.cached_tokens,
+        times=times_from_pb(finish.times),
+        failure=failure_from_pb(finish.failure) if reason is FinishReason.ERROR else None,
+    )
+
+
+def refused_from_pb(refused: pb.Refused) -> AttemptRefused:
+    """A worker's no, with its reason."""
+    return AttemptRefused(error=failure_from_pb(refused.failure))
+
+
+def transfer_failed_from_pb(failed: pb.TransferFailed) -> TransferFailed:
+    """A hand-off that ended without a commit."""
+    return TransferFailed(
+        transfer_id=TransferId(failed.transfer_id),
+        landed_tokens=failed.landed_tokens,
+        reason=failed.reason,
+        error=failure_from_pb(failed.failure) if failed.HasField("failure") else None,
+    )
+
+
+def load_from_pb(load: pb.LoadSnapshot) -> WorkerLoad:
+    """A worker's load."""
+    return WorkerLoad(
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+        num_reserved=min(load.num_reserved, load.num_waiting),
+        backlog_tokens=load.backlog_tokens,
+        num_free_blocks=load.num_free_blocks,
+        prefill_tokens_per_s=load.prefill_tokens_per_s,
+        decode_step_s=load.decode_step_s,
+        kv_bytes_per_s=load.kv_bytes_per_s,
+        context_tokens=load.context_tokens,
+        num_quarantined_blocks=load.num_quarantined_blocks,
+        transfers=transfers_from_pb(load.transfers) if load.HasField("transfers") else None,
+        cache_tiers=tuple(map(_tier_from_pb, load.cache_tiers[:_MAX_TIERS])),
+        report_number=load.report_number,
+        step_age_s=load.step_age_s,
+        pins=totals_from_pb(load.pins),
+        board=_board_from_pb(load.board) if load.HasField("board") else None,
+        work=_work_from_pb(load.work) if load.HasField("work") else None,
+    )
+
+
+def _work_from_pb(work: pb.WorkReport) -> WorkReport:
+    return WorkReport(
+        prefill=_steps_from_pb(work.prefill),
+        decode=_steps_from_pb(work.decode),
+        preemptions=work.preemptions,
+        resident_bytes=work.resident_bytes,
+        weights_bytes=work.weights_bytes,
+        kv_bytes=work.kv_bytes,
+        flops_per_token=work.flops_per_token,
+        step_sizes=tuple(work.step_sizes) if len(work.step_sizes) == len(STEP_SIZES) + 1 else (),
+    )
+
+
+def _steps_from_pb(totals: pb.StepTotals) -> StepTotals:
+    return StepTotals(steps=totals.steps, seconds=totals.seconds, tokens=totals.tokens, requests=totals.requests)
+
+
+def _board_from_pb(board: pb.BoardReport) -> BoardReport:
+    return BoardReport(
+        is_up=board.up, connects=board.connects, entries=board.entries, states=board.states, lag_s=board.lag_s
+    )
+
+
+def _tier_from_pb(tier: pb.CacheTier) -> CacheTierLoad:
+    return CacheTierLoad(
+        tier=tier.tier if tier.tier in _TIERS else "other",
+        num_blocks=tier.num_blocks,
+        capacity_blocks=tier.capacity_blocks,
+        hits=tier.hits,
+        misses=tier.misses,
+        stores=tier.stores,
+        evictions=tier.evictions,
+        stored_bytes=tier.stored_bytes,
+        store_s=tier.store_s,
+        loaded_bytes=tier.loaded_bytes,
+        load_s=tier.load_s,
+        dropped=tier.dropped,
+        damaged=tier.damaged,
+        late=tier.late,
+    )
+
+
+def prefix_change_from_pb(events: pb.KVEvents) -> PrefixChange:
+    """Changes of a worker's prefix cache."""
+    return PrefixChange(
+        first_sequence=events.first_sequence,
+        snapshot=events.cleared,
+        changes=tuple((BlockHash(event.block_hash), event.stored) for event in events.events),
+    )
+
+
+def bequest_from_pb(bequest: pb.Bequest) -> Bequest:
+    """A draining worker's cache. Raises ProtocolError."""
+    try:
+        chains = chains_from_pb(bequest.chains)
+    except InvalidRequest as error:
+        raise ProtocolError(f"bequest: {error.message}") from None
+    return Bequest(chains=chains, lends_s=min(max(0.0, bequest.lends_s), _MAX_LENDS_S))
+
+
+def inherit_to_pb(share: Inheritance, *, within_s: float, prefill_tokens_per_s: float) -> pb.RouterMessage:
+    """To a successor."""
+    inherit = pb.Inherit(
+        holder=holder_to_pb(share.holder),
+        block_size=share.block_size,
+        chains=chains_to_pb(share.chains),
+        within_s=within_s,
+        prefill_tokens_per_s=prefill_tokens_per_s,
+    )
+    return pb.RouterMessage(inherit=inherit)
+
+
+def settled_to_pb() -> pb.RouterMessage:
+    """To a draining worker."""
+    return pb.RouterMessage(settled=pb.Settled())
+
+
+def pin_to_pb(order: PinOrder) -> pb.RouterMessage:
+    """A prefix is to stay."""
+    return pb.RouterMessage(pin=order_to_pb(order))
+
+
+def unpin_to_pb(key: PinKey) -> pb.RouterMessage:
+    """It need not stay any longer."""
+    return pb.RouterMessage(unpin=pins_pb.Unpin(tenant=key.tenant, name=key.name))
+
+
+def resync_to_pb() -> pb.RouterMessage:
+    """The question for a worker's whole prefix cache."""
+    return pb.RouterMessage(resync=pb.Resync())
+
+
+def leaver_from_pb(inherited: pb.Inherited) -> WorkerKey:
+    """Whose cache a successor speaks of."""
+    return WorkerKey(WorkerId(inherited.worker_id), Incarnation(inherited.incarnation))

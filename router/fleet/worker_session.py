@@ -1,0 +1,364 @@
+"""One conversation with one worker, from HELLO to the end of the stream.
+
+The reader hands every event to whom it concerns and never waits for anybody: what a slow client does not take
+piles up in that request's own bounded mailbox. A worker that is silent longer than `silence_s` is taken for
+dead, as is one whose stream ends; then every attempt that it was running gets a WorkerLost.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import grpc
+import grpc.aio
+
+from router.fleet.pending_pin_orders import WaitingPins
+from router.fleet.session_wire import (
+    ProtocolError,
+    adopt_to_pb,
+    bequest_from_pb,
+    cancel_to_pb,
+    hello_from_pb,
+    hello_to_pb,
+    inherit_to_pb,
+    leaver_from_pb,
+    load_from_pb,
+    pin_to_pb,
+    prefix_change_from_pb,
+    read_part_from_pb,
+    read_to_pb,
+    refused_from_pb,
+    reroute_to_pb,
+    resync_to_pb,
+    settled_to_pb,
+    submit_to_pb,
+    supersede_to_pb,
+    take_together,
+    tokens_from_pb,
+    transfer_failed_from_pb,
+    unpin_to_pb,
+)
+from router.types.session_events import (
+    CLOSED_HERE,
+    Bequest,
+    Deliver,
+    DeliverRead,
+    Inheritance,
+    PrefillRoute,
+    ReadOrder,
+    SubmitOrder,
+    WorkerLost,
+    WorkerPort,
+)
+from router.types.worker_view import PrefixChange, WorkerInfo, WorkerKey, WorkerLoad
+from router.workers.silence import SilenceWatch
+from tandem.errors import Unavailable
+from tandem.protocol.pin_wire import told_from_pb
+from tandem.protocol.session_versions import router_dialect
+from tandem.v1 import session_pb2 as pb
+from tandem.v1.session_pb2_grpc import WorkerStub
+from tandem.values.ids import Incarnation, RequestId
+from tandem.values.prefix_pin import PinKey, PinOrder, PinTold
+
+logger = logging.getLogger(__name__)
+
+_LOOKS_PER_SILENCE = 8
+_PINS_TOGETHER = 64
+"""In one message: submits that come meanwhile go before the next ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionSettings:
+    """Bounds of one session."""
+
+    metadata: Sequence[tuple[str, str]]
+    """Proves that the router belongs to the cluster."""
+    incarnation: Incarnation
+    """Of the router's process."""
+    reads_board: bool = False
+    """Cache events of workers that publish them come over Redis."""
+    hello_timeout_s: float = 5.0
+    silence_s: float = 1.5
+    """Workers report their load four times a second."""
+    max_queued_submits: int = 4096
+    """Submits waiting for a slow connection."""
+    max_queued_pins: int = 4096
+    """Pins whose newest order waits for it."""
+
+
+class SessionListener(Protocol):
+    """Who is told what workers say of themselves (`WorkerRegistry`)."""
+
+    def joined(self, info: WorkerInfo, port: WorkerPort) -> None:
+        """Raises WorkerRejected."""
+        ...
+
+    def left(self, key: WorkerKey, reason: str) -> None: ...  # noqa: D102
+
+    def load_changed(self, key: WorkerKey, load: WorkerLoad) -> None: ...  # noqa: D102
+
+    def prefix_changed(self, key: WorkerKey, change: PrefixChange) -> None: ...  # noqa: D102
+
+    def answered(self, key: WorkerKey) -> None: ...  # noqa: D102
+
+    def draining(self, key: WorkerKey, reason: str) -> None: ...  # noqa: D102
+
+    def bequeathed(self, key: WorkerKey, bequest: Bequest) -> None: ...  # noqa: D102
+
+    def inherited(self, key: WorkerKey, leaving: WorkerKey) -> None: ...  # noqa: D102
+
+    def pin_told(self, key: WorkerKey, told: PinTold) -> None: ...  # noqa: D102
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Attempt:
+    number: int
+    deliver: Deliver
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Read:
+    number: int
+    deliver: DeliverRead
+
+
+class WorkerSession:
+    """The live conversation; a WorkerPort for dispatch."""
+
+    def __init__(self, call: Any, info: WorkerInfo, settings: SessionSettings) -> None:
+        self.info = info
+        self._call = call
+        self._settings = settings
+        self._attempts: dict[RequestId, _Attempt] = {}
+        self._reads: dict[RequestId, _Read] = {}
+        # Bounded: submits by `max_queued_submits`, reroutes and cancels by the attempts that they concern. Inherits
+        # and settles by the workers that drain: each is heard once, and names this worker once. Resyncs by time.
+        self._outgoing: deque[pb.RouterMessage] = deque()
+        self._pins: WaitingPins[pb.RouterMessage] = WaitingPins(most=settings.max_queued_pins)
+        self._has_outgoing = asyncio.Event()
+        self._ended = False
+        self._dialect = router_dialect(info.protocol_version)
+        self._silence = SilenceWatch(silence_s=settings.silence_s, period_s=self._look_s, now_s=time.monotonic())
+
+    @property
+    def _look_s(self) -> float:
+        return self._settings.silence_s / _LOOKS_PER_SILENCE
+
+    @classmethod
+    async def open(cls, channel: grpc.aio.Channel, settings: SessionSettings) -> "WorkerSession":
+        """Exchange HELLOs. Raises ProtocolError, grpc.aio.AioRpcError or TimeoutError."""
+        call = WorkerStub(channel).Session(metadata=tuple(settings.metadata))  # type: ignore[no-untyped-call]  # generated
+        async with asyncio.timeout(settings.hello_timeout_s):
+            await call.write(hello_to_pb(settings.incarnation, reads_board=settings.reads_board))
+            first = await call.read()
+        if first is grpc.aio.EOF:
+            raise ProtocolError(f"the stream ended before hello: {await call.details()}")
+        return cls(call, hello_from_pb(first), settings)
+
+    async def converse(self, listener: SessionListener) -> str:
+        """Carry messages both ways until the stream ends; returns why it did.
+
+        Raises WorkerRejected, at once, when the listener does not want the worker.
+        """
+        reason = CLOSED_HERE
+        listener.joined(self.info, self)
+        self._send(supersede_to_pb())
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                writer = tasks.create_task(self._write())
+                ends = (tasks.create_task(self._read(listener)), tasks.create_task(self._watch()))
+                done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                reason = done.pop().result()
+                for task in (writer, *ends):
+                    task.cancel()
+        finally:
+            self._end(listener, reason)
+        return reason
+
+    def submit(self, order: SubmitOrder, deliver: Deliver) -> None:
+        """See WorkerPort."""
+        self._require_room()
+        self._attempts[order.request_id] = _Attempt(number=order.attempt, deliver=deliver)
+        self._send(submit_to_pb(order))
+
+    def read(self, order: ReadOrder, deliver: DeliverRead) -> None:
+        """See WorkerPort."""
+        self._require_room()
+        self._reads[order.request_id] = _Read(number=order.attempt, deliver=deliver)
+        self._send(read_to_pb(order))
+
+    def adopt(self, request_id: RequestId, attempt: int, *, num_shown: int, deliver: Deliver) -> None:
+        """See WorkerPort."""
+        self._require_room()
+        self._attempts[request_id] = _Attempt(number=attempt, deliver=deliver)
+        self._send(adopt_to_pb(request_id, attempt, num_shown))
+
+    def reroute(self, request_id: RequestId, attempt: int, prefill: PrefillRoute | None) -> None:
+        """See WorkerPort."""
+        if self._attempt(request_id, attempt) is not None:
+            self._send(reroute_to_pb(request_id, attempt, prefill))
+
+    def cancel(self, request_id: RequestId, attempt: int) -> None:
+        """See WorkerPort."""
+        if self._attempt(request_id, attempt) is not None:
+            del self._attempts[request_id]
+        elif self._read_of(request_id, attempt) is not None:
+            del self._reads[request_id]
+        else:
+            return
+        self._send(cancel_to_pb(request_id, attempt))
+
+    def inherit(self, share: Inheritance, *, within_s: float, prefill_tokens_per_s: float) -> None:
+        """See WorkerPort."""
+        self._send(inherit_to_pb(share, within_s=within_s, prefill_tokens_per_s=prefill_tokens_per_s))
+
+    def settle(self) -> None:
+        """See WorkerPort."""
+        self._send(settled_to_pb())
+
+    def pin(self, order: PinOrder) -> None:
+        """See WorkerPort."""
+        self._send_pin(order.key, pin_to_pb(order))
+
+    def unpin(self, key: PinKey) -> None:
+        """See WorkerPort."""
+        self._send_pin(key, unpin_to_pb(key))
+
+    def resync(self) -> None:
+        """See WorkerPort."""
+        self._send(resync_to_pb())
+
+    def _require_room(self) -> None:
+        if self._ended:
+            raise Unavailable(f"worker {self.info.key.worker_id} has left")
+        if len(self._outgoing) >= self._settings.max_queued_submits:
+            raise Unavailable(f"the connection to worker {self.info.key.worker_id} is too slow")
+
+    def _attempt(self, request_id: str, number: int) -> _Attempt | None:
+        """The live attempt, or None for one that has ended or been followed by another."""
+        attempt = self._attempts.get(RequestId(request_id))
+        return attempt if attempt is not None and attempt.number == number else None
+
+    def _read_of(self, request_id: str, number: int) -> _Read | None:
+        """As `_attempt`, of readings."""
+        read = self._reads.get(RequestId(request_id))
+        return read if read is not None and read.number == number else None
+
+    def _send(self, message: pb.RouterMessage) -> None:
+        if self._dialect.has(message.WhichOneof("kind")):
+            self._outgoing.append(message)
+            self._has_outgoing.set()
+
+    def _send_pin(self, key: PinKey, message: pb.RouterMessage) -> None:
+        if not self._ended and self._dialect.has(message.WhichOneof("kind")):
+            self._pins.put(key, message)
+            self._has_outgoing.set()
+
+    async def _write(self) -> None:
+        while True:
+            await self._has_outgoing.wait()
+            self._has_outgoing.clear()
+            while self._outgoing or self._pins:
+                if not self._outgoing:
+                    self._outgoing.extend(self._pins.take(_PINS_TOGETHER))
+                try:
+                    await self._call.write(take_together(self._outgoing))
+                except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                    return  # The reader sees the same end, and tells everybody.
+
+    async def _read(self, listener: SessionListener) -> str:
+        while True:
+            try:
+                message = await self._call.read()
+                self._silence.heard(time.monotonic())
+                if message is grpc.aio.EOF:
+                    return f"the worker closed the session: {await self._call.details() or 'no reason given'}"
+                self._take(message, listener)
+            except grpc.aio.AioRpcError as error:
+                return f"{error.code().name}: {error.details()}"
+            except ProtocolError as error:
+                return f"protocol error: {error}"
+
+    async def _watch(self) -> str:
+        while True:
+            await asyncio.sleep(self._look_s)
+            if self._silence.is_silent(time.monotonic()):
+                return f"silent for {self._settings.silence_s:g} s"
+
+    def _take(self, message: pb.WorkerMessage, listener: SessionListener) -> None:
+        key = self.info.key
+        match message.WhichOneof("kind"):
+            case "tokens":
+                self._take_step(message.tokens.deltas, listener)
+            case "load":
+                listener.load_changed(key, load_from_pb(message.load))
+            case "kv_events":
+                listener.prefix_changed(key, prefix_change_from_pb(message.kv_events))
+            case "refused":
+                self._take_refusal(message.refused)
+            case "read":
+                self._take_read(message.read)
+            case "transfer_failed":
+                failed = message.transfer_failed
+                if (attempt := self._attempt(failed.request_id, failed.attempt)) is not None:
+                    attempt.deliver(transfer_failed_from_pb(failed))
+            case "draining":
+                listener.draining(key, message.draining.reason)
+            case "bequest":
+                listener.bequeathed(key, bequest_from_pb(message.bequest))
+            case "inherited":
+                listener.inherited(key, leaver_from_pb(message.inherited))
+            case "pin_told":
+                listener.pin_told(key, told_from_pb(message.pin_told))
+            case other:
+                raise ProtocolError(f"unexpected {other or 'unknown message'}")
+
+    def _take_step(self, deltas: Sequence[pb.TokenDelta], listener: SessionListener) -> None:
+        if any(delta.token_ids for delta in deltas):
+            listener.answered(self.info.key)
+        for delta in deltas:
+            self._take_tokens(delta)
+
+    def _take_tokens(self, delta: pb.TokenDelta) -> None:
+        attempt = self._attempts.get(RequestId(delta.request_id))
+        if attempt is None or attempt.number != delta.attempt:
+            return
+        arrived = tokens_from_pb(delta)
+        if arrived.finished is not None:
+            del self._attempts[RequestId(delta.request_id)]
+        attempt.deliver(arrived)
+
+    def _take_refusal(self, refused: pb.Refused) -> None:
+        request_id = RequestId(refused.request_id)
+        if (attempt := self._attempt(request_id, refused.attempt)) is not None:
+            del self._attempts[request_id]
+            attempt.deliver(refused_from_pb(refused))
+        elif (read := self._read_of(request_id, refused.attempt)) is not None:
+            del self._reads[request_id]
+            read.deliver(refused_from_pb(refused))
+
+    def _take_read(self, message: pb.ReadPart) -> None:
+        if (read := self._read_of(message.request_id, message.attempt)) is None:
+            return
+        part = read_part_from_pb(message)
+        if part.times is not None:
+            del self._reads[RequestId(message.request_id)]
+        read.deliver(part)
+
+    def _end(self, listener: SessionListener, reason: str) -> None:
+        self._ended = True
+        self._outgoing.clear()
+        self._pins.clear()
+        self._call.cancel()
+        # First the registry, so that whoever is told of the loss does not choose the same worker again.
+        listener.left(self.info.key, reason)
+        attempts, self._attempts = self._attempts, {}
+        for attempt in attempts.values():
+            attempt.deliver(WorkerLost(reason=reason))
+        reads, self._reads = self._reads, {}
+        for read in reads.values():
+            read.deliver(WorkerLost(reason=reason))

@@ -1,0 +1,137 @@
+"""What a gRPC client says of a conversation: its turns, tools, calls, variables of the template, marks."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from router.api.cache_breakpoints import DEFAULT_MARK_TTL, MARK_TTL_S, Mark, check_marks
+from router.api.request.strict_json import parse
+from router.text.conversation import Message, TemplateOptions
+from router.text.tools import MAX_TOOLS_CHARS, Tool, ToolCall, ToolUse, use_of
+from tandem.errors import InvalidRequest
+from tandem.v1 import inference_pb2 as pb
+
+_TOOLS, _CHOICE, _CONTROL = "tools", "tool_choice", "cache_control"
+_MOST_SCHEMA_CHARS = 4 * MAX_TOOLS_CHARS
+"""Of all schemas as they were sent: read before they are measured."""
+_OF_CONVERSATIONS = (
+    *("add_generation_prompt", _TOOLS, _CHOICE, "chat_template_kwargs", "continue_final_message", "cached_content"),
+)
+_OF_PROMPTS = ("add_special_tokens",)
+
+
+def check_belongings(request: pb.GenerateRequest) -> None:
+    """Raises InvalidRequest for what belongs to conversations and comes with a prompt, or the other way round."""
+    is_chat = request.WhichOneof("input") == "chat"
+    names, what = (_OF_PROMPTS, "prompt") if is_chat else (_OF_CONVERSATIONS, "conversation")
+    given = {field.name for field, _ in request.ListFields()}
+    if foreign := next((name for name in names if name in given and not _asks_for_nothing(request, name)), None):
+        raise InvalidRequest(f"{foreign}: stands with a {what} alone", param=foreign)
+
+
+def _asks_for_nothing(request: pb.GenerateRequest, name: str) -> bool:
+    """What HTTP takes of every body as well."""
+    if name == _CHOICE:
+        return _chosen(request.tool_choice) in (("none", None, False), ("auto", None, False))
+    return name == "continue_final_message" and not request.continue_final_message
+
+
+def messages_of(chat: pb.Chat) -> Sequence[Message]:
+    """A conversation. Raises InvalidRequest."""
+    return [_message(turn) for turn in chat.messages]
+
+
+def _message(turn: pb.ChatMessage) -> Message:
+    if not turn.HasField("content") and turn.role != "assistant":
+        raise InvalidRequest("messages: content is missing", param="messages")
+    return Message(
+        role=turn.role,
+        content=turn.content,
+        name=turn.name if turn.HasField("name") else None,
+        tool_calls=tuple(ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in turn.tool_calls),
+        tool_call_id=turn.tool_call_id if turn.HasField("tool_call_id") else None,
+        reasoning=turn.reasoning_content if turn.HasField("reasoning_content") else None,
+    )
+
+
+def marks_of(request: pb.GenerateRequest) -> list[Mark]:
+    """Beginnings that are to stay cached. Raises InvalidRequest."""
+    turns = enumerate(request.chat.messages, 1)
+    marks = [Mark(number, len(t.content), _ttl_s(t.cache_control)) for number, t in turns if t.HasField(_CONTROL)]
+    if marks and request.HasField("cached_content"):
+        raise InvalidRequest(f"{_CONTROL}: not together with cached_content", param=_CONTROL)
+    check_marks(marks)
+    return marks
+
+
+def check_unmarked(chat: pb.Chat) -> None:
+    """Raises InvalidRequest for a mark where none can be kept."""
+    if any(turn.HasField(_CONTROL) for turn in chat.messages):
+        raise InvalidRequest(f"{_CONTROL}: stands in what is generated from alone", param=_CONTROL)
+
+
+def _ttl_s(control: pb.CacheControl) -> float:
+    ttl = control.ttl if control.HasField("ttl") else DEFAULT_MARK_TTL
+    if ttl not in MARK_TTL_S:
+        raise InvalidRequest(f"{_CONTROL}: ttl is one of {', '.join(MARK_TTL_S)}", param=_CONTROL)
+    return MARK_TTL_S[ttl]
+
+
+def template_options(request: pb.GenerateRequest) -> TemplateOptions:
+    """Raises InvalidRequest."""
+    continues = request.continue_final_message
+    if continues and request.add_generation_prompt:
+        raise InvalidRequest(
+            "continue_final_message: nothing can come after the message that is continued",
+            param="continue_final_message",
+        )
+    variables = {name: _variable(value) for name, value in request.chat_template_kwargs.items()}
+    return TemplateOptions(variables=variables, continue_final=continues)
+
+
+def _variable(value: pb.TemplateValue) -> Any:
+    kind = value.WhichOneof("kind")
+    return None if kind is None else getattr(value, kind)
+
+
+def tool_use(request: pb.GenerateRequest) -> ToolUse | None:
+    """What `tools`, `tool_choice` and `parallel_tool_calls` say together. Raises InvalidRequest."""
+    mode, allowed, is_named = _chosen(request.tool_choice)
+    parallel = request.parallel_tool_calls or not request.HasField("parallel_tool_calls")
+    return use_of(tools_of(request.tools), mode, allowed, parallel and not is_named)
+
+
+def tools_of(tools: Sequence[pb.Tool]) -> tuple[Tool, ...]:
+    """Raises InvalidRequest for parameters that are no JSON object; their other bounds are `ToolUse`'s."""
+    if sum(len(tool.parameters) for tool in tools) > _MOST_SCHEMA_CHARS:
+        raise InvalidRequest(f"{_TOOLS}: more than {MAX_TOOLS_CHARS} characters", param=_TOOLS)
+    return tuple(
+        Tool(
+            name=tool.name,
+            description=tool.description if tool.HasField("description") else None,
+            parameters=_parameters(tool.parameters) if tool.HasField("parameters") else None,
+            strict=tool.strict,
+        )
+        for tool in tools
+    )
+
+
+def _parameters(text: str) -> dict[str, Any]:
+    try:
+        value = parse(text.encode())
+    except InvalidRequest:
+        value = None
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"{_TOOLS}: parameters are the text of a JSON object", param=_TOOLS)
+    return value
+
+
+def _chosen(choice: pb.ToolChoice) -> tuple[str, frozenset[str] | None, bool]:
+    """Mode, names of the tools that may be called, and whether it is one that must be."""
+    if choice.HasField("function"):
+        if choice.allowed or (choice.HasField("mode") and choice.mode != "required"):
+            raise InvalidRequest(f"{_CHOICE}: nothing else beside function", param=_CHOICE)
+        return "required", frozenset({choice.function}), True
+    mode = choice.mode if choice.HasField("mode") else "auto"
+    if choice.allowed and mode not in ("auto", "required"):
+        raise InvalidRequest(f"{_CHOICE}: allowed stands with mode auto or required", param=_CHOICE)
+    return mode, frozenset(choice.allowed) or None, False

@@ -1,0 +1,184 @@
+"""What clients may send to Anthropic's routes: types here, bounds in the frontend."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, Literal, NamedTuple
+
+from pydantic import Field
+
+from router.api.cache_breakpoints import Mark, check_marks
+from router.api.prompts import MAX_MESSAGES
+from router.api.request.client_request import ClientFields
+from router.http.anthropic.content_blocks import (
+    Block,
+    Blocks,
+    CacheControl,
+    TextBlock,
+    Texts,
+    ThinkingBlock,
+    ToolChoice,
+    ToolResultBlock,
+    ToolSpec,
+    chosen_tools,
+    joined,
+)
+from router.http.body.strict_body import StrictBody, at_most
+from router.text.conversation import Message, TemplateOptions
+from router.text.stop_strings import MAX_STOP_STRINGS
+from router.text.tools import MAX_TOOLS, ToolCall
+from tandem.errors import InvalidRequest
+from tandem.values.sampling import SamplingParams
+
+_SAMPLING = ("temperature", "top_k", "top_p")
+
+
+class Turn(StrictBody):
+    """One message."""
+
+    role: Literal["user", "assistant"]
+    content: Blocks
+
+
+class Metadata(StrictBody):
+    """A note of the client's."""
+
+    user_id: str | None = None
+
+
+class Thinking(StrictBody):
+    """Whether the model is to think. How long it thinks cannot be promised: `enabled` with its budget is refused."""
+
+    type: Literal["disabled", "adaptive"]
+
+
+class Conversation(NamedTuple):
+    """As the template sees it."""
+
+    messages: list[Message]
+    marks: list[Mark]
+
+
+class CountBody(StrictBody):
+    """POST /v1/messages/count_tokens."""
+
+    model: str
+    messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES)]
+    system: Texts | None = None
+    tools: Annotated[list[ToolSpec] | None, at_most(MAX_TOOLS)] = None
+    tool_choice: ToolChoice | None = None
+    cache_control: CacheControl | None = None
+    """As if it stood on the last block."""
+    thinking: Thinking | None = None
+
+    def fields(self, tenant: str) -> ClientFields:
+        """What the frontend validates. Raises InvalidRequest."""
+        continues = self.messages[-1].role == "assistant"
+        return ClientFields(
+            model=self.model,
+            tenant=tenant,
+            tools=chosen_tools(self.tools or (), self.tool_choice),
+            template=TemplateOptions(
+                continue_final=continues, thinks=self.thinking is None or self.thinking.type != "disabled"
+            ),
+            add_generation_prompt=not continues,
+        )
+
+    def conversation(self) -> Conversation:
+        """Turns of one role in a row are one turn. Raises InvalidRequest."""
+        talk = Conversation([], [])
+        if self.system is not None:
+            _add(talk, "system", self.system)
+        for tool in self.tools or ():
+            if tool.cache_control is not None:
+                # Templates show tools in the system's turn: the mark covers all of that.
+                size = len(talk.messages[0].content) if talk.messages else 0
+                talk.marks.append(Mark(len(talk.messages), size, tool.cache_control.ttl_s))
+        for role, blocks in _merged(self.messages):
+            _add(talk, role, blocks)
+        if self.cache_control is not None:
+            talk.marks.append(Mark(len(talk.messages), len(talk.messages[-1].content), self.cache_control.ttl_s))
+        check_marks(talk.marks)
+        return talk
+
+
+class MessagesBody(CountBody):
+    """POST /v1/messages."""
+
+    max_tokens: int
+    stop_sequences: Annotated[list[str] | None, at_most(MAX_STOP_STRINGS)] = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    stream: bool | None = None
+    metadata: Metadata | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+
+    def fields(self, tenant: str) -> ClientFields:
+        """See CountBody."""
+        given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        return replace(
+            super().fields(tenant),
+            sampling=SamplingParams(**given),
+            max_tokens=self.max_tokens,
+            reads_along=bool(self.stream),
+            stop=tuple(self.stop_sequences or ()),
+        )
+
+
+def _merged(turns: Sequence[Turn]) -> list[tuple[str, list[Block]]]:
+    merged: list[tuple[str, list[Block]]] = []
+    for turn in turns:
+        if merged and merged[-1][0] == turn.role:
+            merged[-1][1].extend(turn.content)
+        else:
+            merged.append((turn.role, list(turn.content)))
+    return merged
+
+
+def _add(talk: Conversation, role: str, blocks: Sequence[Block]) -> None:
+    """One turn: what tools returned are turns of their own, in a user's; calls belong to an assistant's."""
+    texts: list[TextBlock] = []
+    calls: list[ToolCall] = []
+    thoughts: list[str] = []
+    is_open, num_chars = False, 0
+
+    def close() -> None:
+        nonlocal is_open, num_chars
+        thought = "\n".join(thoughts) if thoughts else None
+        turn = Message(role=role, content=joined(texts), tool_calls=tuple(calls), reasoning=thought)
+        talk.messages.append(turn)
+        texts.clear()
+        thoughts.clear()
+        calls.clear()
+        is_open, num_chars = False, 0
+
+    for block in blocks:
+        if isinstance(block, ToolResultBlock):
+            if role != "user":
+                raise InvalidRequest("messages: tool_result stands in a user's turn", param="messages")
+            if is_open:
+                close()
+            talk.messages.append(Message(role="tool", content=block.text, tool_call_id=block.tool_use_id))
+            _mark(talk, len(talk.messages), len(block.text), block.cache_control)
+            continue
+        is_open = True
+        if isinstance(block, ThinkingBlock):
+            if role != "assistant":
+                raise InvalidRequest("messages: thinking stands in an assistant's turn", param="messages")
+            thoughts.append(block.thinking)
+            continue
+        if isinstance(block, TextBlock):
+            num_chars += len(block.text) + (1 if texts else 0)  # the line's end between two
+            texts.append(block)
+        elif role == "assistant":
+            calls.append(block.call())
+        else:
+            raise InvalidRequest("messages: tool_use stands in an assistant's turn", param="messages")
+        _mark(talk, len(talk.messages) + 1, num_chars, block.cache_control)
+    if is_open or not blocks:
+        close()
+
+
+def _mark(talk: Conversation, num_messages: int, num_chars: int, control: CacheControl | None) -> None:
+    if control is not None:
+        talk.marks.append(Mark(num_messages, num_chars, control.ttl_s))

@@ -1,0 +1,158 @@
+"""The parts of Anthropic's messages, and the tools that they speak of."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+
+import orjson
+from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
+from pydantic_core import CoreSchema, core_schema
+
+from router.api.cache_breakpoints import DEFAULT_MARK_TTL, MARK_TTL_S
+from router.http.body.strict_body import OnlyTypes, StrictBody, at_most
+from router.text.tools import Tool, ToolCall, ToolUse, use_of
+from tandem.errors import InvalidRequest
+
+_MAX_BLOCKS = 256  # of one message's content
+_MODES = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}
+
+
+class CacheControl(StrictBody):
+    """The conversation up to this block is to stay cached."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+    @property
+    def ttl_s(self) -> float:
+        """From its last use on."""
+        return MARK_TTL_S[self.ttl or DEFAULT_MARK_TTL]
+
+
+class TextBlock(StrictBody):
+    """Text."""
+
+    # A client that sends an answer's blocks back as they were sends these as well.
+    NOT_YET: ClassVar[dict[str, tuple[Any, ...]]] = {"citations": (None, [])}
+    type: Literal["text"]
+    text: str
+    cache_control: CacheControl | None = None
+
+
+class ToolUseBlock(StrictBody):
+    """What the model called, in an assistant's message that the client sends back."""
+
+    NOT_YET: ClassVar[dict[str, tuple[Any, ...]]] = {"caller": (None, {"type": "direct"}), "toolset_name": (None,)}
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+    cache_control: CacheControl | None = None
+
+    def call(self) -> ToolCall:
+        """The same for every door."""
+        return ToolCall(id=self.id, name=self.name, arguments=orjson.dumps(self.input).decode())
+
+
+class _Known:
+    """Names what is not supported; a text is a list of one block, so that what is wrong is said of the block."""
+
+    def __init__(self, *kinds: str) -> None:
+        self._kinds = kinds
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Looked at before any block is read."""
+        return core_schema.no_info_before_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """A text, or blocks."""
+        return {"anyOf": [{"type": "string"}, handler(core)]}
+
+    def _check(self, content: Any) -> Any:
+        if isinstance(content, str):
+            return [{"type": "text", "text": content}]
+        for block in content if isinstance(content, list) else ():
+            kind = block.get("type") if isinstance(block, dict) else None
+            if isinstance(kind, str) and kind not in self._kinds:
+                raise InvalidRequest(f"content of type {kind[:40]!r} is not supported here", param="messages")
+        return content
+
+
+Texts: TypeAlias = Annotated[list[TextBlock], at_most(_MAX_BLOCKS), _Known("text")]
+
+
+class ToolResultBlock(StrictBody):
+    """What a tool returned, in a user's message."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: Texts | None = None
+    is_error: bool | None = None
+    cache_control: CacheControl | None = None
+
+    @property
+    def text(self) -> str:
+        """For the model, which has no other sign of an error."""
+        text = joined(self.content or ())
+        return f"Error: {text}" if self.is_error else text
+
+
+class ThinkingBlock(StrictBody):
+    """What the model thought, in an assistant's message that the client sends back; its signature is empty here."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = None
+
+
+Block: TypeAlias = TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
+Blocks: TypeAlias = Annotated[
+    list[Annotated[Block, Field(discriminator="type")]],
+    at_most(_MAX_BLOCKS),
+    _Known("text", "thinking", "tool_use", "tool_result"),
+]
+
+
+class ToolSpec(StrictBody):
+    """A function of the client's; no tools of a server's are here."""
+
+    TYPES: ClassVar[OnlyTypes | None] = OnlyTypes("tools", "a tool", frozenset({"custom"}))
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+    type: Literal["custom"] | None = None
+    strict: bool | None = None
+    cache_control: CacheControl | None = None
+
+    def tool(self) -> Tool:
+        """The same for every door."""
+        return Tool(
+            name=self.name, description=self.description, parameters=self.input_schema, strict=bool(self.strict)
+        )
+
+
+class ToolChoice(StrictBody):
+    """Whether tools may be called, or must."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    @model_validator(mode="after")
+    def _names_one(self) -> "ToolChoice":
+        if (self.type == "tool") != (self.name is not None):
+            raise InvalidRequest("tool_choice: a name is of type tool", param="tool_choice")
+        return self
+
+
+def chosen_tools(tools: Sequence[ToolSpec], choice: ToolChoice | None) -> ToolUse | None:
+    """What both say together. Raises InvalidRequest."""
+    made = tuple(tool.tool() for tool in tools)
+    if choice is None:
+        return use_of(made, "auto", None, True)
+    allowed = None if choice.name is None else frozenset({choice.name})
+    return use_of(made, _MODES[choice.type], allowed, not choice.disable_parallel_tool_use and allowed is None)
+
+
+def joined(blocks: Sequence[TextBlock]) -> str:
+    """Blocks stand on lines of their own."""
+    return "\n".join(block.text for block in blocks)

@@ -1,0 +1,75 @@
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's Messages API."""
+
+from functools import partial
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from router.api.answer.choice_text import WholeText
+from router.api.cache_breakpoints import prepare_marked
+from router.api.request.client_request import ClientFields
+from router.http.anthropic.answer import MessageStream, error_event, whole_message
+from router.http.anthropic.body import Conversation, CountBody, MessagesBody
+from router.http.body.client_link import WhileConnected
+from router.http.body.sse import EventStream, SseResponse
+from router.http.openai.generation import trace_and_time
+from router.http.openai.schemas import validate
+from router.http.openai.whole_answer import WholeResponse
+from router.http.routing.generation_calls import Answering
+from tandem.errors import InvalidRequest
+
+VERSION_HEADER = "anthropic-version"
+_VERSIONS = ("2023-06-01", "2026-10-21")
+"""The second is what clients of late 2026 send; their types of all that is served here are those of the first."""
+
+
+class MessagesRoutes:
+    """The handlers of the two routes."""
+
+    def __init__(self, answering: Answering) -> None:
+        self._answering = answering
+        self._frontend = answering.frontend
+
+    async def messages(self, request: Request) -> Response:
+        """A conversation."""
+        _check_version(request)
+        body = validate(MessagesBody, await self._answering.read_object(request))
+        fields = trace_and_time(body.fields(request.state.tenant), request)
+        talk = body.conversation()
+        if body.stream:
+            return SseResponse(partial(self._stream, talk, fields), show_error=error_event, closing=b"")
+        async with WhileConnected(request.scope, request.receive):
+            content = await self._whole(talk, fields)
+        return WholeResponse(orjson.dumps(content))
+
+    async def count_tokens(self, request: Request) -> dict[str, Any]:
+        """The size of the prompt that such a conversation makes."""
+        _check_version(request)
+        body = validate(CountBody, await self._answering.read_object(request))
+        self._frontend.check_model(body.model)
+        fields = body.fields(request.state.tenant)
+        ids = await self._frontend.prompts.encode_chat(
+            body.conversation().messages,
+            add_generation_prompt=fields.add_generation_prompt,
+            tools=fields.tools,
+            options=fields.template,
+        )
+        return {"input_tokens": len(ids)}
+
+    async def _whole(self, talk: Conversation, fields: ClientFields) -> dict[str, Any]:
+        prepared, text = await prepare_marked(self._frontend, talk.messages, talk.marks, fields), WholeText()
+        await self._answering.read_text([prepared], text)
+        return whole_message(prepared, self._frontend.model.name, text.choices()[0])
+
+    async def _stream(self, talk: Conversation, fields: ClientFields, events: EventStream) -> None:
+        """Nothing is written before the first token, so that earlier errors keep their HTTP status."""
+        prepared = await prepare_marked(self._frontend, talk.messages, talk.marks, fields)
+        await self._answering.read_text([prepared], MessageStream(events, prepared, self._frontend.model.name))
+
+
+def _check_version(request: Request) -> None:
+    given = request.headers.get(VERSION_HEADER, _VERSIONS[0])
+    if given not in _VERSIONS:
+        raise InvalidRequest(f"{VERSION_HEADER} must be one of {', '.join(_VERSIONS)}", param=VERSION_HEADER)

@@ -1,0 +1,130 @@
+"""Server-sent events, written where they arise, that end when the client does."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from router.api.slow_client import WRITE_TIMEOUT_S, SlowReader, taken_in_time
+from router.http.body.client_link import ClientLeft, Link, WhileConnected, link_of
+from router.http.body.errors import error_object
+from tandem.errors import InternalError, ServingError
+
+DONE = b"data: [DONE]\n\n"
+_log = logging.getLogger(__name__)
+
+
+def event(content: dict[str, Any], event_id: bytes | None = None) -> bytes:
+    """One event. orjson writes infinities and NaN as null."""
+    if event_id is not None:
+        return b"id: " + event_id + b"\ndata: " + orjson.dumps(content) + b"\n\n"
+    return b"data: " + orjson.dumps(content) + b"\n\n"
+
+
+class EventStream:
+    """What is written to one stream. The answer starts with its first event.
+
+    Over a `Link` events go out at once; until it is known, and without one, they wait for `ready`.
+    """
+
+    def __init__(self, send: Send, link: Link | None, start: dict[str, Any], write_timeout_s: float) -> None:
+        """`start`: the ASGI message."""
+        self._send = send
+        self._link = link
+        self._start = start
+        self._timeout_s = write_timeout_s
+        self._held: list[bytes] = []
+        self._direct: Link | None = None
+        self._sending = asyncio.Lock()
+        self.started = False
+
+    def write(self, events: bytes) -> bool:
+        """One event or more, without waiting; whether `ready` should be awaited before the next."""
+        if self._direct is not None:
+            return self._direct.write(events)
+        self._held.append(events)
+        return True
+
+    async def ready(self) -> None:
+        """Return when the client took what was written."""
+        async with self._sending:
+            if self._held:
+                await self._send_body(self._take_held(), more=True)
+                self._direct = self._link
+            if self._direct is not None and self._direct.is_paused:
+                await taken_in_time(self._direct.drain(), self._timeout_s)
+
+    async def end(self, closing: bytes) -> None:
+        """Write the end mark."""
+        await self._send_body(self._take_held() + closing, more=False)
+
+    def _take_held(self) -> bytes:
+        held, self._held = b"".join(self._held), []
+        return held
+
+    async def _send_body(self, body: bytes, *, more: bool) -> None:
+        if not self.started:
+            self.started = True
+            await self._send(self._start)
+        sending = self._send({"type": "http.response.body", "body": body, "more_body": more})
+        await taken_in_time(sending, self._timeout_s)
+
+
+class SseResponse(Response):
+    """Streams what `run` writes; an error before the first event is an ordinary error answer, a later one an event."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        run: Callable[[EventStream], Awaitable[None]],
+        *,
+        write_timeout_s: float = WRITE_TIMEOUT_S,
+        show_error: Callable[[ServingError], bytes] | None = None,
+        closing: bytes = DONE,
+    ) -> None:
+        """`show_error`: an event of another shape than OpenAI's; `closing`: the end mark."""
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        # The length of a stream is not known.
+        del self.headers["content-length"]
+        self._run = run
+        self._show_error = show_error or _error_event
+        self._closing = closing
+        self._write_timeout_s = write_timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises what `run` raises before its first event, for the application's handlers."""
+        start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        stream = EventStream(send, link_of(scope), start, self._write_timeout_s)
+        try:
+            async with WhileConnected(scope, receive):
+                await self._fill(stream)
+                await stream.end(self._closing)
+        except SlowReader:
+            _log.warning("a client did not read its stream for %s s and was given up", self._write_timeout_s)
+        except ClientLeft:
+            _log.debug("a client left its stream")
+
+    async def _fill(self, stream: EventStream) -> None:
+        try:
+            await self._run(stream)
+        except SlowReader:
+            raise
+        except ServingError as error:
+            if not stream.started:
+                raise
+            stream.write(self._show_error(error))
+        except Exception:
+            # The stream's interceptor: a fault of ours must still end in a readable event.
+            if not stream.started:
+                raise
+            _log.exception("a stream failed")
+            stream.write(self._show_error(InternalError("internal error")))
+
+
+def _error_event(error: ServingError) -> bytes:
+    return event(error_object(error))

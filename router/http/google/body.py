@@ -1,0 +1,91 @@
+"""What clients may send to /v1beta/cachedContents, in Google's words."""
+
+import re
+from datetime import UTC, datetime
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from router.api.prompts import MAX_MESSAGES
+from router.api.request.named_caches import MAX_DISPLAY_NAME_CHARS
+from router.http.body.strict_body import StrictBody, at_most
+from router.text.chat_template import Message
+from tandem.errors import InvalidRequest
+
+_MAX_PARTS = 256
+_TTL = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,9})?)s")
+_TIME = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]{1,9})?(Z|[+-][0-9]{2}:[0-9]{2})")
+_ROLES = {"user": "user", "model": "assistant"}
+
+
+class Part(StrictBody):
+    """Text; nothing else is supported yet."""
+
+    text: str
+
+
+class Content(StrictBody):
+    """One turn."""
+
+    parts: Annotated[list[Part], at_most(_MAX_PARTS), Field(min_length=1)]
+    role: Literal["user", "model"] | None = None
+
+    def message(self, role: str | None = None) -> Message:
+        """Parts stand on lines of their own."""
+        text = "\n".join(part.text for part in self.parts)
+        return Message(role=role or _ROLES[self.role or "user"], content=text)
+
+
+class Life(StrictBody):
+    """When it ends: PATCH, and part of POST."""
+
+    ttl: Annotated[str | None, Field(json_schema_extra={"pattern": f"^{_TTL.pattern}$"})] = None
+    """Seconds with an `s` behind them."""
+    expireTime: Annotated[str | None, Field(json_schema_extra={"format": "date-time"})] = None  # the wire's name
+    """RFC 3339."""
+
+    def expires_s(self, now_s: float, default_s: float | None = None) -> float:
+        """Unix time. Raises InvalidRequest when it is not said, said twice, or no time."""
+        if self.ttl is not None and self.expireTime is not None:
+            raise InvalidRequest("send either ttl or expireTime", param="expireTime")
+        if self.expireTime is not None:
+            return _unix_time(self.expireTime)
+        if self.ttl is None:
+            if default_s is None:
+                raise InvalidRequest("send ttl or expireTime: nothing else can be changed", param="ttl")
+            return now_s + default_s
+        if (match := _TTL.fullmatch(self.ttl)) is None:
+            raise InvalidRequest('ttl must be seconds, such as "300s"', param="ttl")
+        return now_s + float(match[1])
+
+
+class CreateBody(Life):
+    """POST /v1beta/cachedContents."""
+
+    model: str
+    contents: Annotated[list[Content], at_most(MAX_MESSAGES)] | None = None
+    systemInstruction: Content | None = None
+    displayName: Annotated[str, Field(max_length=MAX_DISPLAY_NAME_CHARS)] | None = None
+
+    def messages(self) -> list[Message]:
+        """The beginning of a conversation. Raises InvalidRequest for none."""
+        system = [self.systemInstruction.message("system")] if self.systemInstruction is not None else []
+        messages = system + [content.message() for content in self.contents or ()]
+        if not messages:
+            raise InvalidRequest("send contents, systemInstruction or both", param="contents")
+        return messages
+
+
+def _unix_time(text: str) -> float:
+    try:
+        if _TIME.fullmatch(text) is None:
+            raise ValueError
+        # Python reads six digits of a second.
+        return datetime.fromisoformat(re.sub(r"(\.[0-9]{6})[0-9]+", r"\1", text)).timestamp()
+    except (ValueError, OverflowError):
+        raise InvalidRequest("expireTime must be a time such as 2026-01-31T12:00:00Z", param="expireTime") from None
+
+
+def shown_time(unix_s: float) -> str:
+    """RFC 3339, in UTC."""
+    return datetime.fromtimestamp(unix_s, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")

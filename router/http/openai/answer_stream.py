@@ -1,0 +1,112 @@
+"""One streamed answer, from text to events.
+
+Most events differ from the one before in their text alone: `_TextEvent` keeps the bytes around it, cut out of a chunk
+that the answer itself made. Whatever carries more is built as a whole.
+"""
+
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from router.api.answer.choice_text import TextDelta
+from router.api.answer.stream_cursor import StreamCursor
+from router.api.answer.timing_report import timing_object
+from router.api.answer.usage import Usage
+from router.http.body.sse import EventStream, event
+from router.http.openai.answers import Answer
+from router.http.openai.usage import usage_object
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamExtras:
+    """What a client wants besides the text."""
+
+    include_usage: bool
+    """In an event of its own at the end; null in those before."""
+    continuous_usage: bool
+    timing: bool
+
+
+class AnswerStream:
+    """A `TextReader` that writes events."""
+
+    def __init__(
+        self, events: EventStream, answer: Answer, cursor: StreamCursor, usage: Usage, extras: StreamExtras
+    ) -> None:
+        self._events = events
+        self._answer = answer
+        self._cursor = cursor
+        self._usage = usage
+        self._extras = extras
+        self._fields: dict[str, Any] = {"usage": None} if extras.include_usage else {}
+        self._opened = cursor.is_continued
+        self._text_events: dict[int, _TextEvent] = {}
+        # A choice whose end the client has is silent.
+        self._text_only = answer.is_text_only and not extras.continuous_usage and not cursor.is_continued
+        self._has_ids = cursor.has_ids
+
+    async def ready(self) -> None:
+        """See TextReader."""
+        await self._events.ready()
+
+    def take(self, delta: TextDelta) -> bool:
+        """See TextReader."""
+        self._usage.add(delta)
+        if self._text_only and self._opened and delta.finish is None:
+            around = self._text_events.get(delta.choice_index) or self._cut(delta.choice_index)
+            event_id = self._cursor.text_id(delta) if self._has_ids else None
+            return bool(delta.text) and self._events.write(around.of(delta.text, event_id))
+        chunks = [] if self._cursor.has_ended(delta.choice_index) else self._answer.chunks(delta)
+        if self._extras.continuous_usage:
+            self._fields["usage"] = usage_object(self._usage)
+        if self._extras.timing and self._usage.complete and not self._extras.include_usage and chunks:
+            chunks[-1]["timing"] = timing_object(self._usage)
+        events = [] if self._opened else self._opening()
+        self._opened = True
+        self._cursor.moved(delta)
+        events += [event(chunk | self._fields, self._id_of(chunk)) for chunk in chunks]
+        return bool(events) and self._events.write(b"".join(events))
+
+    def end(self) -> None:
+        """Every choice has ended."""
+        if self._extras.include_usage:
+            timing = {"timing": timing_object(self._usage)} if self._extras.timing else {}
+            ending = self._answer.ending()
+            content = ending | {"usage": usage_object(self._usage)} | timing
+            self._events.write(event(content, self._id_of(ending)))
+
+    def _id_of(self, chunk: dict[str, Any]) -> bytes | None:
+        choices = chunk["choices"]
+        ended = [choice["index"] for choice in choices if choice["finish_reason"] is not None]
+        return self._cursor.id_of(ended=ended, usage_sent=not choices)
+
+    def _opening(self) -> list[bytes]:
+        """The last one alone has an id: whoever has not all of them begins anew."""
+        chunks = self._answer.opening()
+        return [event(c | self._fields, self._id_of(c) if c is chunks[-1] else None) for c in chunks]
+
+    def _cut(self, index: int) -> "_TextEvent":
+        around = self._text_events[index] = _TextEvent.cut(self._answer, index, self._fields)
+        return around
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TextEvent:
+    """The bytes before and after the text of one choice's events."""
+
+    before: bytes
+    after: bytes
+
+    @classmethod
+    def cut(cls, answer: Answer, index: int, fields: dict[str, Any]) -> "_TextEvent":
+        # Nothing that a client chose, such as the answer's id, can contain it.
+        mark = secrets.token_hex(16)
+        (chunk,) = answer.chunks(TextDelta(choice_index=index, text=mark))
+        before, after = event(chunk | fields).split(orjson.dumps(mark))
+        return cls(before=before, after=after)
+
+    def of(self, text: str, event_id: bytes | None) -> bytes:
+        whole = self.before + orjson.dumps(text) + self.after
+        return whole if event_id is None else b"id: " + event_id + b"\n" + whole

@@ -1,0 +1,241 @@
+"""The two shapes of an answer, chat and completions, in chunks or whole."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from router.api.answer.choice_text import TextDelta
+from router.api.request.client_request import Prepared
+from router.http.openai.logprobs import Logprobs
+from router.text.tokenizer import Tokenizer
+from tandem.errors import InvariantError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerHead:
+    """What every chunk of one answer repeats, and what the client asked to see."""
+
+    id: str
+    created_s: int
+    model: str
+    return_token_ids: bool = False
+    echo: bool = False
+    tokens_as_ids: bool = False
+    """Log probabilities say which token by its id."""
+
+
+class Answer(Protocol):
+    """How one route shows an answer. Chunks carry neither usage nor timing; the route adds them."""
+
+    @property
+    def is_text_only(self) -> bool:
+        """Whether chunks between the first and a choice's last show nothing but its text."""
+        ...
+
+    def opening(self) -> list[dict[str, Any]]:
+        """Chunks before the first token."""
+        ...
+
+    def chunks(self, delta: TextDelta) -> list[dict[str, Any]]:
+        """Chunks of one delta; none when it shows nothing yet."""
+        ...
+
+    def ending(self) -> dict[str, Any]:
+        """A chunk without choices, for usage."""
+        ...
+
+    def echoed_first(self, index: int) -> dict[str, Any]:
+        """Log probabilities of the first token of a prompt that is echoed, by choice."""
+        ...
+
+    def logprobs(self, delta: TextDelta) -> dict[str, Any] | None:
+        """Of the delta's tokens, which follow those asked for before; None when the request asked for none."""
+        ...
+
+    def whole(self, choices: Sequence[TextDelta], logprobs: Sequence[dict[str, Any] | None]) -> dict[str, Any]:
+        """The answer in one piece, with the log probabilities of each choice."""
+        ...
+
+
+class ChatAnswer:
+    """chat.completion and chat.completion.chunk."""
+
+    def __init__(self, head: AnswerHead, prepared: Sequence[Prepared], tokenizer: Tokenizer) -> None:
+        self._head = head
+        self._request = prepared[0].request
+        self._logprobs = Logprobs(tokenizer, as_ids=head.tokens_as_ids)
+        self.is_text_only = _is_text_only(head, prepared)
+
+    def opening(self) -> list[dict[str, Any]]:
+        """Role chunks."""
+        chunks = [
+            self._chunk([_chat_choice(i, {"role": "assistant", "content": ""})])
+            for i in range(self._request.num_choices)
+        ]
+        if self._head.return_token_ids:
+            chunks[0]["prompt_token_ids"] = list(self._request.prompt_token_ids)
+        return chunks
+
+    def chunks(self, delta: TextDelta) -> list[dict[str, Any]]:
+        """Content, then the end."""
+        chunks = []
+        logprobs = self.logprobs(delta)
+        shown = self.shown(delta)
+        if shown or logprobs or (self._head.return_token_ids and delta.tokens):
+            choice = _chat_choice(delta.choice_index, shown or {"content": ""})
+            choice["logprobs"] = logprobs
+            if self._head.return_token_ids:
+                choice["token_ids"] = [token.token_id for token in delta.tokens]
+            chunks.append(self._chunk([choice]))
+        if delta.finish is not None:
+            ending = _ending(delta) | {"finish_reason": self.reason(delta)}
+            chunks.append(self._chunk([_chat_choice(delta.choice_index, {}) | ending]))
+        return chunks
+
+    def shown(self, delta: TextDelta) -> dict[str, Any]:
+        """What a chunk says of the delta's text; nothing when it says nothing."""
+        return {"content": delta.text} if delta.text else {}
+
+    def reason(self, delta: TextDelta) -> str | None:
+        """Why the choice ended, once the delta was shown."""
+        return delta.finish.reason.value if delta.finish else None
+
+    def whole_message(self, delta: TextDelta) -> dict[str, Any]:
+        """What the message says of a choice's whole text."""
+        return {"content": delta.text}
+
+    def ending(self) -> dict[str, Any]:
+        """No choices."""
+        return self._chunk([])
+
+    def echoed_first(self, index: int) -> dict[str, Any]:
+        """A conversation is not echoed."""
+        raise InvariantError(f"choice {index} of a conversation was to be echoed")
+
+    def logprobs(self, delta: TextDelta) -> dict[str, Any] | None:
+        """See Answer."""
+        return self._logprobs.chat(delta.tokens)
+
+    def whole(self, choices: Sequence[TextDelta], logprobs: Sequence[dict[str, Any] | None]) -> dict[str, Any]:
+        """chat.completion."""
+        content: dict[str, Any] = _head(self._head, "chat.completion")
+        content["choices"] = [self._whole_choice(*each) for each in zip(choices, logprobs, strict=True)]
+        if self._head.return_token_ids:
+            content["prompt_token_ids"] = list(self._request.prompt_token_ids)
+        return content
+
+    def _whole_choice(self, delta: TextDelta, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": delta.choice_index,
+            "message": {"role": "assistant", **self.whole_message(delta), "refusal": None},
+            "logprobs": logprobs,
+            **_ending(delta),
+            "finish_reason": self.reason(delta),
+        }
+        if self._head.return_token_ids:
+            choice["token_ids"] = [token.token_id for token in delta.tokens]
+        return choice
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {**_head(self._head, "chat.completion.chunk"), "choices": choices}
+
+
+class CompletionAnswer:
+    """text_completion, for one prompt or several."""
+
+    def __init__(self, head: AnswerHead, prepared: Sequence[Prepared], tokenizer: Tokenizer) -> None:
+        self._head = head
+        self._prepared = prepared
+        self._tokenizer = tokenizer
+        self._logprobs = Logprobs(tokenizer, as_ids=head.tokens_as_ids)
+        self._offsets: dict[int, int] = {}
+        """Where the next token's text begins, by choice; for logprobs."""
+        self.is_text_only = _is_text_only(head, prepared)
+
+    def opening(self) -> list[dict[str, Any]]:
+        """The echoed prompt, and its token ids."""
+        chunks = []
+        for index in range(len(self._prepared) * self._prepared[0].request.num_choices):
+            choice = {"index": index, "text": self._echoed(index), "logprobs": None, "finish_reason": None}
+            if self._head.return_token_ids:
+                choice |= {"token_ids": [], "prompt_token_ids": self._prompt_ids(index)}
+            if choice["text"] or self._head.return_token_ids:
+                chunks.append(self.ending() | {"choices": [choice]})
+        return chunks
+
+    def chunks(self, delta: TextDelta) -> list[dict[str, Any]]:
+        """Text and end in one."""
+        logprobs = self.logprobs(delta)
+        if not (delta.text or logprobs or delta.finish or (self._head.return_token_ids and delta.tokens)):
+            return []
+        choice = {"index": delta.choice_index, "text": delta.text, "logprobs": logprobs, **_ending(delta)}
+        if self._head.return_token_ids:
+            choice["token_ids"] = [token.token_id for token in delta.tokens]
+        return [self.ending() | {"choices": [choice]}]
+
+    def ending(self) -> dict[str, Any]:
+        """No choices."""
+        return {**_head(self._head, "text_completion"), "choices": []}
+
+    def whole(self, choices: Sequence[TextDelta], logprobs: Sequence[dict[str, Any] | None]) -> dict[str, Any]:
+        """text_completion."""
+        shown = [self._whole_choice(*each) for each in zip(choices, logprobs, strict=True)]
+        return self.ending() | {"choices": shown}
+
+    def _whole_choice(self, delta: TextDelta, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": delta.choice_index,
+            "text": self._echoed(delta.choice_index) + delta.text,
+            "logprobs": logprobs,
+            **_ending(delta),
+        }
+        if self._head.return_token_ids:
+            choice["token_ids"] = [token.token_id for token in delta.tokens]
+            choice["prompt_token_ids"] = self._prompt_ids(delta.choice_index)
+        return choice
+
+    def _of(self, index: int) -> Prepared:
+        return self._prepared[index // self._prepared[0].request.num_choices]
+
+    def _prompt_ids(self, index: int) -> list[int]:
+        return list(self._of(index).request.prompt_token_ids)
+
+    def _echoed(self, index: int) -> str:
+        if not self._head.echo:
+            return ""
+        prompt = self._of(index)
+        if prompt.prompt_text is not None:
+            return prompt.prompt_text
+        return self._tokenizer.decode(prompt.request.prompt_token_ids)
+
+    def echoed_first(self, index: int) -> dict[str, Any]:
+        """Log probabilities of the first token of a choice's prompt: none. Those of its others follow."""
+        text = self._logprobs.text(self._of(index).request.prompt_token_ids[0])
+        self._offsets[index] = len(text)
+        name = self._logprobs.name(self._of(index).request.prompt_token_ids[0])
+        return {"tokens": [name], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [0]}
+
+    def logprobs(self, delta: TextDelta) -> dict[str, Any] | None:
+        """See Answer."""
+        offset = self._offsets.get(delta.choice_index, 0)
+        if delta.passed:
+            offset = self._logprobs.completion(delta.passed, offset)[1]
+        logprobs, self._offsets[delta.choice_index] = self._logprobs.completion(delta.tokens, offset)
+        return logprobs
+
+
+def _head(head: AnswerHead, kind: str) -> dict[str, Any]:
+    return {"id": head.id, "object": kind, "created": head.created_s, "model": head.model}
+
+
+def _is_text_only(head: AnswerHead, prepared: Sequence[Prepared]) -> bool:
+    return not head.return_token_ids and prepared[0].request.sampling.num_logprobs is None
+
+
+def _chat_choice(index: int, delta: dict[str, Any]) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+def _ending(delta: TextDelta) -> dict[str, Any]:
+    reason = delta.finish.reason.value if delta.finish else None
+    return {"finish_reason": reason, "stop_reason": delta.stopped_by}

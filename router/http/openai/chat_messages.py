@@ -1,0 +1,76 @@
+"""The messages of a chat, as OpenAI's clients send them: calls also in the older form, which has no ids."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, ClassVar
+
+from router.http.body.strict_body import OnlyTypes, StrictBody, at_most
+from router.http.openai.tool_schemas import CalledFunction, CallPart
+from router.text.conversation import Message
+from router.text.tools import MAX_CALLS, ToolCall
+from tandem.errors import InvalidRequest
+
+_MAX_PARTS = 256  # of one message's content
+
+
+class TextPart(StrictBody):
+    """One part of a message's content; images and sound are not supported yet."""
+
+    TYPES: ClassVar[OnlyTypes | None] = OnlyTypes("messages", "content", frozenset({"text"}))
+    type: str
+    text: str = ""
+
+
+class ChatTurn(StrictBody):
+    """One message."""
+
+    role: str
+    tool_calls: Annotated[list[CallPart] | None, at_most(MAX_CALLS)] = None
+    tool_call_id: str | None = None
+    function_call: CalledFunction | None = None
+    """The older form of a call."""
+    content: Annotated[str | list[TextPart] | None, at_most(_MAX_PARTS)] = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    """As it was answered with."""
+
+    def message(self) -> Message:
+        """The turn as the template sees it; several text parts stand on lines of their own."""
+        content = self.content
+        if isinstance(content, list):
+            content = "\n".join(part.text for part in content)
+        if content is None and self.role != "assistant":
+            raise InvalidRequest("messages: content is missing", param="messages")
+        calls = tuple(part.call() for part in self.tool_calls or ())
+        return Message(
+            role=self.role,
+            content=content or "",
+            name=self.name,
+            tool_calls=calls,
+            tool_call_id=self.tool_call_id,
+            reasoning=self.reasoning_content,
+        )
+
+
+def conversation(turns: Sequence[ChatTurn]) -> list[Message]:
+    """All turns as the template sees them. Raises InvalidRequest.
+
+    A call of the older form gets an id by its place, nine letters and digits, which templates of all families take; a
+    message of role `function` is the result of the last call of its name.
+    """
+    messages: list[Message] = []
+    ids: dict[str | None, str] = {}
+    for number, turn in enumerate(turns):
+        message = turn.message()
+        if (called := turn.function_call) is not None:
+            if message.tool_calls:
+                raise InvalidRequest("messages: send either tool_calls or function_call", param="messages")
+            ids[called.name] = f"call{number:05d}"
+            call = ToolCall(id=ids[called.name], name=called.name, arguments=called.arguments)
+            message = replace(message, tool_calls=(call,))
+        if turn.role == "function":
+            if turn.name not in ids:
+                raise InvalidRequest("messages: role function: name a function that was called", param="messages")
+            message = replace(message, role="tool", name=None, tool_call_id=ids[turn.name])
+        messages.append(message)
+    return messages

@@ -1,0 +1,247 @@
+"""POST /v1/chat/completions and /v1/completions: one client call from body to last byte."""
+
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from router.api.answer.choice_text import WholeText
+from router.api.answer.stream_cursor import StreamCursor
+from router.api.answer.timing_report import SERVER_TIMING, server_timing, timing_object
+from router.api.answer.usage import Usage
+from router.api.frontend import Frontend
+from router.api.named_cache_prompts import NamedPrompts, prepare_named
+from router.api.request.choice_selection import SelectionAsk
+from router.api.request.client_request import ClientFields, Prepared
+from router.api.request.request_ids import check_request_id
+from router.api.request_meter import RequestMeter
+from router.api.selected_choices import Selected, check_selection, renumbered, select
+from router.api.text_stream import TextReader, read_text
+from router.http.body.client_link import WhileConnected
+from router.http.body.json_body import BodyBounds, read_object
+from router.http.body.sse import EventStream, SseResponse
+from router.http.openai.answer_stream import AnswerStream, StreamExtras
+from router.http.openai.answers import Answer, AnswerHead, ChatAnswer, CompletionAnswer
+from router.http.openai.chat_messages import conversation
+from router.http.openai.prompt_logprobs import PromptScores, ScoresShown
+from router.http.openai.schemas import ChatBody, CompletionBody, GenerationBody, validate
+from router.http.openai.tool_answer import CallingChatAnswer
+from router.http.openai.usage import usage_object
+from router.http.openai.whole_answer import WholeResponse, whole_content
+from router.metrics.router_metrics import RouterMetrics
+from router.sandbox.pattern_search import PatternSearch
+from router.types.requests import Generator
+from router.types.stream_ids import LAST_EVENT_ID, StreamIds, StreamPosition
+from tandem.errors import InvalidRequest
+from tandem.telemetry.tracing import TraceContext, context_from_headers
+
+IDS_HEADER = "X-Tandem-Stream-Ids"
+"""`1` asks for an `id` with each event. Not unasked: some readers of streams know `data` lines only."""
+TIMING_HEADER = "X-Tandem-Timing"
+"""`1` asks for a `timing` object in the answer, or in the last chunk of a stream, and for `Server-Timing`."""
+TIMEOUT_HEADER = "X-Tandem-Timeout"
+"""Seconds that the client gives the whole answer; if its first token cannot come by then, it is refused at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    """How to prepare and show one call, and what its answer carries besides."""
+
+    prepare: Callable[[], Awaitable[list[Prepared]]]
+    show: Callable[[list[Prepared]], Answer]
+    extras: StreamExtras
+    ids: StreamIds | None
+    seen: StreamPosition | None
+    scores: ScoresShown
+    selection: SelectionAsk | None
+
+
+class GenerationRoutes:
+    """The handlers of the two routes."""
+
+    def __init__(
+        self,
+        frontend: Frontend,
+        generator: Generator,
+        metrics: RouterMetrics,
+        *,
+        max_body_bytes: int,
+        named: NamedPrompts | None = None,
+    ) -> None:
+        """`named`: what `cached_content` may name; without it nothing is kept by name."""
+        self._named = named
+        self._frontend = frontend
+        self._generator = generator
+        self._metrics = metrics
+        self._patterns = PatternSearch()
+        self._bounds = BodyBounds.of(max_body_bytes, frontend.model.max_model_len)
+
+    async def chat(self, request: Request) -> Response:
+        """A conversation."""
+        body = validate(ChatBody, await self._read(request))
+        seen = self._seen(request, body)
+        fields = _with_headers(body.chat_fields(request.state.tenant), request, seen)
+        messages = conversation(body.messages)
+
+        async def prepare() -> list[Prepared]:
+            return [await prepare_named(self._frontend, self._named, body.cached_content, messages, fields)]
+
+        def show(prepared: list[Prepared]) -> Answer:
+            head = _head(body, "chatcmpl", prepared[0], seen, self._frontend.model.name)
+            tokenizer = self._frontend.tokenizer
+            if prepared[0].calling is None and prepared[0].reasoning is None:
+                return ChatAnswer(head, prepared, tokenizer)
+            return CallingChatAnswer(head, prepared, tokenizer, is_older_form=bool(body.functions))
+
+        return await self._respond(request, body, prepare, show, seen)
+
+    async def completions(self, request: Request) -> Response:
+        """Plain prompts."""
+        body = validate(CompletionBody, await self._read(request))
+        seen = self._seen(request, body)
+        fields = _with_headers(body.completion_fields(request.state.tenant), request, seen)
+        prompts = self._frontend.prompts.parse_prompts(body.prompt)
+
+        async def prepare() -> list[Prepared]:
+            return await self._frontend.prepare_prompts(prompts, fields)
+
+        def show(prepared: list[Prepared]) -> Answer:
+            head = _head(body, "cmpl", prepared[0], seen, self._frontend.model.name)
+            return CompletionAnswer(head, prepared, self._frontend.tokenizer)
+
+        return await self._respond(request, body, prepare, show, seen)
+
+    async def _read(self, request: Request) -> dict[str, Any]:
+        return await read_object(request, self._bounds)
+
+    def _seen(self, request: Request, body: GenerationBody) -> StreamPosition | None:
+        if body.request_id is not None:
+            check_request_id(body.request_id, "request_id")
+        text = request.headers.get(LAST_EVENT_ID, "")
+        return self._frontend.stream_ids.read(text) if body.stream and text else None
+
+    async def _respond(
+        self,
+        request: Request,
+        body: GenerationBody,
+        prepare: Callable[[], Awaitable[list[Prepared]]],
+        show: Callable[[list[Prepared]], Answer],
+        seen: StreamPosition | None,
+    ) -> Response:
+        options = body.stream_options
+        extras = StreamExtras(
+            include_usage=options is not None and bool(options.include_usage),
+            continuous_usage=options is not None and bool(options.continuous_usage_stats),
+            timing=request.headers.get(TIMING_HEADER) == "1",
+        )
+        call = _Call(
+            prepare=prepare,
+            show=show,
+            extras=extras,
+            ids=self._frontend.stream_ids if _wants_ids(request) else None,
+            seen=seen,
+            scores=body.scores_shown(),
+            selection=body.selection(),
+        )
+        if body.stream:
+            return SseResponse(partial(self._stream, call))
+        async with WhileConnected(request.scope, request.receive):
+            return await self._whole(call)
+
+    async def _read_text(self, prepared: list[Prepared], show: TextReader) -> None:
+        await read_text(self._generator, prepared, self._frontend.tokenizer, self._meter, show)
+
+    def _meter(self, one: Prepared) -> RequestMeter:
+        return RequestMeter.of(one.request, self._metrics, self._frontend.clock)
+
+    def _usage(self, prepared: list[Prepared]) -> Usage:
+        return Usage(prepared, self._frontend.clock, self._metrics.usage.prices)
+
+    async def _whole(self, call: _Call) -> Response:
+        prepared, ask = await call.prepare(), call.selection
+        await check_selection(ask, prepared, self._patterns)
+        usage, text = self._usage(prepared), WholeText()
+        await self._read_text(prepared, text)
+        choices = text.choices()
+        for choice in choices:
+            usage.add(choice)
+        selected = await select(ask, prepared, choices, self._patterns)
+        readings = renumbered(ask, text.readings)
+        scores = PromptScores(call.scores, selected.prepared, readings, self._frontend.tokenizer)
+        content = await whole_content(call.show(selected.prepared), selected.choices, scores)
+        if ask is not None:
+            _add_votes(content, selected, ask.candidates)
+        content["usage"] = usage_object(usage)
+        headers = {}
+        if call.extras.timing:
+            content["timing"] = timing_object(usage)
+            headers[SERVER_TIMING] = server_timing(usage)
+        return WholeResponse(orjson.dumps(content), headers=headers)
+
+    async def _stream(self, call: _Call, events: EventStream) -> None:
+        """Nothing is written before the first token, so that earlier errors keep their HTTP status."""
+        prepared = await call.prepare()
+        cursor = StreamCursor(prepared, call.ids, call.seen)
+        if cursor.has_all:
+            return
+        stream = AnswerStream(events, call.show(prepared), cursor, self._usage(prepared), call.extras)
+        await self._read_text(prepared, stream)
+        stream.end()
+
+
+def _add_votes(content: dict[str, Any], selected: Selected, candidates: int) -> None:
+    """Say of elected choices how the election went."""
+    for choice, vote in zip(content["choices"], selected.votes, strict=False):
+        choice["vote"] = {"answer": vote.answer, "votes": vote.num_votes, "of": candidates}
+
+
+def _wants_ids(request: Request) -> bool:
+    """Whether the client can go on from an id, or already does."""
+    return request.headers.get(IDS_HEADER) == "1" or LAST_EVENT_ID in request.headers
+
+
+def _head(body: GenerationBody, prefix: str, first: Prepared, seen: StreamPosition | None, model: str) -> AnswerHead:
+    """A stream that is continued keeps its name and its time."""
+    return AnswerHead(
+        id=f"{prefix}-{body.request_id or first.request.request_id}",
+        created_s=seen.head.created_s if seen else int(time.time()),
+        model=model,
+        return_token_ids=bool(body.return_token_ids),
+        echo=isinstance(body, CompletionBody) and bool(body.echo),
+        tokens_as_ids=bool(body.return_tokens_as_token_ids),
+    )
+
+
+def _with_headers(fields: ClientFields, request: Request, seen: StreamPosition | None) -> ClientFields:
+    fields = trace_and_time(fields, request)
+    return fields if seen is None else replace(fields, last_seen=seen)
+
+
+def trace_and_time(fields: ClientFields, request: Request) -> ClientFields:
+    """With what the headers say of both."""
+    trace, time_left_s = _trace(request), _time_left_s(request)
+    if trace is None and time_left_s is None:
+        return fields
+    return replace(fields, trace=trace, by_operator=request.state.sees_all, time_left_s=time_left_s)
+
+
+def _time_left_s(request: Request) -> float | None:
+    if (text := request.headers.get(TIMEOUT_HEADER)) is None:
+        return None
+    try:
+        time_left_s = float(text)
+    except ValueError:
+        time_left_s = 0.0
+    if not 0.0 < time_left_s < float("inf"):
+        raise InvalidRequest(f"{TIMEOUT_HEADER} must be a number of seconds above 0", param=TIMEOUT_HEADER)
+    return time_left_s
+
+
+def _trace(request: Request) -> TraceContext | None:
+    headers = request.headers
+    return context_from_headers(headers.getlist("traceparent"), headers.getlist("tracestate"))

@@ -1,0 +1,72 @@
+"""Log probabilities of an answer's tokens, as the doors show them."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from router.text.tokenizer import Tokenizer
+from tandem.errors import InternalError
+from tandem.values.outputs import SampledToken
+
+LEAST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON cannot say."""
+
+
+class Logprobs:
+    """Log probabilities in the two shapes."""
+
+    def __init__(self, tokenizer: Tokenizer, *, as_ids: bool = False) -> None:
+        """`as_ids`: tokens are named `token_id:123`, as vLLM does; texts of several may be equal."""
+        self._tokenizer = tokenizer
+        self._as_ids = as_ids
+
+    def chat(self, tokens: Sequence[SampledToken]) -> dict[str, Any] | None:
+        """None when the request asked for none."""
+        content = self.entries(tokens)
+        return {"content": content, "refusal": None} if content else None
+
+    def entries(self, tokens: Sequence[SampledToken]) -> list[dict[str, Any]]:
+        """One for each token whose log probability is known."""
+        found = []
+        for token in tokens:
+            if token.logprob is not None:
+                top = [self._entry(other.token_id, other.logprob) for other in token.top_logprobs]
+                found.append(self._entry(token.token_id, token.logprob) | {"top_logprobs": top})
+        return found
+
+    def completion(self, tokens: Sequence[SampledToken], offset: int) -> tuple[dict[str, Any] | None, int]:
+        """The object, and the text offset after it."""
+        known = [token for token in tokens if token.logprob is not None]
+        if not known:
+            return None, offset
+        texts = [self.text(token.token_id) for token in known]
+        offsets = [offset]
+        for text in texts:
+            offsets.append(offsets[-1] + len(text))
+        logprobs = {
+            "tokens": [self.name(token.token_id) for token in known] if self._as_ids else texts,
+            "token_logprobs": [finite(token.logprob or 0.0) for token in known],
+            "top_logprobs": [{self.name(t.token_id): finite(t.logprob) for t in token.top_logprobs} for token in known],
+            "text_offset": offsets[:-1],
+        }
+        return logprobs, offsets[-1]
+
+    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        data = self._tokenizer.bytes_of(token_id)
+        name = f"token_id:{token_id}" if self._as_ids else data.decode(errors="replace")
+        return {"token": name, "logprob": finite(logprob), "bytes": list(data)}
+
+    def name(self, token_id: int) -> str:
+        """What stands for one token."""
+        return f"token_id:{token_id}" if self._as_ids else self.text(token_id)
+
+    def text(self, token_id: int) -> str:
+        """Of one token."""
+        return self._tokenizer.bytes_of(token_id).decode(errors="replace")
+
+
+def finite(logprob: float) -> float:
+    """As JSON can say it. Raises InternalError when it is not a number."""
+    if math.isnan(logprob):
+        raise InternalError("a log probability is not a number")
+    return max(logprob, LEAST_LOGPROB)

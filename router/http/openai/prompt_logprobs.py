@@ -1,0 +1,102 @@
+"""Log probabilities of prompts in their two shapes: vLLM's `prompt_logprobs`, and OpenAI's of a prompt that is echoed.
+
+Made slice by slice, as JSON: streams beside it go on in between.
+"""
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from router.api.request.client_request import Prepared
+from router.http.openai.logprobs import finite
+from router.text.tokenizer import Tokenizer
+from router.types.prompt_scoring import PromptReading
+from tandem.values.outputs import SampledToken, TokenLogprob
+
+SLICE_VALUES = 2048
+"""Tokens and alternatives that are shown in one turn of the loop: some milliseconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoresShown:
+    """What a client wants to see of its prompts' log probabilities."""
+
+    prompt_logprobs: int | None = None
+    echoed: int | None = None
+    """So many of the most likely with each token that is echoed."""
+
+
+class PromptScores:
+    """Of all prompts of one call."""
+
+    def __init__(
+        self,
+        shown: ScoresShown,
+        prepared: Sequence[Prepared],
+        readings: Mapping[int, PromptReading],
+        tokenizer: Tokenizer,
+    ) -> None:
+        """`readings`: by the index of each prompt's first choice."""
+        self._shown = shown
+        self._prompts = [one.request.prompt_token_ids for one in prepared]
+        self._choices = prepared[0].request.num_choices
+        self._readings = readings
+        self._tokenizer = tokenizer
+
+    @property
+    def echoes(self) -> bool:
+        """Whether they are shown before those of the answers."""
+        return self._shown.echoed is not None
+
+    def echoed(self, choice_index: int) -> Iterator[tuple[SampledToken, ...]]:
+        """The prompt of a choice as if it had been generated, from its second token on."""
+        num_top = self._shown.echoed or 0
+        prompt, reading = self._of(choice_index // self._choices)
+        step = max(1, SLICE_VALUES // (1 + num_top))
+        for begin in range(0, len(reading), step):
+            places = range(begin, min(begin + step, len(reading)))
+            yield tuple(_as_sampled(prompt[i + 1], reading, i, num_top) for i in places)
+
+    async def add_to(self, content: dict[str, Any]) -> None:
+        """Put `prompt_logprobs` where vLLM has them: into a completion's choices, and beside those of a chat."""
+        if self._shown.prompt_logprobs is None:
+            return
+        is_chat = content["object"] == "chat.completion"
+        for index in range(len(self._prompts)):
+            found = await self._prompt_logprobs(index, self._shown.prompt_logprobs)
+            first = index * self._choices
+            for holder in [content] if is_chat else content["choices"][first : first + self._choices]:
+                holder["prompt_logprobs"] = found
+
+    def _of(self, index: int) -> tuple[Sequence[int], PromptReading]:
+        return self._prompts[index], self._readings[index * self._choices]
+
+    async def _prompt_logprobs(self, index: int, num_top: int) -> list[orjson.Fragment]:
+        """Null for the first token; for each other one an object by token id: its own, and the most likely."""
+        prompt, reading = self._of(index)
+        parts = [orjson.Fragment(b"null")]
+        step = max(1, SLICE_VALUES // (1 + num_top))
+        for begin in range(0, len(reading), step):
+            places = range(begin, min(begin + step, len(reading)))
+            shown = [self._place(prompt[i + 1], reading, i, num_top) for i in places]
+            parts.append(orjson.Fragment(orjson.dumps(shown)[1:-1]))
+            await asyncio.sleep(0)
+        return parts
+
+    def _place(self, own: int, reading: PromptReading, index: int, num_top: int) -> dict[str, Any]:
+        found = {str(own): self._entry(own, reading.logprobs[index], reading.ranks[index])}
+        for rank, (token_id, logprob) in enumerate(reading.top(index)[:num_top], 1):
+            found.setdefault(str(token_id), self._entry(token_id, logprob, rank))
+        return found
+
+    def _entry(self, token_id: int, logprob: float, rank: int) -> dict[str, Any]:
+        text = self._tokenizer.bytes_of(token_id).decode(errors="replace")
+        return {"logprob": finite(logprob), "rank": rank, "decoded_token": text}
+
+
+def _as_sampled(token_id: int, reading: PromptReading, index: int, num_top: int) -> SampledToken:
+    top = tuple(TokenLogprob(token_id=other, logprob=value) for other, value in reading.top(index)[:num_top])
+    return SampledToken(token_id=token_id, logprob=reading.logprobs[index], top_logprobs=top)

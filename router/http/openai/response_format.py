@@ -1,0 +1,94 @@
+"""The ways in which clients say over HTTP what an answer must be: OpenAI's `response_format`, vLLM's
+`structured_outputs` and its older `guided_*`.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from pydantic import Field
+
+from router.http.body.strict_body import StrictBody
+from router.text.grammars.structured_output import Shape, Structure
+from tandem.errors import InvalidRequest
+
+_FORMAT = "response_format"
+_OUTPUTS = "structured_outputs"
+
+
+class NamedSchema(StrictBody):
+    """OpenAI's: the schema, and notes of the client's. Structure is always strict here."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(StrictBody):
+    """`{"type": "text" | "json_object" | "json_schema"}`."""
+
+    type: str
+    json_schema: NamedSchema | None = None
+
+    def structures(self) -> Iterator[Structure]:
+        """What is asked for. Raises InvalidRequest."""
+        if (self.type == Shape.JSON_SCHEMA.value) != (self.json_schema is not None):
+            raise InvalidRequest(f"{_FORMAT}: json_schema stands with type json_schema, and only there", param=_FORMAT)
+        if self.json_schema is not None:
+            if self.json_schema.schema_ is None:
+                raise InvalidRequest(f"{_FORMAT}.json_schema.schema is missing", param=_FORMAT)
+            yield Structure(shape=Shape.JSON_SCHEMA, value=self.json_schema.schema_, param=_FORMAT)
+        elif self.type == Shape.JSON_OBJECT.value:
+            yield Structure(shape=Shape.JSON_OBJECT, value=None, param=_FORMAT)
+        elif self.type != "text":
+            raise InvalidRequest(f"{_FORMAT}: type is one of text, json_object, json_schema", param=_FORMAT)
+
+
+class StructuredOutputs(StrictBody):
+    """vLLM's: one of these."""
+
+    json_: dict[str, Any] | bool | str | None = Field(default=None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+    def structures(self) -> Iterator[Structure]:
+        """What is asked for."""
+        given = [
+            Structure(shape=shape, value=value, param=_OUTPUTS)
+            for shape, value in (
+                (Shape.JSON_SCHEMA, self.json_),
+                (Shape.JSON_OBJECT, self.json_object or None),
+                (Shape.REGEX, self.regex),
+                (Shape.CHOICE, self.choice),
+                (Shape.GRAMMAR, self.grammar),
+            )
+            if value is not None
+        ]
+        if not given:
+            raise InvalidRequest(f"{_OUTPUTS}: send json, json_object, regex, choice or grammar", param=_OUTPUTS)
+        yield from given
+
+
+def guided(
+    schema: dict[str, Any] | bool | str | None, regex: str | None, choice: list[str] | None, grammar: str | None
+) -> Iterator[Structure]:
+    """vLLM's older fields."""
+    for name, shape, value in (
+        ("guided_json", Shape.JSON_SCHEMA, schema),
+        ("guided_regex", Shape.REGEX, regex),
+        ("guided_choice", Shape.CHOICE, choice),
+        ("guided_grammar", Shape.GRAMMAR, grammar),
+    ):
+        if value is not None:
+            yield Structure(shape=shape, value=value, param=name)
+
+
+def the_one(structures: Sequence[Structure]) -> Structure | None:
+    """What answers must be, if anything is said. Raises InvalidRequest when it is said more than once."""
+    if len(structures) > 1:
+        first, second = structures[:2]
+        where = first.param if first.param == second.param else f"{first.param} and {second.param}"
+        raise InvalidRequest(f"{where}: an answer has one structure", param=second.param)
+    return structures[0] if structures else None

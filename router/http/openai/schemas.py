@@ -1,0 +1,366 @@
+"""What clients may send over HTTP: types here, bounds in the frontend."""
+
+import re
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias, TypeVar
+
+from pydantic import Field, ValidationError, model_validator
+
+from router.api.prompts import MAX_MESSAGES
+from router.api.request.beam_search_options import beam_ask
+from router.api.request.choice_selection import SelectionAsk
+from router.api.request.client_request import ClientFields
+from router.api.request.prompt_scoring_options import read_ask
+from router.api.selected_choices import logprobs_needed, selection_ask
+from router.http.body.strict_body import StrictBody, at_most
+from router.http.openai.chat_messages import ChatTurn
+from router.http.openai.prompt_logprobs import ScoresShown
+from router.http.openai.response_format import ResponseFormat, StructuredOutputs, guided, the_one
+from router.http.openai.tool_schemas import FunctionName, FunctionSpec, ToolChoice, ToolSpec, functions_use, tool_use
+from router.text.conversation import MAX_VARIABLES, Effort, TemplateOptions
+from router.text.grammars.structured_output import Structure
+from router.text.stop_strings import MAX_STOP_STRINGS
+from router.text.tools import MAX_TOOLS, ToolUse
+from router.types.requests import BeamAsk
+from tandem.errors import InvalidRequest
+from tandem.values.sampling import MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_TOKENS, MAX_TOP_LOGPROBS, SamplingParams
+
+_MAX_NOTES = 16  # OpenAI's bound of `metadata`
+_TOKEN_KEY = re.compile(r"0|[1-9][0-9]{0,9}")  # one spelling of each, so that no id comes twice
+_SAMPLING = (
+    "min_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "ignore_eos",
+)
+
+
+class StreamOptions(StrictBody):
+    """What else a stream carries."""
+
+    NOT_YET: ClassVar[dict[str, tuple[Any, ...]]] = {"include_obfuscation": (None, False)}
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationBody(StrictBody):
+    """Fields that chat and completions share."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Annotated[dict[str, float] | None, at_most(MAX_LOGIT_BIAS)] = None
+    n: int | None = None
+    best_of: int | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
+    vote: bool | None = None
+    vote_pattern: str | None = None
+    seed: int | None = None
+    stop: Annotated[str | list[str] | None, at_most(MAX_STOP_STRINGS)] = None
+    stop_token_ids: Annotated[list[int] | None, at_most(MAX_STOP_TOKENS)] = None
+    truncate_prompt_tokens: int | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: Annotated[list[str] | None, at_most(MAX_BAD_WORDS)] = None
+    prompt_logprobs: int | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+    """Becomes part of the answer's `id`; inside, the router's own id is used."""
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    """Log probabilities name tokens by their ids."""
+    # These ask for nothing: notes of the client's.
+    user: str | None = None
+    metadata: Annotated[dict[str, str] | None, at_most(_MAX_NOTES)] = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | bool | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.allowed_token_ids == []:
+            raise InvalidRequest("allowed_token_ids: an empty list allows nothing", param="allowed_token_ids")
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options needs stream: true", param="stream_options")
+        return self
+
+    def fields(
+        self,
+        *,
+        tenant: str,
+        num_logprobs: int | None,
+        max_tokens: int | None,
+        echo: bool = False,
+        add_special_tokens: bool = True,
+        add_generation_prompt: bool = True,
+    ) -> ClientFields:
+        """What the frontend validates."""
+        ask = self.selection()
+        reads = read_ask(
+            prompt_logprobs=self.prompt_logprobs,
+            echoed_logprobs=num_logprobs if echo else None,
+            streams=bool(self.stream),
+            max_tokens=max_tokens,
+            echo=echo,
+        )
+        given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        sampling = SamplingParams(
+            **given,
+            logit_bias=_token_keys(self.logit_bias or {}),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            allowed_token_ids=tuple(self.allowed_token_ids or ()),
+            num_logprobs=logprobs_needed(ask, num_logprobs),
+        )
+        return ClientFields(
+            sampling=sampling,
+            max_tokens=1 if reads is not None and reads.only else max_tokens,
+            seed=self.seed,
+            model=self.model,
+            num_choices=(self.n if self.n is not None else 1) if ask is None else ask.candidates,
+            reads_along=bool(self.stream),
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            include_stop=bool(self.include_stop_str_in_output),
+            skip_special_tokens=self.skip_special_tokens is not False,
+            priority=self.priority or 0,
+            cache_salt=self.cache_salt,
+            tenant=tenant,
+            add_special_tokens=add_special_tokens,
+            add_generation_prompt=add_generation_prompt,
+            structure=self._structure(),
+            bad_words=tuple(self.bad_words or ()),
+            reads=reads,
+            beams=self._beams(),
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+        )
+
+    def _beams(self) -> BeamAsk | None:
+        return beam_ask(
+            wanted=bool(self.use_beam_search),
+            width=self.best_of or self.n or 1,
+            length_penalty=self.length_penalty,
+            early_stopping=self.early_stopping,
+            streams=bool(self.stream),
+            votes=bool(self.vote) or self.vote_pattern is not None,
+        )
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether those of its answers are shown."""
+        return False
+
+    def selection(self) -> SelectionAsk | None:
+        """Which choices are shown, if more are generated. Of a beam search it knows them itself."""
+        if self.use_beam_search:
+            return None
+        return selection_ask(
+            n=self.n,
+            best_of=self.best_of,
+            vote=bool(self.vote),
+            vote_pattern=self.vote_pattern,
+            streams=bool(self.stream),
+            shows_logprobs=self.wants_logprobs,
+        )
+
+    def scores_shown(self) -> ScoresShown:
+        """What the answer shows of the prompts' log probabilities."""
+        return ScoresShown(prompt_logprobs=self.prompt_logprobs)
+
+    def _structure(self) -> Structure | None:
+        """What answers must be. Raises InvalidRequest when it is said twice."""
+        return the_one(
+            [
+                *(self.response_format.structures() if self.response_format is not None else ()),
+                *(self.structured_outputs.structures() if self.structured_outputs is not None else ()),
+                *guided(self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar),
+            ]
+        )
+
+
+_Turns: TypeAlias = Annotated[list[ChatTurn], Field(min_length=1, max_length=MAX_MESSAGES)]
+
+
+class ChatBody(GenerationBody):
+    """POST /v1/chat/completions."""
+
+    messages: _Turns
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    tools: Annotated[list[ToolSpec] | None, at_most(MAX_TOOLS)] = None
+    tool_choice: str | ToolChoice | None = None
+    # The older form of both.
+    functions: Annotated[list[FunctionSpec] | None, at_most(MAX_TOOLS)] = None
+    function_call: str | FunctionName | None = None
+    reasoning_effort: Effort | None = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, at_most(MAX_VARIABLES)] = None
+    continue_final_message: bool | None = None
+    cached_content: str | None = None
+    """Name of what the conversation begins with."""
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """See GenerationBody."""
+        return bool(self.logprobs)
+
+    def chat_fields(self, tenant: str) -> ClientFields:
+        """Resolves the pairs of fields that chat has."""
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+        limits = {limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None}
+        if len(limits) > 1:
+            raise InvalidRequest("max_tokens and max_completion_tokens differ", param="max_completion_tokens")
+        num_logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        fields = self.fields(
+            tenant=tenant,
+            num_logprobs=num_logprobs,
+            max_tokens=next(iter(limits), None),
+            add_generation_prompt=self.add_generation_prompt is not False and not self.continue_final_message,
+        )
+        return replace(fields, tools=self._use(), template=self._template_options())
+
+    def _use(self) -> ToolUse | None:
+        if not self.functions:
+            functions_use(None, self.function_call)
+            return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
+        if self.tools or self.tool_choice is not None:
+            raise InvalidRequest("functions: the older form of tools, not together with it", param="functions")
+        return functions_use(self.functions, self.function_call)
+
+    def _template_options(self) -> TemplateOptions:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise InvalidRequest(
+                "continue_final_message: nothing can come after the message that is continued",
+                param="continue_final_message",
+            )
+        return TemplateOptions(
+            variables=self.chat_template_kwargs or {},
+            effort=self.reasoning_effort,
+            continue_final=bool(self.continue_final_message),
+        )
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions."""
+
+    prompt: Any
+    """Text, texts, token ids or lists of them; the frontend reads it."""
+    suffix: str | None = None
+    """What comes after the answer; only of models that know how to fill in."""
+    logprobs: int | None = None
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """See GenerationBody."""
+        return self.logprobs is not None
+
+    def completion_fields(self, tenant: str) -> ClientFields:
+        """What the frontend validates."""
+        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_TOP_LOGPROBS:
+            raise InvalidRequest(f"logprobs must be an integer in [0, {MAX_TOP_LOGPROBS}]", param="logprobs")
+        if self.suffix and (self.echo or self.truncate_prompt_tokens is not None):
+            other = "echo" if self.echo else "truncate_prompt_tokens"
+            raise InvalidRequest(f"suffix: not together with {other}", param="suffix")
+        fields = self.fields(
+            tenant=tenant,
+            num_logprobs=self.logprobs,
+            max_tokens=self.max_tokens,
+            echo=bool(self.echo),
+            add_special_tokens=self.add_special_tokens is not False,
+        )
+        return replace(fields, suffix=self.suffix) if self.suffix else fields
+
+    def scores_shown(self) -> ScoresShown:
+        """See GenerationBody."""
+        return ScoresShown(prompt_logprobs=self.prompt_logprobs, echoed=self.logprobs if self.echo else None)
+
+
+class TokenizeBody(StrictBody):
+    """POST /tokenize: a prompt or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: _Turns | None = None
+    tools: Annotated[list[ToolSpec] | None, at_most(MAX_TOOLS)] = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _one_input(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidRequest("send either prompt or messages", param="prompt")
+        if self.tools and self.messages is None:
+            raise InvalidRequest("tools: they stand in a conversation", param="tools")
+        if self.add_special_tokens and self.messages is not None:
+            raise InvalidRequest("add_special_tokens: of a prompt; templates put their own", param="add_special_tokens")
+        if self.add_generation_prompt is not None and self.messages is None:
+            raise InvalidRequest("add_generation_prompt: of a conversation", param="add_generation_prompt")
+        return self
+
+
+class DetokenizeBody(StrictBody):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[Any]
+
+
+_B = TypeVar("_B", bound=StrictBody)
+_BRANCHES = (("str",), ("int",), ("bool",))
+"""Last parts of the places of errors in unions."""
+_UNKNOWN = "extra_forbidden"
+_WORDS = {_UNKNOWN: "unknown field", "model_type": "Input should be an object"}
+"""For errors whose own name a class of ours, or say little."""
+
+
+def validate(body: type[_B], data: dict[str, Any]) -> _B:
+    """The typed body. Raises InvalidRequest that names the first wrong field and quotes nothing of it."""
+    try:
+        return body.model_validate(data)
+    except ValidationError as error:
+        first, *others = error.errors(include_url=False, include_context=False, include_input=False)
+        outer = first["loc"][:-1]
+        if first["loc"][-1:] in _BRANCHES and first["type"] != _UNKNOWN:
+            # Of a union's branches that which could read most of it was meant.
+            branches = [other for other in others if other["loc"][: len(outer)] == outer]
+            first = max((first, *branches), key=lambda one: len(one["loc"]))
+            first["loc"] = (*outer, *first["loc"][len(outer) + 1 :])
+        # Branches add their type to the place; only names and indices of the client's are shown.
+        place = [str(part)[:100] for part in first["loc"] if isinstance(part, int) or "[" not in part]
+        name = place[0] if place else None
+        what = _WORDS.get(first["type"], first["msg"][:200])
+        raise InvalidRequest(f"{'.'.join(place)}: {what}", param=name) from None
+
+
+def _token_keys(bias: dict[str, float]) -> dict[int, float]:
+    if bad := next((key for key in bias if not _TOKEN_KEY.fullmatch(key)), None):
+        raise InvalidRequest(f"logit_bias: {bad[:40]!r} is no token id", param="logit_bias")
+    return {int(key): value for key, value in bias.items()}

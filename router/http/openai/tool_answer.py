@@ -1,0 +1,93 @@
+"""chat.completion and chat.completion.chunk of answers in which the model may call functions, or thinks first."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from router.api.answer.call_reader import CALLED, Piece, ReasoningPiece, TextPiece, reader_of
+from router.api.answer.choice_text import TextDelta
+from router.api.request.client_request import Prepared
+from router.http.openai.answers import AnswerHead, ChatAnswer
+from router.text.tokenizer import Tokenizer
+
+_THINKING = "reasoning_content"
+_FUNCTION = "function_call"
+"""In the older form both the field and the reason why an answer ended."""
+
+
+class CallingChatAnswer(ChatAnswer):
+    """All that one delta brings stands in one chunk: between two chunks a client may have to be able to go on."""
+
+    def __init__(
+        self,
+        head: AnswerHead,
+        prepared: Sequence[Prepared],
+        tokenizer: Tokenizer,
+        *,
+        is_older_form: bool = False,
+    ) -> None:
+        """`is_older_form`: its client sent `functions`, and knows one `function_call` in place of `tool_calls`."""
+        super().__init__(head, prepared, tokenizer)
+        self.is_text_only = False
+        self._is_older_form = is_older_form
+        self._readers = [reader_of(prepared[0], i) for i in range(prepared[0].request.num_choices)]
+
+    def opening(self) -> list[dict[str, Any]]:
+        """See ChatAnswer. There is no content as long as none came."""
+        chunks = super().opening()
+        for chunk in chunks:
+            chunk["choices"][0]["delta"]["content"] = None
+        return chunks
+
+    def shown(self, delta: TextDelta) -> dict[str, Any]:
+        """See ChatAnswer."""
+        message = _message(self._readers[delta.choice_index].read(delta))
+        return _in_older_form(message) if self._is_older_form else message
+
+    def reason(self, delta: TextDelta) -> str | None:
+        """See ChatAnswer."""
+        if delta.finish is None:
+            return None
+        reason = self._readers[delta.choice_index].finish(delta.finish.reason)
+        return _FUNCTION if self._is_older_form and reason == CALLED else reason
+
+    def whole_message(self, delta: TextDelta) -> dict[str, Any]:
+        """See ChatAnswer."""
+        message = self.shown(delta)
+        calls, function = message.get("tool_calls"), message.get(_FUNCTION)
+        content: dict[str, Any] = {
+            "content": message.get("content", "" if calls is None and function is None else None)
+        }
+        if _THINKING in message:
+            content[_THINKING] = message[_THINKING]
+        if function is not None:
+            return content | {_FUNCTION: function}
+        if calls is None:
+            return content
+        return content | {"tool_calls": [{k: v for k, v in call.items() if k != "index"} for call in calls]}
+
+
+def _message(pieces: Sequence[Piece]) -> dict[str, Any]:
+    """What is shown of them, an entry for each call."""
+    texts, thoughts = list[str](), list[str]()
+    calls = dict[int, dict[str, Any]]()
+    for piece in pieces:
+        if isinstance(piece, TextPiece):
+            texts.append(piece.text)
+            continue
+        if isinstance(piece, ReasoningPiece):
+            thoughts.append(piece.text)
+            continue
+        call = calls.setdefault(piece.call, {"index": piece.call, "function": {"arguments": ""}})
+        if piece.id is not None:
+            call |= {"id": piece.id, "type": "function", "function": {"name": piece.name, "arguments": ""}}
+        call["function"]["arguments"] += piece.arguments
+    message: dict[str, Any] = {"content": "".join(texts)} if texts else {}
+    if thoughts:
+        message[_THINKING] = "".join(thoughts)
+    return message | ({"tool_calls": list(calls.values())} if calls else {})
+
+
+def _in_older_form(message: dict[str, Any]) -> dict[str, Any]:
+    """With its one call as a `function_call`, which has no id."""
+    calls = message.pop("tool_calls", ())
+    return message | ({_FUNCTION: calls[0]["function"]} if calls else {})

@@ -1,0 +1,125 @@
+"""Tools, the choice among them, and calls, as OpenAI's chat writes them."""
+
+from typing import Annotated, Any, ClassVar
+
+from router.http.body.strict_body import OnlyTypes, StrictBody, at_most
+from router.text.tools import MAX_TOOLS, Tool, ToolCall, ToolUse, use_of
+from tandem.errors import InvalidRequest
+
+_CHOICE = "tool_choice"
+_OLDER_CHOICE = "function_call"
+
+
+class FunctionSpec(StrictBody):
+    """A function that may be called."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def tool(self) -> Tool:
+        """The same for every door."""
+        return Tool(name=self.name, description=self.description, parameters=self.parameters, strict=bool(self.strict))
+
+
+class ToolSpec(StrictBody):
+    """One of `tools`."""
+
+    TYPES: ClassVar[OnlyTypes | None] = OnlyTypes("tools", "a tool", frozenset({"function"}))
+    type: str
+    function: FunctionSpec
+
+    def tool(self) -> Tool:
+        """The same for every door."""
+        return self.function.tool()
+
+
+class FunctionName(StrictBody):
+    """A function by its name."""
+
+    name: str
+
+
+class NamedTool(StrictBody):
+    """One of the tools."""
+
+    type: str
+    function: FunctionName
+
+
+class AllowedTools(StrictBody):
+    """Some of the tools."""
+
+    mode: str
+    tools: Annotated[list[NamedTool], at_most(MAX_TOOLS)]
+
+
+class ToolChoice(StrictBody):
+    """One function that must be called, or some that may."""
+
+    type: str
+    function: FunctionName | None = None
+    allowed_tools: AllowedTools | None = None
+
+
+class CalledFunction(StrictBody):
+    """What was called."""
+
+    name: str
+    arguments: str
+
+
+class CallPart(StrictBody):
+    """One of an assistant message's `tool_calls`, as it was sent."""
+
+    TYPES: ClassVar[OnlyTypes | None] = OnlyTypes("messages", "a call", frozenset({"function"}))
+    id: str
+    type: str = "function"
+    function: CalledFunction
+    index: int | None = None
+
+    def call(self) -> ToolCall:
+        """The same for every door."""
+        return ToolCall(id=self.id, name=self.function.name, arguments=self.function.arguments)
+
+
+def tool_use(tools: list[ToolSpec] | None, choice: str | ToolChoice | None, parallel: bool | None) -> ToolUse | None:
+    """What `tools`, `tool_choice` and `parallel_tool_calls` say together. Raises InvalidRequest."""
+    if isinstance(choice, ToolChoice):
+        mode, allowed = _chosen(choice)
+    else:
+        mode, allowed = "auto" if choice is None else choice, None
+    made = tuple(tool.tool() for tool in tools or ())
+    return use_of(made, mode, allowed, parallel is not False and not _is_named(choice))
+
+
+def functions_use(functions: list[FunctionSpec] | None, call: str | FunctionName | None) -> ToolUse | None:
+    """What `functions` and `function_call`, the older form, say together: at most one call. Raises InvalidRequest."""
+    if isinstance(call, str) and call not in ("none", "auto"):
+        raise InvalidRequest(f"{_OLDER_CHOICE}: none, auto, or an object that names a function", param=_OLDER_CHOICE)
+    name = call.name if isinstance(call, FunctionName) else None
+    if not functions:
+        if name is not None:
+            raise InvalidRequest(f"{_OLDER_CHOICE}: there are no functions to call", param=_OLDER_CHOICE)
+        return None
+    allowed = None if name is None else frozenset({name})
+    tools = tuple(function.tool() for function in functions)
+    use = ToolUse(tools=tools, must_call=name is not None, allowed=allowed, parallel=False)
+    use.check("functions", _OLDER_CHOICE)
+    return use if call != "none" else None
+
+
+def _is_named(choice: str | ToolChoice | None) -> bool:
+    return isinstance(choice, ToolChoice) and choice.type == "function"
+
+
+def _chosen(choice: ToolChoice) -> tuple[str, frozenset[str]]:
+    if choice.type == "function" and choice.function is not None and choice.allowed_tools is None:
+        return "required", frozenset({choice.function.name})
+    some = choice.allowed_tools
+    if choice.type == "allowed_tools" and some is not None and choice.function is None:
+        if some.mode not in ("auto", "required") or any(tool.type != "function" for tool in some.tools):
+            raise InvalidRequest(f"{_CHOICE}: allowed_tools has mode auto or required, and functions", param=_CHOICE)
+        return some.mode, frozenset(tool.function.name for tool in some.tools)
+    raise InvalidRequest(f"{_CHOICE}: type function with function, or allowed_tools with it", param=_CHOICE)

@@ -1,0 +1,16 @@
+"""What a call used, as JSON shows it."""
+
+from typing import Any
+
+from router.api.answer.usage import Usage
+
+
+def usage_object(usage: Usage) -> dict[str, Any]:
+    """OpenAI's usage object."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+    }

@@ -1,0 +1,73 @@
+"""An answer in one piece. What may be large of it, log probabilities, becomes JSON slice by slice: streams beside it
+go on in between.
+"""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from router.api.answer.choice_text import TextDelta
+from router.http.openai.answers import Answer
+from router.http.openai.prompt_logprobs import SLICE_VALUES, PromptScores
+
+_PIECE_BYTES = 256 << 10
+
+
+async def whole_content(
+    answer: Answer, choices: Sequence[TextDelta], scores: PromptScores | None = None
+) -> dict[str, Any]:
+    """The answer, for orjson; with what is wanted of the prompts' log probabilities."""
+    logprobs = [await _logprobs(answer, choice, scores) for choice in choices]
+    content = answer.whole(choices, logprobs)
+    if scores is not None:
+        await scores.add_to(content)
+    return content
+
+
+def _slices(answer: Answer, choice: TextDelta, scores: PromptScores | None) -> Iterator[dict[str, Any] | None]:
+    """Of a prompt that is echoed, then of the answer's tokens."""
+    if scores is not None and scores.echoes:
+        yield answer.echoed_first(choice.choice_index)
+        for echoed in scores.echoed(choice.choice_index):
+            yield answer.logprobs(choice._replace(tokens=echoed))
+    tokens = choice.tokens
+    step = max(1, SLICE_VALUES // (1 + len(tokens[0].top_logprobs))) if tokens else 1
+    for start in range(0, len(tokens), step):
+        yield answer.logprobs(choice._replace(tokens=tokens[start : start + step]))
+
+
+async def _logprobs(answer: Answer, choice: TextDelta, scores: PromptScores | None) -> dict[str, Any] | None:
+    lists: dict[str, list[bytes]] = {}
+    others: dict[str, Any] = {}
+    for shown in _slices(answer, choice, scores):
+        if shown is None:
+            break
+        for name, value in shown.items():
+            if isinstance(value, list):
+                lists.setdefault(name, []).append(orjson.dumps(value)[1:-1])
+            else:
+                others[name] = value
+        await asyncio.sleep(0)
+    if not lists:
+        return None
+    # Each fragment is several elements of the list that it is in: nothing large is copied before the end.
+    return {name: [orjson.Fragment(part) for part in parts] for name, parts in lists.items()} | others
+
+
+class WholeResponse(Response):
+    """JSON that is written as its client takes it, so that a large one does not lie in the transport as well."""
+
+    media_type = "application/json"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Headers, then the body piece by piece."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        body = memoryview(self.body)
+        for start in range(0, len(body), _PIECE_BYTES):
+            piece = bytes(body[start : start + _PIECE_BYTES])
+            more = start + _PIECE_BYTES < len(body)
+            await send({"type": "http.response.body", "body": piece, "more_body": more})

@@ -1,0 +1,69 @@
+"""Requests that come over no connection: they go to the same handlers as those of clients."""
+
+import asyncio
+import json
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.types import Message, Scope
+
+from router.batches.files.lines import body_to_run
+from router.http.body.errors import error_object
+from router.http.routing.access_guard import Handler
+from router.types.requests import MAX_PRIORITY
+from tandem.errors import InternalError, RouteNotFound, ServingError
+
+_log = logging.getLogger(__name__)
+
+
+class InnerCalls:
+    """Answers a tenant's body as its endpoint does."""
+
+    def __init__(self, handlers: Mapping[str, Handler]) -> None:
+        """`handlers`: by endpoint; each answers whole."""
+        self._handlers = handlers
+
+    async def answer(self, tenant: str, endpoint: str, body: dict[str, Any]) -> tuple[int, bytes]:
+        """Status and body, at the lowest priority. Raises a ServingError that is retryable; cancelling it cancels the
+        request."""
+        try:
+            # Not by orjson, which does not write all depths that it reads.
+            return await self._answer(tenant, endpoint, json.dumps(body_to_run(body, MAX_PRIORITY)).encode())
+        except ServingError as error:
+            if error.retryable:
+                raise
+            return error.http_status, orjson.dumps(error_object(error))
+        except Exception:  # noqa: BLE001  # one that we fail at must not keep its batch from ending
+            _log.exception("a request of a batch failed")
+            failed = InternalError("internal error")
+            return failed.http_status, orjson.dumps(error_object(failed))
+
+    async def _answer(self, tenant: str, endpoint: str, body: bytes) -> tuple[int, bytes]:
+        handler = self._handlers.get(endpoint)
+        if handler is None:
+            raise RouteNotFound(f"{endpoint} is not served to batches")
+        sent = False
+
+        async def receive() -> Message:
+            nonlocal sent
+            if sent:
+                await asyncio.Event().wait()  # this client never leaves
+            sent = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        scope: Scope = {
+            "type": "http",
+            "method": "POST",
+            "path": endpoint,
+            "raw_path": endpoint.encode(),
+            "query_string": b"",
+            "headers": [(b"content-type", b"application/json")],
+            "state": {"tenant": tenant},
+        }
+        answer = await handler(Request(scope, receive))
+        if isinstance(answer, dict):
+            raise InternalError("internal error")
+        return answer.status_code, bytes(answer.body)

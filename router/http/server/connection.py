@@ -1,0 +1,381 @@
+"""One HTTP connection: uvicorn's protocol with bounded heads, bounded waiting, and a `Link` for each request.
+
+Closing a socket whose client is still sending resets it, and takes with it an answer that the client has not read yet.
+So an end behind an answer waits for the client's own, and reads on meanwhile, within bounds of bytes and time.
+"""
+
+import asyncio
+import logging
+import select
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any, NoReturn, cast
+
+import orjson
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from router.http.body.client_link import EXTENSION
+from router.http.body.errors import error_object
+from router.http.server.connection_limits import Connections
+from router.http.server.request_head import MAX_HEADER_BYTES, HeadTooLarge, TargetTooLong, check_framing
+from tandem.errors import InvalidRequest, ServingError, Unavailable
+
+_MAX_URL_BYTES = 8 << 10
+_MAX_HEAD_BYTES = 4 * MAX_HEADER_BYTES
+"""Beyond what the application answers itself the connection ends with the answer: a head may otherwise be endless."""
+_MOST_BEHIND_HEAD = 1 << 20
+"""Bytes that are read on, and thrown away, behind the answer to a head that is refused."""
+_MOST_BEHIND_BODY = 256 << 20
+"""Behind an answer that came before its request's body had ended."""
+_MOST_AHEAD = 64
+"""Requests that a client may send before it has their answers; a small one takes a hundred times its bytes here."""
+_HUNG_UP = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
+"""The last one is Linux's; elsewhere a paused client's orderly end is heard of when its answer is written."""
+_LONGEST_LOOK_S = 1.0
+_WARN_EVERY_S = 60.0
+_log = logging.getLogger(__name__)
+
+
+def _refusal(error: ServingError, *headers: str) -> bytes:
+    """An answer without an application, the last of its connection."""
+    body, status = orjson.dumps(error_object(error)), HTTPStatus(error.http_status)
+    line = f"HTTP/1.1 {status.value} {status.phrase}"
+    head = (line, "content-type: application/json", "connection: close", f"content-length: {len(body)}", *headers)
+    return "\r\n".join(head).encode() + b"\r\n\r\n" + body
+
+
+class ConnectionWatch:
+    """Closes connections when the books say so, which it looks at again and again."""
+
+    def __init__(self, connections: "Connections[Connection]", loop: asyncio.AbstractEventLoop) -> None:
+        self.books = connections
+        self._loop = loop
+        limits = connections.limits
+        least_s = min(limits.head_timeout_s, limits.keep_alive_s, limits.write_timeout_s)
+        self._look_s = min(_LONGEST_LOOK_S, least_s / 4)
+        self._warned_s = -_WARN_EVERY_S
+        self._timer = loop.call_later(self._look_s, self._look)
+
+    def now_s(self) -> float:
+        """On the books' clock."""
+        return self._loop.time()
+
+    def opened(self, connection: "Connection") -> bool:
+        """Count it in; False when it was refused."""
+        gone = self.books.opened(connection, self.now_s())
+        if gone is None:
+            return True
+        if self.now_s() - self._warned_s >= _WARN_EVERY_S:
+            self._warned_s = self.now_s()
+            _log.warning("there are %d connections: the idlest make way", self.books.limits.most)
+        if gone is not connection:
+            gone.give_up()
+        return gone is not connection
+
+    def close_idle(self, least_s: float) -> None:
+        """Part with those who have asked nothing for so long."""
+        for connection in self.books.idle(self.now_s(), least_s):
+            connection.leave_if_idle()
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        for connection in self.books.overdue(self.now_s(), lambda one: one.transport.get_write_buffer_size()):
+            connection.give_up()
+        for connection in list(self.books.asking):
+            connection.notice_leave()
+        self._timer = self._loop.call_later(self._look_s, self._look)
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's; httptools itself collects heads without a bound."""
+
+    _head_bytes = 0
+    _untold_bytes = 0
+    """Fed to the parser since it last told of anything: it collects one header, however long, before it does."""
+    _is_in_head = False
+    _is_receiving = False
+    """A request's head or body has begun and not ended."""
+    _refused: ServingError | None = None
+    """Why no more of this connection is read."""
+    _most_behind: int | None = None
+    """While it ends behind an answer: how many bytes are read on."""
+    _links: "tuple[_DirectLink, ...]" = ()
+    """Of requests without a complete answer: several when a client sends the next ones ahead."""
+
+    def __init__(self, watch: ConnectionWatch, **others: Any) -> None:
+        """`others`: what uvicorn hands over."""
+        super().__init__(**others)
+        self._watch = watch
+        self._books = watch.books
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Has a place, or hears that there is none."""
+        super().connection_made(transport)
+        self._answers = _AnswerTransport(self)
+        if not self._watch.opened(self):
+            transport.write(_FULL)
+            transport.close()
+
+    def close_behind_answer(self) -> None:
+        """What the answer was the last of; its client may not have sent all that it asked."""
+        if self.is_ending:
+            return
+        if self._is_receiving or _has_come(self.transport):
+            self._end_when_read(_MOST_BEHIND_BODY)
+        else:
+            self.transport.close()
+
+    @property
+    def is_ending(self) -> bool:
+        """Nothing more is written."""
+        return self._most_behind is not None or self.transport.is_closing()
+
+    def give_up(self) -> None:
+        """Close it; what its client has not read by now is lost."""
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+        else:
+            self.transport.close()
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes of requests, or what comes behind the last answer."""
+        if self._most_behind is not None:
+            self._most_behind -= len(data)
+            if self._most_behind < 0:
+                self.transport.close()
+            return
+        self._untold_bytes += len(data)
+        super().data_received(data)
+        if self._untold_bytes > _MAX_HEAD_BYTES and self._refused is None:
+            self._refused = HeadTooLarge(f"a header, or a chunk's extension, of more than {_MAX_HEAD_BYTES} bytes")
+            self.send_400_response("")
+
+    def send_400_response(self, msg: str) -> None:
+        """What the parser, or we while it parses, take for no request: answered, where no other answer is under way,
+        and the end. `msg`: uvicorn's word for it."""
+        cycle = self.cycle
+        is_next = cycle is None or cycle.response_complete
+        # Or of this very request the head was good, and its body is not.
+        if is_next or not (self._is_in_head or self.pipeline or cycle.response_started):
+            self.transport.write(_refusal(self._refused or InvalidRequest(msg)))
+        self._refused = self._refused or InvalidRequest(msg)
+        self._lose_clients()
+        self._end_when_read(_MOST_BEHIND_HEAD)
+
+    def _end_when_read(self, most_bytes: int) -> None:
+        """No answer follows: close the connection when its client has, or has sent so much more, or in time."""
+        if self.is_ending:
+            return
+        self._most_behind = most_bytes
+        self._books.answered(self, self._watch.now_s(), is_sending=True)
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.flow.resume_reading()
+
+    def end_behind_answer(self) -> None:
+        """The answer that is under way is the last over this connection: its client asks elsewhere next."""
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_complete and not self.pipeline:
+            cycle.keep_alive = False
+
+    def leave_if_idle(self) -> None:
+        """Nothing is coming: close it. What had come would be lost with it, and its client told so by a reset."""
+        if not self._is_receiving and not _has_come(self.transport):
+            self.transport.close()
+
+    def notice_leave(self) -> None:
+        """Nobody reads from a paused connection, such as one with a next request behind the one under way, and so
+        nobody hears of its end."""
+        if self.flow.read_paused and _has_hung_up(self.transport):
+            self.transport.abort()
+
+    def pause_writing(self) -> None:
+        """The client does not take what it asked for: a clock runs."""
+        super().pause_writing()
+        self._books.unread(self, self._watch.now_s(), self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        """It does again."""
+        super().resume_writing()
+        self._books.read(self)
+
+    def on_message_begin(self) -> None:
+        """A request's first byte."""
+        self._head_bytes = self._untold_bytes = 0
+        self._is_in_head = self._is_receiving = True
+        self._books.head_begins(self, self._watch.now_s())
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        """A piece of it."""
+        super().on_url(url)
+        self._untold_bytes = 0
+        self._head_bytes += len(url)
+        if self._head_bytes > _MAX_URL_BYTES:
+            self._refuse(TargetTooLong(f"the request's target is longer than {_MAX_URL_BYTES} bytes"))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One of the head, or one behind a chunked body, which means nothing here."""
+        if self._is_in_head:
+            super().on_header(name, value)
+        self._untold_bytes = 0
+        self._head_bytes += len(name) + len(value)
+        if self._head_bytes > _MAX_HEAD_BYTES:
+            self._refuse(HeadTooLarge(f"more than {_MAX_HEAD_BYTES} bytes of headers"))
+
+    def on_headers_complete(self) -> None:
+        """The application has it now."""
+        self._untold_bytes = 0
+        try:
+            check_framing(self.headers, self.parser.get_http_version())
+        except InvalidRequest as error:
+            self._refuse(error)
+        super().on_headers_complete()
+        self._is_in_head = False
+        # An exchange that is over is told to close here, and not while its client sends.
+        self.cycle.transport = cast("Any", self._answers)
+        self._books.head_complete(self)
+        if len(self.pipeline) > _MOST_AHEAD:
+            self._refuse(InvalidRequest(f"more than {_MOST_AHEAD} requests sent ahead"))
+        # The application has not begun: its task runs later.
+        link = _DirectLink(self)
+        self._links = (*self._links, link)
+        cast("dict[str, Any]", self.scope)["extensions"] = {EXTENSION: link}
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of it."""
+        self._untold_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Its last byte."""
+        self._untold_bytes = 0
+        super().on_message_complete()
+        self._is_receiving = False
+
+    def on_response_complete(self) -> None:
+        """The answer's last byte has been handed to the transport."""
+        self._links = tuple(link for link in self._links if not link.answered())
+        if self._most_behind is not None:
+            # What was asked behind the last answer gets none.
+            self.pipeline.clear()
+            self._lose_clients()
+        goes_on = bool(self.pipeline)
+        if self._most_behind is None:
+            super().on_response_complete()
+        now_s = self._watch.now_s()
+        if not goes_on:
+            self._books.answered(self, now_s, is_sending=self._is_receiving)
+        if num_bytes := self.transport.get_write_buffer_size():
+            self._books.unread(self, now_s, num_bytes)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Closed, by whomever."""
+        super().connection_lost(exc)
+        self._books.closed(self)
+        self._lose_clients()
+        self._answers.lost()
+
+    def _lose_clients(self) -> None:
+        """Of requests that get no answer any more."""
+        for link in self._links:
+            link.client_left()
+        self._links = ()
+
+    def _refuse(self, error: ServingError) -> NoReturn:
+        """From within the parser, which stops: `send_400_response` is called next."""
+        self._refused = error
+        raise error
+
+
+def _has_hung_up(transport: asyncio.Transport) -> bool:
+    """Asked of the kernel, which knows it before all that was sent is read."""
+    poll = select.poll()
+    poll.register(transport.get_extra_info("socket").fileno(), _HUNG_UP)
+    return bool(poll.poll(0))
+
+
+def _has_come(transport: asyncio.Transport) -> bool:
+    """Whether there is something to read that the event loop has not seen yet."""
+    poll = select.poll()
+    poll.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
+    return bool(poll.poll(0))
+
+
+class _AnswerTransport:
+    """What exchanges of uvicorn's take for the transport: its end is the connection's to choose."""
+
+    __slots__ = ("_connection", "write")
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection: Connection | None = connection
+        """Until it is lost: it holds its last exchange, which holds this."""
+        self.write = connection.transport.write
+
+    def is_closing(self) -> bool:
+        return self._connection is None or self._connection.is_ending
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close_behind_answer()
+
+    def lost(self) -> None:
+        self._connection = None
+
+
+class _DirectLink:
+    """One request's `router.http.body.client_link.Link`."""
+
+    def __init__(self, protocol: Connection) -> None:
+        self._write = protocol.transport.write
+        self._flow = protocol.flow
+        self._cycle: RequestResponseCycle | None = protocol.cycle
+        """Until nothing more can be said: its scope holds this link, and only a collection would find the two."""
+        self._on_leave: Callable[[], None] | None = None
+
+    @property
+    def is_paused(self) -> bool:
+        return self._flow.write_paused
+
+    async def drain(self) -> None:
+        await self._flow.drain()
+
+    def write(self, body: bytes) -> bool:
+        if self._cycle is None or self._cycle.disconnected:
+            return False
+        self._write(b"%x\r\n%b\r\n" % (len(body), body))
+        return self._flow.write_paused
+
+    def whole_body(self) -> bytes | None:
+        return None if self._cycle is None or self._cycle.more_body else bytes(self._cycle.body)
+
+    def on_leave(self, callback: Callable[[], None] | None) -> None:
+        self._on_leave = callback
+        if callback is None:
+            return
+        # Nobody hears of an end behind a body that is too large to be read on.
+        self._flow.resume_reading()
+        if self._cycle is None or self._cycle.disconnected:
+            callback()
+
+    def answered(self) -> bool:
+        """Whether the whole answer has been written; if so the link has ended."""
+        if self._cycle is not None and self._cycle.response_complete:
+            self._cycle = None
+        return self._cycle is None
+
+    def client_left(self) -> None:
+        """uvicorn tells the newest request alone."""
+        cycle, self._cycle = self._cycle, None
+        if cycle is None or cycle.response_complete:
+            return
+        cycle.disconnected = True
+        cycle.message_event.set()
+        if self._on_leave is not None:
+            self._on_leave()
+
+
+_FULL = _refusal(Unavailable("too many connections, all of them with a request under way"), "retry-after: 1")

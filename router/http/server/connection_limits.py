@@ -1,0 +1,130 @@
+"""Which of the HTTP door's connections must go: those that are too slow, and the idlest when there are too many. Pure.
+
+    opened -> (head comes) -> asking -> answered -> (next head comes) -> asking ...
+
+A head has its time, and so has the silence before one; while a request is under way its own deadline bounds it. What
+was written must be taken: a reader is given up when nothing of it was for too long, whatever else it does.
+"""
+
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from tandem.config.servers import ConnectionsConfig
+
+ConnectionT = TypeVar("ConnectionT", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionLimits:
+    """Bounds of the connections of one door."""
+
+    most: int
+    head_timeout_s: float
+    keep_alive_s: float
+    write_timeout_s: float
+
+    @classmethod
+    def of(cls, config: ConnectionsConfig, *, most: int, write_timeout_s: float) -> "ConnectionLimits":
+        """Those of the configuration."""
+        return cls(
+            most=most,
+            head_timeout_s=config.head_timeout_s,
+            keep_alive_s=config.keep_alive_s,
+            write_timeout_s=write_timeout_s,
+        )
+
+
+class Connections(Generic[ConnectionT]):
+    """The books. Whoever closes a connection says so; what is not in them is not spoken of."""
+
+    def __init__(self, limits: ConnectionLimits) -> None:
+        self.limits = limits
+        # Since when, the longest first.
+        self._heads: dict[ConnectionT, float] = {}
+        self._idle: dict[ConnectionT, float] = {}
+        self._asking: set[ConnectionT] = set()
+        self._unread: dict[ConnectionT, tuple[float, int]] = {}
+        """Since when a client has taken nothing, and of how much."""
+
+    def __len__(self) -> int:
+        return len(self._heads) + len(self._idle) + len(self._asking)
+
+    @property
+    def asking(self) -> Iterable[ConnectionT]:
+        """Those with a request under way."""
+        return self._asking
+
+    def opened(self, connection: ConnectionT, now_s: float) -> ConnectionT | None:
+        """A new one: who must go for it, which is itself when all others are asking."""
+        gone = None
+        if len(self) >= self.limits.most:
+            if (gone := self._idlest()) is None:
+                return connection
+            self.closed(gone)
+        self._heads[connection] = now_s
+        return gone
+
+    def head_begins(self, connection: ConnectionT, now_s: float) -> None:
+        """The first byte of a next request has come; the first request's time has begun before."""
+        if self._idle.pop(connection, None) is not None:
+            self._heads[connection] = now_s
+
+    def head_complete(self, connection: ConnectionT) -> None:
+        """A request is under way."""
+        if self._heads.pop(connection, None) is not None or self._idle.pop(connection, None) is not None:
+            self._asking.add(connection)
+
+    def answered(self, connection: ConnectionT, now_s: float, *, is_sending: bool) -> None:
+        """No request is under way; `is_sending`: the rest of the last one, or the beginning of a next, is coming."""
+        if connection in self._asking:
+            self._asking.remove(connection)
+            (self._heads if is_sending else self._idle)[connection] = now_s
+
+    def idle(self, now_s: float, least_s: float) -> list[ConnectionT]:
+        """Those with no request under way for so long; they stay in the books."""
+        return [*_older(self._heads, now_s - least_s), *_older(self._idle, now_s - least_s)]
+
+    def unread(self, connection: ConnectionT, now_s: float, num_bytes: int) -> None:
+        """So much waits for the client to take it."""
+        self._unread.setdefault(connection, (now_s, num_bytes))
+
+    def read(self, connection: ConnectionT) -> None:
+        """The client has taken enough."""
+        self._unread.pop(connection, None)
+
+    def closed(self, connection: ConnectionT) -> None:
+        """It is closed, or will be."""
+        self._heads.pop(connection, None)
+        self._idle.pop(connection, None)
+        self._asking.discard(connection)
+        self._unread.pop(connection, None)
+
+    def overdue(self, now_s: float, num_waiting: Callable[[ConnectionT], int]) -> list[ConnectionT]:
+        """Those whose time is up; they are closed. `num_waiting`: bytes that a client has still to take."""
+        found = [*_older(self._heads, now_s - self.limits.head_timeout_s)]
+        found += _older(self._idle, now_s - self.limits.keep_alive_s)
+        for connection, (since_s, num_bytes) in list(self._unread.items()):
+            left = num_waiting(connection)
+            if not left:
+                del self._unread[connection]
+            elif left != num_bytes:
+                self._unread[connection] = (now_s if left < num_bytes else since_s, left)
+            elif now_s - since_s >= self.limits.write_timeout_s:
+                found.append(connection)
+        for connection in found:
+            self.closed(connection)
+        return found
+
+    def _idlest(self) -> ConnectionT | None:
+        firsts = [next(iter(waiting.items())) for waiting in (self._heads, self._idle) if waiting]
+        return min(firsts, key=lambda first: first[1])[0] if firsts else None
+
+
+def _older(waiting: dict[ConnectionT, float], than_s: float) -> list[ConnectionT]:
+    found = []
+    for connection, since_s in waiting.items():
+        if since_s > than_s:
+            break
+        found.append(connection)
+    return found

@@ -1,0 +1,90 @@
+"""Around every request: bounds on its headers, its id, and the count of its answer."""
+
+import asyncio
+import logging
+import time
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from router.access.audit_log import AuditEntry, AuditLog, enter, leave
+from router.api.request.request_ids import check_request_id
+from router.http.body.errors import error_response
+from router.http.routing.route_table import ROUTE_KEY
+from router.http.server.request_head import check_size
+from router.metrics.router_metrics import RouterMetrics
+from tandem.errors import InvalidRequest, Unavailable
+from tandem.telemetry.logs import REQUEST_ID, X_REQUEST_ID
+
+_CLIENT_LEFT = 499
+"""What is counted where nobody was left to answer."""
+_AGAIN_S = 1.0
+_log = logging.getLogger(__name__)
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+
+
+class Envelope:
+    """ASGI middleware. A client's X-Request-Id is echoed and used nowhere else; absent, one is made."""
+
+    def __init__(self, app: ASGIApp, metrics: RouterMetrics, audit: AuditLog) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._audit = audit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Wrap one connection."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status = _CLIENT_LEFT
+        entry = AuditEntry(door="http", client=_client(scope), began_s=time.monotonic())
+
+        async def enveloped(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", entry.request_id.encode())]
+            await send(message)
+
+        token = enter(entry)
+        named, shown = REQUEST_ID.set(entry.own_id), X_REQUEST_ID.set(entry.request_id)
+        try:
+            try:
+                entry.request_id = _given_id(scope) or entry.request_id
+                X_REQUEST_ID.set(entry.request_id)
+            except InvalidRequest as error:
+                entry.is_kept = True
+                await error_response(error)(scope, receive, enveloped)
+                return
+            await self._app(scope, receive, enveloped)
+        except asyncio.CancelledError:
+            # Nobody but the door does that, when the time to drain is over; the task has nothing left to do.
+            if status == _CLIENT_LEFT:
+                ended = Unavailable("the router has ended before its answer", retry_after_s=_AGAIN_S)
+                await error_response(ended)(scope, receive, enveloped)
+            else:
+                _log.warning("an answer is cut off: it takes longer than the router may drain")
+        except Exception:
+            status = 500
+            raise
+        finally:
+            REQUEST_ID.reset(named)
+            X_REQUEST_ID.reset(shown)
+            leave(token)
+            route = scope.get(ROUTE_KEY, "unknown")
+            method = scope["method"] if scope["method"] in _METHODS else "other"
+            self._metrics.http_answered(route, method, status)
+            entry.route, entry.status = f"{method} {route}", str(status)
+            if entry.is_kept:
+                self._audit.keep(entry)
+
+
+def _client(scope: Scope) -> str:
+    client: tuple[str, int] | None = scope.get("client")
+    return "" if client is None else client[0]
+
+
+def _given_id(scope: Scope) -> str | None:
+    headers: list[tuple[bytes, bytes]] = scope["headers"]
+    check_size(headers)
+    given = [value for key, value in headers if key == b"x-request-id"]
+    return check_request_id(given[0].decode("latin-1"), "X-Request-Id") if given else None

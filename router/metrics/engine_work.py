@@ -1,0 +1,84 @@
+"""What workers' engines do and hold, as they report it; rates are for whoever reads to take."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from router.metrics.instruments import cumulative
+from router.types.worker_view import WorkerSnapshot, WorkReport
+from tandem.values.step_sizes import STEP_SIZES
+
+_WORKER = ("worker", "role")
+_STEPS: Mapping[str, tuple[str, str]] = {
+    "steps": ("tandem_worker_steps", "Steps; `prefill`: those that computed prompts; `decode`: one token a request"),
+    "seconds": ("tandem_worker_step_seconds", "Time of these steps; its rate is the share of time that is used"),
+    "tokens": ("tandem_worker_step_tokens", "Tokens computed in these steps"),
+    "requests": ("tandem_worker_step_requests", "Requests in these steps, summed; by steps: the batch"),
+}
+_SIZES = dict(enumerate(map(floatToGoString, STEP_SIZES)))
+_MEMORY: Mapping[str, str] = {"resident_bytes": "resident", "weights_bytes": "weights", "kv_bytes": "kv_pool"}
+
+
+class WorkMetrics(Collector):
+    """Shows what workers last said; a worker that left is no longer shown."""
+
+    def __init__(self, model_name: str) -> None:
+        self._model = model_name
+        self._shown: list[tuple[tuple[str, str], WorkReport]] = []
+        self._pools: list[tuple[str, int, int]] = []
+
+    def show(self, snapshots: Sequence[WorkerSnapshot]) -> None:
+        """Replace what is shown."""
+        self._shown = [
+            ((snapshot.info.key.worker_id, snapshot.info.role.value), snapshot.load.work)
+            for snapshot in snapshots
+            if snapshot.load.work is not None
+        ]
+        self._pools = [
+            (snapshot.info.key.worker_id, snapshot.info.num_blocks, snapshot.info.layout.block_size)
+            for snapshot in snapshots
+        ]
+
+    def collect(self) -> Iterable[Metric]:
+        """See Collector."""
+        for field, (name, text) in _STEPS.items():
+            steps = CounterMetricFamily(name, text, labels=(*_WORKER, "kind"))
+            for labels, work in self._shown:
+                steps.add_metric((*labels, "prefill"), getattr(work.prefill, field))
+                steps.add_metric((*labels, "decode"), getattr(work.decode, field))
+            yield steps
+        memory = GaugeMetricFamily(
+            "tandem_worker_memory_bytes",
+            "Memory: resident of the first process on its host, weights and KV pool of all ranks",
+            labels=(*_WORKER, "kind"),
+        )
+        flops = GaugeMetricFamily(
+            "tandem_worker_flops_per_token", "Operations of one token in the layers' products", labels=_WORKER
+        )
+        preempted = CounterMetricFamily(
+            "vllm:num_preemptions", "Requests preempted for want of blocks", labels=("model_name", "engine")
+        )
+        for labels, work in self._shown:
+            for field, kind in _MEMORY.items():
+                memory.add_metric((*labels, kind), getattr(work, field))
+            flops.add_metric(labels, work.flops_per_token)
+            preempted.add_metric((self._model, labels[0]), work.preemptions)
+        yield from (memory, flops, preempted, self._sizes(), self._config())
+
+    def _sizes(self) -> Metric:
+        text = "Tokens of each step of a worker's engine"
+        sizes = HistogramMetricFamily("vllm:iteration_tokens_total", text, labels=("model_name", "engine"))
+        for labels, work in self._shown:
+            if work.step_sizes:
+                num_tokens = work.prefill.tokens + work.decode.tokens
+                sizes.add_metric((self._model, labels[0]), cumulative(work.step_sizes, _SIZES), num_tokens)
+        return sizes
+
+    def _config(self) -> Metric:
+        names = ("model_name", "engine", "block_size", "num_gpu_blocks")
+        info = GaugeMetricFamily("vllm:cache_config_info", "Each worker's KV pool, in labels; always 1", labels=names)
+        for worker, num_blocks, block_size in self._pools:
+            info.add_metric((self._model, worker, str(block_size), str(num_blocks)), 1.0)
+        return info

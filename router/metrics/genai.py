@@ -1,0 +1,53 @@
+"""Requests as OpenTelemetry's GenAI conventions count them, by the names that their exporters give Prometheus.
+
+For boards that show servers of several makes; `vllm:` and `tandem_` metrics say more. Observed once a request.
+"""
+
+from prometheus_client.registry import CollectorRegistry
+
+from router.metrics.instruments import Spreads
+from tandem.errors import Code
+
+_PROVIDER = "tandem"
+_DURATION = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
+_FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
+_PER_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+_LABELS = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model", "gen_ai_response_model")
+
+
+class GenAiMetrics:
+    """The instruments."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        self._model = model_name
+        self._duration = Spreads(
+            "gen_ai_server_request_duration_seconds",
+            "Arrival to the end, however it ended; error_type is empty where it ended well",
+            _DURATION,
+            (*_LABELS, "error_type"),
+        )
+        self._first = Spreads(
+            "gen_ai_server_time_to_first_token_seconds", "Arrival to first token, of answers that ended well",
+            _FIRST, _LABELS,
+        )  # fmt: skip
+        self._per_token = Spreads(
+            "gen_ai_server_time_per_output_token_seconds",
+            "Mean time per token after the first, of answers that ended well",
+            _PER_TOKEN,
+            _LABELS,
+        )
+        for collector in (self._duration, self._first, self._per_token):
+            registry.register(collector)
+
+    def ended(
+        self, operation: str, seconds: float, code: Code | None, *, ttft_s: float | None, per_token_s: float | None
+    ) -> None:
+        """One request; None where there was no first token, or no second one."""
+        labels = (operation, _PROVIDER, self._model, self._model)
+        self._duration.observe(seconds, *labels, "" if code is None else code.value)
+        if code is not None:
+            return
+        if ttft_s is not None:
+            self._first.observe(ttft_s, *labels)
+        if per_token_s is not None:
+            self._per_token.observe(per_token_s, *labels)

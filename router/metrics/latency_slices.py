@@ -1,0 +1,158 @@
+"""Where first tokens' time goes, and latencies by kind of request.
+
+Everything here is counted once a request, when it ends, but for two instants of its first tokens: nothing is added for
+every token. Label values are ours: buckets of lengths, yes or no, and tenants as `TenantLabels` has them.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from prometheus_client.registry import CollectorRegistry
+
+from router.metrics.instruments import Spreads, Totals
+from router.metrics.tenant_labels import TenantLabels
+from router.types.requests import ChoiceFinish, RoutedRequest
+from tandem.values.outputs import CachedTokens, FinishReason
+
+_LENGTHS = (128, 512, 2048, 8192, 32768, 131072)
+_LENGTH_NAMES = ("128", "512", "2k", "8k", "32k", "128k", "longer")
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_PER_TOKEN = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1.0)
+_TENANT = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_PHASE = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_COMPUTED = "computed"
+_UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestTraits:
+    """What a request is counted under, as far as it is known before it runs."""
+
+    prompt_tokens: int
+    guided: bool = False
+    structured: bool = False
+    """It follows a grammar, so that an answer that is cut is of no use."""
+    tenant: str = ""
+    max_tokens: int = 1
+    operation: str = "text_completion"
+
+    @classmethod
+    def of(cls, request: RoutedRequest) -> "RequestTraits":
+        """Of one request of a client."""
+        sampling = request.sampling
+        return cls(
+            prompt_tokens=len(request.prompt_token_ids),
+            guided=sampling.grammar is not None or bool(sampling.allowed_token_ids or sampling.bad_words),
+            structured=sampling.grammar is not None,
+            tenant=request.tenant,
+            max_tokens=sampling.max_tokens,
+            operation=request.operation,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstTokens:
+    """The instants of a request's beginning, on the router's clock; None: it did not come so far."""
+
+    arrived_s: float
+    prepared_s: float
+    first_s: float
+    second_s: float | None = None
+    shown_s: float | None = None
+    """When the first token's text had been given to the door that writes it."""
+    last_s: float
+
+    def per_token_s(self, num_tokens: int) -> float | None:
+        """The mean after the first of so many tokens; None when there was no second one."""
+        return (self.last_s - self.first_s) / (num_tokens - 1) if num_tokens > 1 else None
+
+
+class SliceMetrics:
+    """The instruments."""
+
+    def __init__(self, registry: CollectorRegistry, tenants: TenantLabels) -> None:
+        self._tenants = tenants
+        self._phases = Spreads(
+            "tandem_ttft_phase_seconds",
+            "Parts of the time to the first token: preprocess, queue, prefill, serialize; and first_decode after it",
+            _PHASE,
+            ("phase",),
+        )
+        labels = ("pool", "prompt", "cached", "guided")
+        self._ttft = Spreads("tandem_slice_ttft_seconds", "Time to first token by kind of request", _SECONDS, labels)
+        self._tpot = Spreads(
+            "tandem_slice_time_per_output_token_seconds",
+            "Mean time per token after the first, by kind of request",
+            _PER_TOKEN,
+            ("pool", "prompt", "output", "guided"),
+        )
+        self._tenant = Spreads("tandem_tenant_ttft_seconds", "Time to first token by tenant", _TENANT, ("tenant",))
+        sources = (_COMPUTED, *CachedTokens.__dataclass_fields__)
+        self._sources = Totals(
+            "tandem_prompt_tokens_by_source",
+            "Prompt tokens by where their KV came from: computed, or cached in one of these places",
+            ("source",),
+            known=[(source,) for source in sources],
+        )
+        self._structured = Totals(
+            "tandem_structured_answers",
+            "Choices that follow a grammar, by how they ended: stop, or length, which is cut and no whole structure",
+            ("finished_reason",),
+            known=[(reason.value,) for reason in (FinishReason.STOP, FinishReason.LENGTH)],
+        )
+        for collector in (self._phases, self._ttft, self._tpot, self._tenant, self._sources, self._structured):
+            registry.register(collector)
+
+    def ended(
+        self, traits: RequestTraits, times: FirstTokens, finishes: Sequence[ChoiceFinish], num_tokens: int
+    ) -> None:
+        """A request that began has ended; `num_tokens` of its longest choice."""
+        ttft_s = times.first_s - times.arrived_s
+        self._tenant.observe(ttft_s, self._tenants.of(traits.tenant))
+        self._split(times, finishes)
+        if not finishes:
+            return
+        reader = finishes[0].read_by
+        pool = _UNKNOWN if reader is None else reader.value
+        prompt, guided = length_bucket(traits.prompt_tokens), "yes" if traits.guided else "no"
+        cached = min(finish.cached_tokens for finish in finishes)
+        self._ttft.observe(ttft_s, pool, prompt, _cached(cached, traits.prompt_tokens), guided)
+        if (each_s := times.per_token_s(num_tokens)) is not None:
+            self._tpot.observe(each_s, pool, prompt, length_bucket(num_tokens), guided)
+        for finish in finishes:
+            self._count_sources(finish, traits.prompt_tokens)
+            if traits.structured:
+                self._structured.inc(finish.reason.value)
+
+    def _split(self, times: FirstTokens, finishes: Sequence[ChoiceFinish]) -> None:
+        preprocess_s = times.prepared_s - times.arrived_s
+        self._phases.observe(preprocess_s, "preprocess")
+        if times.second_s is not None:
+            self._phases.observe(times.second_s - times.first_s, "first_decode")
+        if times.shown_s is not None:
+            self._phases.observe(times.shown_s - times.first_s, "serialize")
+        if finishes:
+            spent = finishes[0].times
+            # The router's queue is counted from the arrival.
+            waited_s = max(0.0, spent.router_queue_s - preprocess_s) + spent.prefill_queue_s
+            self._phases.observe(waited_s, "queue")
+            self._phases.observe(spent.prefill_s, "prefill")
+
+    def _count_sources(self, finish: ChoiceFinish, prompt_tokens: int) -> None:
+        cached = finish.times.cached
+        for source in CachedTokens.__dataclass_fields__:
+            if count := getattr(cached, source):
+                self._sources.inc(source, amount=count)
+        self._sources.inc(_COMPUTED, amount=max(0, prompt_tokens - cached.total))
+
+
+def length_bucket(num_tokens: int) -> str:
+    """The name of the smallest bucket that holds so many tokens."""
+    return _LENGTH_NAMES[bisect_left(_LENGTHS, num_tokens)]
+
+
+def _cached(cached_tokens: int, prompt_tokens: int) -> str:
+    if cached_tokens == 0:
+        return "none"
+    return "most" if 2 * cached_tokens >= prompt_tokens else "some"

@@ -1,0 +1,87 @@
+"""The figures of several router processes as those of one router. Pure.
+
+Processes that share a door share its answers: what each counted is added up. What workers tell of themselves, and what
+is known of them, every process knows alike: there the greatest stands, because it is the latest. Of what each process
+has of its own and needs, the least.
+
+All of them write as `router.metrics.exposition` does, labels in one order, so that what stands before the value names
+a series: labels need not be taken apart and put together again.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from prometheus_client.utils import floatToGoString
+
+_OF_WORKERS = ("tandem_worker", "vllm:num_preemptions", "vllm:iteration_tokens_total")
+_ADDED_GAUGES = frozenset(
+    {
+        "vllm:num_requests_waiting",
+        "vllm:num_requests_running",
+        "tandem_queue_requests",
+        "tandem_queue_tokens",
+        "tandem_refused_choices",
+    }
+)
+_LEAST_GAUGES = frozenset({"tandem_redis_up"})
+"""Of each process, and one that is cut off is what matters."""
+_CREATED = "_created"
+_HELP, _TYPE = "# HELP ", "# TYPE "
+_KINDS = frozenset({"counter", "gauge", "histogram"})
+
+
+@dataclass(slots=True)
+class _Family:
+    name: str
+    text: str = ""
+    kind: str = ""
+    values: dict[str, float] = field(default_factory=dict)
+    """By what stands before the value: a name and its labels."""
+
+    def take(self, series: str, value: float) -> None:
+        """One more process's value."""
+        known = self.values.get(series)
+        if known is None:
+            self.values[series] = value
+        elif self.name.endswith(_CREATED) or self.name in _LEAST_GAUGES:
+            self.values[series] = min(known, value)
+        else:
+            self.values[series] = known + value if self._adds() else max(known, value)
+
+    def _adds(self) -> bool:
+        if self.name.startswith(_OF_WORKERS):
+            return False
+        return self.kind != "gauge" or self.name in _ADDED_GAUGES
+
+    def lines(self) -> list[str]:
+        """As they were written."""
+        head = f"{_HELP}{self.name} {self.text}\n" if self.text else ""
+        head += f"{_TYPE}{self.name} {self.kind}\n"
+        return [head] + [f"{series} {floatToGoString(value)}\n" for series, value in self.values.items()]  # type: ignore[no-untyped-call]
+
+
+def merge(texts: Sequence[bytes]) -> bytes:
+    """Expositions (Prometheus text format 0.0.4) of one moment into one. Raises ValueError for what is none."""
+    families: dict[str, _Family] = {}
+    for text in texts:
+        _read(text.decode(), families)
+    return "".join([line for family in families.values() for line in family.lines()]).encode()
+
+
+def _read(text: str, families: dict[str, _Family]) -> None:
+    family: _Family | None = None
+    for line in text.split("\n"):
+        if line.startswith(_HELP):
+            name, _, words = line.removeprefix(_HELP).partition(" ")
+            families.setdefault(name, _Family(name)).text = words
+        elif line.startswith(_TYPE):
+            name, _, kind = line.removeprefix(_TYPE).partition(" ")
+            family = families.setdefault(name, _Family(name))
+            if kind not in _KINDS or family.kind not in ("", kind):
+                raise ValueError(f"{name} of the type {kind[:20]}")
+            family.kind = kind
+        elif line:
+            series, _, value = line.rpartition(" ")
+            if family is None or not series.startswith(family.name):
+                raise ValueError(f"{line[:100]}: of no type that was told")
+            family.take(series, float(value))

@@ -1,0 +1,315 @@
+"""Every metric of the router, in its own registry: nothing is global, so tests and processes may hold several.
+
+Names under `vllm:` mean what they mean in vLLM (buckets too), so that existing dashboards work; `tandem_` names are
+ours. The doors measure requests through `router.api.request_meter`; `RouterMetrics` is dispatch's observer as well.
+Label values are ours alone, never a client's words.
+"""
+
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from itertools import islice
+from typing import Protocol, TypeVar
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from router.dispatch.choices.retry import RetryReason
+from router.metrics.engine_work import WorkMetrics
+from router.metrics.exposition import exposition
+from router.metrics.genai import GenAiMetrics
+from router.metrics.instruments import Spread, Total, Totals
+from router.metrics.latency_slices import SliceMetrics
+from router.metrics.objectives import Verdict, judged
+from router.metrics.placement import PlacementMetrics
+from router.metrics.quantiles import FINE_BOUNDS_S
+from router.metrics.tenant_labels import TenantLabels
+from router.metrics.tenant_usage import UsageMetrics
+from router.metrics.worker_reports.cache_tiers import TierMetrics
+from router.metrics.worker_reports.kv_transfer import TransferMetrics
+from router.metrics.worker_reports.prefix_pins import PinMetrics
+from router.metrics.worker_reports.redis_publishing import PublishMetrics
+from router.placement.place import PlacementReason
+from router.tenants.usage import TenantUsage
+from router.types.worker_view import WorkerSnapshot
+from tandem.config.objectives import ObjectivesConfig
+from tandem.errors import Code
+from tandem.values.outputs import FinishReason
+from tandem.values.roles import WorkerRole
+
+_TTFT = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+    160.0, 640.0, 2560.0,
+)  # fmt: skip
+_ITL = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+)  # fmt: skip
+_E2E = (
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
+    1920.0, 7680.0,
+)  # fmt: skip
+_TOKENS = tuple(float(scale * 10**power) for power in range(6) for scale in (1, 2, 5))
+_CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
+_TRANSFER = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+_LABELS = ("model_name", "engine")
+_ENGINE = "router"
+_I = TypeVar("_I", Total, Totals, Spread)
+
+
+class _Aging(Protocol):
+    """A request that has not ended."""
+
+    @property
+    def age_s(self) -> float:
+        """Since it came."""
+        ...
+
+
+class RouterMetrics:
+    """The registry and its instruments."""
+
+    def __init__(
+        self, model_name: str, usage: TenantUsage | None = None, objectives: ObjectivesConfig | None = None
+    ) -> None:
+        """`usage`: where tenants' totals are kept. `objectives`: what makes a request a good one."""
+        self.usage = usage or TenantUsage()
+        self._objectives = objectives or ObjectivesConfig()
+        self.registry = CollectorRegistry()
+        self._model = (model_name, _ENGINE)
+        self._refresh: Callable[[], None] = _nothing
+        self._collect: Callable[[], Awaitable[bytes]] = self._alone
+        self.waiting = self._gauge("vllm:num_requests_waiting", "Requests without a first token yet")
+        self.running = self._gauge("vllm:num_requests_running", "Requests that are streaming tokens")
+        self.prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of started requests")
+        self.generation_tokens = self._counter("vllm:generation_tokens", "Tokens sent to clients")
+        self.prefix_queries = self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up in prefix caches")
+        self.prefix_hits = self._counter("vllm:prefix_cache_hits", "Prompt tokens found in prefix caches")
+        self.ttft = self._latency("vllm:time_to_first_token_seconds", "Arrival to first token", _TTFT)
+        self.itl = self._latency("vllm:inter_token_latency_seconds", "Between two tokens of one choice", _ITL)
+        self.e2e = self._histogram("vllm:e2e_request_latency_seconds", "Arrival to last token", _E2E)
+        self.queue_time = self._histogram("vllm:request_queue_time_seconds", "Waiting in workers' queues", _E2E)
+        self.prefill_time = self._histogram("vllm:request_prefill_time_seconds", "Computing the prompt", _E2E)
+        self.decode_time = self._histogram("vllm:request_decode_time_seconds", "First to last token", _E2E)
+        self.inference_time = self._histogram("vllm:request_inference_time_seconds", "Prefill and decode", _E2E)
+        self.per_token = self._histogram(
+            "vllm:request_time_per_output_token_seconds", "Each request's mean after its first token", _ITL
+        )
+        self.max_tokens = self._histogram("vllm:request_params_max_tokens", "Tokens that may be made", _TOKENS)
+        self.num_choices = self._histogram("vllm:request_params_n", "Choices that were asked for", _CHOICES)
+        self.longest = self._histogram("vllm:request_max_num_generation_tokens", "Of the longest choice", _TOKENS)
+        self.prompt_size = self._histogram("vllm:request_prompt_tokens", "Prompt tokens per request", _TOKENS)
+        self.answer_size = self._histogram("vllm:request_generation_tokens", "Tokens per choice", _TOKENS)
+        self.transfer_time = self._histogram("tandem_transfer_seconds", "KV transfer not hidden by prefill", _TRANSFER)
+        self._add_outcomes()
+        self._add_workers()
+        self._transfers, self._tiers, self._publishing = TransferMetrics(), TierMetrics(), PublishMetrics()
+        self._pins, self._work = PinMetrics(), WorkMetrics(model_name)
+        self.tenants = TenantLabels()
+        shown = (self._transfers, self._tiers, self._publishing, self._pins, self._work)
+        for collector in (*shown, UsageMetrics(self.usage, self.tenants)):
+            self.registry.register(collector)
+        self.placement = PlacementMetrics(self.registry)
+        self.slices = SliceMetrics(self.registry, self.tenants)
+        self.genai = GenAiMetrics(self.registry, model_name)
+        self._open: dict[_Aging, None] = {}
+        oldest = Gauge("tandem_oldest_request_seconds", "Age of the oldest unfinished request", registry=self.registry)
+        oldest.set_function(lambda: max((meter.age_s for meter in islice(self._open, 1)), default=0.0))
+
+    def _add_outcomes(self) -> None:
+        """How requests, calls and attempts ended."""
+        self._success = self._counters(
+            "vllm:request_success",
+            "Choices that ended well",
+            (*_LABELS, "finished_reason"),
+            known=[(*self._model, reason.value) for reason in (FinishReason.STOP, FinishReason.LENGTH)],
+        )
+        self._failures = self._counters(
+            "tandem_request_failures", "Requests that failed", ("code",), known=[(code.value,) for code in Code]
+        )
+        self._judged = self._counters(
+            "tandem_judged_requests",
+            "Requests by whether they went well (`telemetry.objectives`), without those that their clients ended",
+            ("verdict",),
+            known=[(verdict.value,) for verdict in Verdict],
+        )
+        self._http = self._counters("tandem_http_requests", "HTTP answers", ("route", "method", "status"))
+        self._rpcs = Counter("tandem_grpc_requests", "gRPC answers", ("method", "code"), registry=self.registry)
+        self._placements = self._counters(
+            "tandem_placements",
+            "Where prompts were computed",
+            ("reason",),
+            known=[(reason.value,) for reason in PlacementReason],
+        )
+        self._retries = self._counters(
+            "tandem_dispatch_retries",
+            "Attempts after the first",
+            ("reason",),
+            known=[(reason.value,) for reason in RetryReason],
+        )
+
+    def _add_workers(self) -> None:
+        """What each worker says of itself, but for what collectors of their own show."""
+        self._workers = Gauge("tandem_workers", "Workers by role and state", ("role", "state"), registry=self.registry)
+        text = (
+            "Workers the configuration names; who sizes pools may have others, but a pool of 0 is meant to be missing"
+        )
+        self._stated = Gauge("tandem_pool_stated_workers", text, ("role",), registry=self.registry)
+        text, roles = "Workers that went although nobody had told them to", [(role.value,) for role in WorkerRole]
+        self._lost = self._counters("tandem_workers_lost", text, ("role",), known=roles)
+        text = "Whether the router is ready: some decode worker takes requests and gives tokens"
+        self._ready = Gauge("tandem_ready", text, registry=self.registry)
+        text = "Decode workers that give tokens and can be paired with some prefill worker"
+        self._pairs = Gauge("tandem_ready_pairs", text, registry=self.registry)
+        self._pool = self._of_worker("tandem_worker_kv_blocks", "KV blocks by state", "state")
+        self._requests = self._of_worker("tandem_worker_requests", "Requests by state", "state")
+        self._backlog = self._of_worker("tandem_worker_backlog_tokens", "Tokens accepted and not yet computed")
+        age, text = "tandem_worker_step_age_seconds", "For how long the engine has been in the same step"
+        self._step_age = self._of_worker(age, text)
+        version, text = "tandem_worker_protocol_version", "Version of the session that is spoken with it"
+        self._versions = self._of_worker(version, text)
+        self._kv_usage = Gauge(
+            "vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1", _LABELS, registry=self.registry
+        )
+
+    def on_render(self, refresh: Callable[[], None]) -> None:
+        """`refresh` brings gauges up to date before each scrape."""
+        self._refresh = refresh
+
+    def collect_with(self, collect: Callable[[], Awaitable[bytes]]) -> None:
+        """A scrape is answered with what `collect` brings, of this process and others."""
+        self._collect = collect
+
+    async def collect(self) -> bytes:
+        """What a scrape is answered with. It costs milliseconds: see `router.http.admin.shared_scrape`."""
+        return await self._collect()
+
+    async def _alone(self) -> bytes:
+        return self.render()
+
+    def render(self) -> bytes:
+        """The text exposition format."""
+        self._refresh()
+        return exposition(self.registry)
+
+    def http_answered(self, route: str, method: str, status: int) -> None:
+        """`route` is the route's pattern, never the path that was asked for."""
+        self._http.inc(route, method, str(status))
+
+    def rpc_answered(self, method: str, code: str) -> None:
+        """`code` is a name of grpc.StatusCode."""
+        self._rpcs.labels(method, code).inc()
+
+    def succeeded(self, reason: str) -> None:
+        """One choice ended with `reason`."""
+        self._success.inc(*self._model, reason)
+
+    def failed(self, code: Code) -> None:
+        """One request ended without an answer."""
+        self._failures.inc(code.value)
+
+    def judge(self, code: Code | None, *, ttft_s: float | None, per_token_s: float | None) -> None:
+        """One request ended; see `router.metrics.objectives.judged`."""
+        if (verdict := judged(self._objectives, code, ttft_s=ttft_s, per_token_s=per_token_s)) is not None:
+            self._judged.inc(verdict.value)
+
+    @property
+    def num_succeeded(self) -> float:
+        """Choices that ended well."""
+        return self._success.sum()
+
+    @property
+    def num_failed(self) -> float:
+        """Requests that failed; those that clients gave up are not among them."""
+        return self._failures.sum(without=Code.CANCELLED.value)
+
+    def placed(self, mode: str) -> None:
+        """Dispatch sent an attempt to workers (`router.dispatch.choices.observer.DispatchObserver`); a value of
+        PlacementReason."""
+        self._placements.inc(mode)
+
+    def retried(self, reason: str) -> None:
+        """Dispatch tries again; a value of RetryReason."""
+        self._retries.inc(reason)
+
+    def workers(self, role: str, state: str, count: int) -> None:
+        """How many workers of a role are in a state, such as (`decode`, `live`)."""
+        self._workers.labels(role, state).set(count)
+
+    def workers_lost(self, role: str, total: int) -> None:
+        """How many of a role have gone that nobody had told to, since this router began."""
+        self._lost.show(role, total=total)
+
+    def stated_workers(self, role: str, count: int) -> None:
+        """How many of a role the configuration names."""
+        self._stated.labels(role).set(count)
+
+    def ready(self, is_ready: bool, *, num_paired: int) -> None:
+        """Whether the router is, and how many decode workers have a prefill worker beside them."""
+        self._ready.set(is_ready)
+        self._pairs.set(num_paired)
+
+    def worker_loads(self, snapshots: Sequence[WorkerSnapshot]) -> None:
+        """What each live worker last said of itself; one that left is no longer shown."""
+        self._pool.clear()
+        self._requests.clear()
+        self._kv_usage.clear()
+        self._step_age.clear()
+        self._versions.clear()
+        self._backlog.clear()
+        self._transfers.show(snapshots)
+        self._tiers.show(snapshots)
+        self._pins.show(snapshots)
+        self._work.show(snapshots)
+        self._publishing.show(tuple(snapshots))
+        for snapshot in snapshots:
+            info, load = snapshot.info, snapshot.load
+            worker = (info.key.worker_id, info.role.value)
+            used = info.num_blocks - load.num_free_blocks
+            for state, count in (
+                ("free", load.num_free_blocks),
+                ("used", used),
+                ("quarantined", load.num_quarantined_blocks),
+            ):
+                self._pool.labels(*worker, state).set(count)
+            self._step_age.labels(*worker).set(load.step_age_s)
+            self._versions.labels(*worker).set(info.protocol_version)
+            self._backlog.labels(*worker).set(load.backlog_tokens)
+            self._requests.labels(*worker, "running").set(load.num_running)
+            self._requests.labels(*worker, "waiting").set(load.num_waiting - load.num_reserved)
+            self._requests.labels(*worker, "reserved").set(load.num_reserved)
+            self._kv_usage.labels(self._model[0], info.key.worker_id).set(used / info.num_blocks)
+
+    def _of_worker(self, name: str, text: str, *more: str) -> Gauge:
+        return Gauge(name, text, ("worker", "role", *more), registry=self.registry)
+
+    def _counter(self, name: str, text: str) -> Total:
+        return self._registered(Total(name, text, CounterMetricFamily, dict(zip(_LABELS, self._model, strict=True))))
+
+    def _counters(
+        self, name: str, text: str, labels: Sequence[str], *, known: Iterable[tuple[str, ...]] = ()
+    ) -> Totals:
+        return self._registered(Totals(name, text, labels, known=known))
+
+    def opened(self, meter: _Aging) -> None:
+        """A request came."""
+        self._open[meter] = None
+
+    def closed(self, meter: _Aging) -> None:
+        """It has ended."""
+        self._open.pop(meter, None)
+
+    def _gauge(self, name: str, text: str) -> Total:
+        return self._registered(Total(name, text, GaugeMetricFamily, dict(zip(_LABELS, self._model, strict=True))))
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *, finer: Sequence[float] = ()) -> Spread:
+        return self._registered(Spread(name, text, buckets, dict(zip(_LABELS, self._model, strict=True)), finer=finer))
+
+    def _latency(self, name: str, text: str, buckets: tuple[float, ...]) -> Spread:
+        """One whose quantiles the status shows."""
+        return self._histogram(name, text, buckets, finer=FINE_BOUNDS_S)
+
+    def _registered(self, instrument: _I) -> _I:
+        self.registry.register(instrument)
+        return instrument
+
+
+def _nothing() -> None:
+    """Until somebody refreshes gauges."""

@@ -1,0 +1,41 @@
+"""What dispatch has learned of workers and requests: breakers, condemned requests, second attempts."""
+
+from collections.abc import Callable, Iterable
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from router.dispatch.choices.hedging import Hedging
+from router.workers.circuit_breaker import BreakerState
+from router.workers.health import WorkerHealth
+
+
+class HealthMetrics(Collector):
+    """Read from the books at each scrape."""
+
+    def __init__(self, health: WorkerHealth, hedging: Hedging | None, clock: Callable[[], float]) -> None:
+        """`hedging`: None: off."""
+        self._health = health
+        self._hedging = hedging
+        self._clock = clock
+
+    def collect(self) -> Iterable[Metric]:
+        """The figures of now. A worker that never failed is not shown."""
+        breakers = GaugeMetricFamily(
+            "tandem_worker_breaker", "1 for the state of a worker's circuit breaker", labels=("worker", "state")
+        )
+        for key, now in self._health.breakers.states(self._clock()).items():
+            for state in BreakerState:
+                breakers.add_metric((key.worker_id, state.value), float(state is now))
+        yield breakers
+        suspicion, hedging = self._health.suspicion, self._hedging
+        yield _counter("tandem_quarantined_requests", "Requests that ended workers", suspicion.num_condemned)
+        yield _counter("tandem_quarantine_refusals", "Requests refused for being like these", suspicion.num_refused)
+        yield _counter("tandem_hedges", "Second attempts begun", hedging.num_started if hedging else 0)
+        yield _counter("tandem_hedges_won", "Those that gave the first token", hedging.num_won if hedging else 0)
+
+
+def _counter(name: str, text: str, value: float) -> Metric:
+    counter = CounterMetricFamily(name, text)
+    counter.add_metric((), value)
+    return counter

@@ -1,0 +1,133 @@
+"""The last placements and what became of them: why each was made, out of whom, and what was really cached. Pure.
+
+A decision keeps the arrays that it was made from; candidates are made of them only when somebody looks. It holds
+counts, names of workers and the request's id: never a prompt, a token or a block's name.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from math import isfinite
+from typing import Any, Protocol
+
+from router.placement.costs import CandidateCost
+from router.placement.place import Placement
+from tandem.values.ids import RequestId, WorkerId
+
+CANDIDATES_SHOWN = 16
+"""Of each pool, the cheapest."""
+
+
+class PlacementObserver(Protocol):
+    """Who counts decisions; quick, for it is called on the event loop."""
+
+    def decided(self, *, reason: str, affinity: str, seconds: float) -> None:
+        """A choice was placed, which took so long."""
+        ...
+
+    def compared(self, *, predicted_tokens: int, actual_tokens: int) -> None:
+        """What was thought to be cached, and what was."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class Decision:
+    """One placement. What became of it is added by the Placer that made it."""
+
+    request_id: RequestId
+    """Of the choice: the request's own, a dash, and the choice's index."""
+    tenant: str
+    """Whose request it was, and who may see this."""
+    at_s: float
+    """On the registry's clock."""
+    num_tokens: int
+    placement: Placement
+    holder: str | None
+    """Who was named to fetch a prefix from."""
+    seconds: float
+    """That deciding took."""
+    actual_cached_tokens: int | None = None
+    """None until the first token came, or for ever if it never did."""
+    rerouted: list[WorkerId] = field(default_factory=list)
+    """Who was to compute the prompt instead, each after a hand-off had failed."""
+
+
+class DecisionLog:
+    """The last decisions."""
+
+    def __init__(self, most: int, *, clock: Callable[[], float]) -> None:
+        """Keeps `most` of them; none when 0. `clock`: that of the decisions, to tell their age."""
+        self.most = most
+        self._clock = clock
+        self._decisions: deque[Decision] = deque(maxlen=most)
+
+    def num_kept(self, tenant: str) -> int:
+        """Of a tenant."""
+        return sum(decision.tenant == tenant for decision in self._decisions)
+
+    def add(self, decision: Decision) -> None:
+        """The oldest gives way."""
+        self._decisions.append(decision)
+
+    def newest(self, most: int) -> Iterator[Decision]:
+        """Of all tenants, newest first."""
+        return islice(reversed(self._decisions), most)
+
+    def described(self, tenant: str, *, limit: int, request_id: str | None = None) -> list[dict[str, Any]]:
+        """As JSON shows them; see `latest`."""
+        now_s = self._clock()
+        return [described(decision, now_s) for decision in self.latest(tenant, limit=limit, request_id=request_id)]
+
+    def latest(self, tenant: str, *, limit: int, request_id: str | None = None) -> Iterator[Decision]:
+        """A tenant's, newest first; `request_id`: of a request, for all its choices, or of one choice."""
+        for decision in reversed(self._decisions):
+            if limit == 0:
+                return
+            if decision.tenant == tenant and (request_id is None or _is_of(decision.request_id, request_id)):
+                limit -= 1
+                yield decision
+
+
+def _is_of(choice: str, request_id: str) -> bool:
+    return choice == request_id or choice.rpartition("-")[0] == request_id
+
+
+def described(decision: Decision, now_s: float) -> dict[str, Any]:
+    """As JSON shows it. Milliseconds are predictions, but for `decided_in_us`."""
+    placement, prefill = decision.placement, decision.placement.prefill
+    chosen = {placement.decode.info.key, placement.computing.info.key}
+    shown = (*placement.decode_candidates[:CANDIDATES_SHOWN], *placement.prefill_candidates[:CANDIDATES_SHOWN])
+    return {
+        "request_id": decision.request_id,
+        "age_s": round(now_s - decision.at_s, 3),
+        "decided_in_us": round(decision.seconds * 1e6, 1),
+        "num_tokens": decision.num_tokens,
+        "reason": placement.reason.value,
+        "affinity": placement.affinity.value,
+        "decode_worker": placement.decode.info.key.worker_id,
+        "prefill_worker": None if prefill is None else prefill.info.key.worker_id,
+        "prefix_holder": decision.holder,
+        "rerouted_to": list(decision.rerouted),
+        "predicted_cached_tokens": placement.cached_tokens,
+        "actual_cached_tokens": decision.actual_cached_tokens,
+        "replicate_tokens": placement.replicate_tokens,
+        "predicted_ms": round(placement.predicted_ms, 3),
+        "num_candidates": len(placement.decode_candidates) + len(placement.prefill_candidates),
+        "candidates": [{**_shown(cost), "chosen": cost.key in chosen} for cost in shown],
+    }
+
+
+def _shown(cost: CandidateCost) -> dict[str, Any]:
+    """Terms of nothing are left out: most are."""
+    terms = {name: round(value, 3) for name, value in asdict(cost).items() if name.endswith("_ms") and value}
+    threshold = cost.local_threshold_tokens
+    return {
+        "worker": cost.key.worker_id,
+        "role": cost.role.value,
+        "matched_tokens": cost.matched_tokens,
+        "total_ms": round(cost.total_ms, 3),
+        **terms,
+        # Where a hand-off never pays there is no threshold: JSON has no infinity.
+        "local_threshold_tokens": round(threshold, 1) if threshold is not None and isfinite(threshold) else None,
+    }

@@ -1,0 +1,337 @@
+"""Who computes a prompt and who decodes it: filters, then one cost in milliseconds, then a pick. Pure.
+
+The cost of a pair is predicted from measured rates. Whoever computes the prompt has its queue ahead and the uncached
+suffix; a hand-off has its fixed cost and the KV bytes that the decode worker lacks, at the rate at which they land
+there; the decode worker has its wait for memory and what one more sequence adds to the others' inter-token latency. If
+it computes the prompt itself, that also delays every stream that it has: that is the price against which a hand-off is
+weighed, worker by worker. Given that the two can pair, the cost separates, so the joint choice takes time linear in
+the number of workers, and each step is one operation on a whole pool.
+
+A worker that holds a prefix wins by the tokens it need not compute, until its queue costs more than computing them
+elsewhere. To compute again what somebody has costs others, too: they wait for it, the longer the more are waiting, and
+blocks of theirs give way to it. Who only minds its own wait makes everybody's longer, its own included.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from random import Random
+
+import numpy as np
+
+from router.placement.costs import CandidateCost, Candidates, DecodeCosts, PoolCosts, link_ms, prefill_ms, step_ms
+from router.placement.costs import CostModel as CostModel
+from router.types.worker_view import WorkerKey, WorkerSnapshot
+from router.workers.columns import Bools, ClusterView, Floats, Ints, PoolView
+from tandem.errors import RequestTooLarge
+
+# Of a whole column; the methods of the same names cost twice as much on short ones.
+_least, _most, _sum = np.minimum.reduce, np.maximum.reduce, np.add.reduce
+
+
+class PlacementReason(Enum):
+    """Why the prompt is computed where it is."""
+
+    DISAGGREGATED = "disaggregated"
+    SHORT_SUFFIX = "short_suffix"
+    """The uncached suffix is so short that a hand-off is never worth it."""
+    LOCAL_CHEAPER = "local_cheaper"
+    """A hand-off would cost more than it saves: by the queue ahead of it or by its link."""
+    NO_PREFILL_WORKER = "no_prefill_worker"
+    """None is live, willing and able to pair with the decode worker."""
+    ADOPTED = "adopted"
+    """Nowhere: the worker runs it already, for a router that is gone."""
+
+
+class Affinity(Enum):
+    """What the cached prefix had to say in it."""
+
+    PREFIX = "prefix"
+    """Nobody willing held more of it."""
+    COLD = "cold"
+    """Nobody willing held any of it."""
+    SPREAD = "spread"
+    """Somebody held more, but waiting there costs more than computing here."""
+    REPLICA = "replica"
+    """Somebody held more; another worker is to have a copy."""
+
+
+class NoDecodeWorker(Exception):
+    """No decode worker is live, willing and not yet tried; the message says how many there are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What one choice needs."""
+
+    num_tokens: int
+    """Prompt, and output of earlier attempts: all of it must have KV."""
+    matched: Ints
+    """[num_slots]: leading tokens whose KV a worker holds, by the worker's slot."""
+    excluded: frozenset[WorkerKey] = frozenset()
+    """Workers that this choice has tried in vain."""
+    pool_tokens_above: int = 0
+    """A worker with a pool of so many tokens said that the request can never fit there."""
+    is_local: bool = False
+    """A decode worker is to read it itself, whatever a hand-off costs: others wait for the prefill pool."""
+    replicate_tokens: int = 0
+    """Leading tokens of which another worker may have a copy: who lacks them is not charged for computing them."""
+    now_s: float = 0.0
+    """On the clock that penalties run out on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """The decision, with all that it was made from."""
+
+    decode: WorkerSnapshot
+    prefill: WorkerSnapshot | None
+    """None: the decode worker computes the prompt itself."""
+    reason: PlacementReason
+    cached_tokens: int
+    """Predicted: tokens that whoever computes the prompt need not compute."""
+    uncached_tokens: int
+    predicted_ms: float
+    affinity: Affinity = Affinity.COLD
+    work_tokens: int = 0
+    """Uncached tokens with what their context adds, in tokens without context; the same where nobody reports that."""
+    compute_ms: float = 0.0
+    """That it takes to compute them, without the queue."""
+    held_by_decode: int = 0
+    """Tokens whose KV the decode worker has already."""
+    replicate_tokens: int = 0
+    """Leading tokens of which another worker was allowed a copy."""
+    decode_candidates: Sequence[CandidateCost] = ()
+    """Every decode worker that could be chosen, the chosen one first, then cheapest first; made when looked at."""
+    prefill_candidates: Sequence[CandidateCost] = ()
+    """The same of prefill workers."""
+
+    @property
+    def computing(self) -> WorkerSnapshot:
+        """The worker that computes the prompt."""
+        return self.prefill or self.decode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Partner:
+    """The best prefill worker for one kind of decode worker."""
+
+    row: int
+    cost_ms: float
+
+
+def place(demand: Demand, view: ClusterView, model: CostModel, rng: Random) -> Placement:
+    """Choose a decode worker and, unless it computes the prompt itself, a prefill worker.
+
+    Raises NoDecodeWorker, or RequestTooLarge when the only obstacle is that no pool can ever hold the request.
+    """
+    closed = _closed_decoders(demand, view.decode)
+    prefill = price_prefill(demand, view.prefill, model)
+    partners = [_best_partner(prefill, able, model, rng) for able in view.partners]
+    decode = _price_decode(demand, view, partners, model)
+    if closed is not None:
+        decode.total[closed] = np.inf
+    row = _pick(decode.total, decode.held, decode.load, model, rng)
+    partner = partners[view.decode.roster.kinds[row]]
+    costs, at = (decode, row) if partner is None or decode.local[row] else (prefill, partner.row)
+    held = int(costs.held[at])
+    computing = decode.local_terms if costs is decode else prefill.terms
+    return Placement(
+        decode=view.decode.snapshot(row, demand.now_s),
+        prefill=None if costs is decode else view.prefill.snapshot(at, demand.now_s),
+        reason=_reason(demand, decode, row, partner, model),
+        cached_tokens=held,
+        uncached_tokens=demand.num_tokens - held,
+        predicted_ms=float(decode.total[row]),
+        affinity=_affinity(demand, costs, at),
+        work_tokens=round(float(costs.work[at])),
+        compute_ms=float(computing["compute_ms"][at]),
+        held_by_decode=int(decode.held[row]),
+        replicate_tokens=demand.replicate_tokens,
+        decode_candidates=Candidates(decode, row),
+        prefill_candidates=Candidates(prefill, None if costs is decode else at),
+    )
+
+
+def place_prefill(
+    demand: Demand, decode: WorkerSnapshot, view: ClusterView, model: CostModel, rng: Random
+) -> tuple[WorkerSnapshot, int] | None:
+    """Another prefill worker for a request that stays on `decode`, and its work; None when none can pair with it."""
+    costs = price_prefill(demand, view.prefill, model)
+    best = _best_partner(costs, view.prefill.roster.able(decode.info), model, rng)
+    if best is None:
+        return None
+    return view.prefill.snapshot(best.row, demand.now_s), round(float(costs.work[best.row]))
+
+
+def price_prefill(demand: Demand, pool: PoolView, model: CostModel) -> PoolCosts:
+    """Every prefill worker as the one that computes the prompt; those that may not cost infinitely much."""
+    held = _held(demand, pool)
+    work = _work(demand.num_tokens, held, pool)
+    token_ms = prefill_ms(pool, model)
+    queue, compute = pool.backlog * token_ms, work * token_ms
+    total = queue + compute
+    terms: dict[str, Floats] = {"queue_ms": queue, "compute_ms": compute}
+    charged = work
+    if demand.replicate_tokens:
+        uncharged = _uncharged(demand, held, work, pool)
+        terms["copy_ms"], charged = uncharged * token_ms, work + uncharged
+        total += terms["copy_ms"]
+    closed = _closed(demand, pool)
+    if pool.roster.least_pool_tokens <= demand.num_tokens:
+        small = pool.roster.pool_tokens <= demand.num_tokens
+        closed = small if closed is None else closed | small
+    if len(total):
+        # What somebody who may be chosen need not compute; everybody else would compute it again.
+        least = _least(charged if closed is None else np.where(closed, _most(charged), charged))
+        crowd = model.again_weight * _sum(pool.active) / len(total)
+        terms["again_ms"] = (charged - least) * (token_ms * crowd)
+        total += terms["again_ms"]
+    _add_penalty(demand, pool, terms, total)
+    if closed is not None:
+        total[closed] = np.inf
+    return PoolCosts(roster=pool.roster, held=held, work=work, total=total, terms=terms)
+
+
+def _price_decode(demand: Demand, view: ClusterView, partners: list[_Partner | None], model: CostModel) -> DecodeCosts:
+    pool = view.decode
+    held = _held(demand, pool)
+    uncached = demand.num_tokens - held
+    work = _work(demand.num_tokens, held, pool)
+    token_ms, step = prefill_ms(pool, model), step_ms(pool, model)
+    lacking = np.maximum(uncached - pool.free_tokens, 0.0)
+    memory, itl = lacking * step * pool.relief, step * pool.active * (model.itl_share * model.itl_horizon_tokens)
+    compute = work * token_ms
+    queue, stall = pool.backlog * token_ms, compute * (np.maximum(pool.active, 1.0) * model.stall_share)
+    transfer = uncached * link_ms(pool, model)
+    remote = transfer + (_partner_ms(partners, pool) + model.handoff_ms)
+    here, local_terms = queue + compute + stall, {"queue_ms": queue, "compute_ms": compute, "stall_ms": stall}
+    if demand.replicate_tokens and not len(view.prefill.roster):
+        local_terms["copy_ms"] = _uncharged(demand, held, work, pool) * token_ms
+        here += local_terms["copy_ms"]
+    local = here <= remote
+    if model.max_local_prefill_tokens is not None:
+        local &= (uncached <= model.max_local_prefill_tokens) | (remote == np.inf)
+    local |= demand.is_local | (uncached <= model.local_prefill_tokens)
+    load = memory + itl
+    terms = {"memory_ms": memory, "itl_ms": itl}
+    total = load + np.where(local, here, remote)
+    _add_penalty(demand, pool, terms, total)
+    return DecodeCosts(
+        roster=pool.roster,
+        held=held,
+        work=work,
+        total=total,
+        terms=terms,
+        local=local,
+        local_terms=local_terms,
+        remote_terms={"transfer_ms": transfer, "handoff_ms": remote - transfer},
+        load=load,
+        num_tokens=demand.num_tokens,
+        floor_tokens=model.local_prefill_tokens,
+        most_tokens=model.max_local_prefill_tokens,
+    )
+
+
+def _partner_ms(partners: list[_Partner | None], pool: PoolView) -> float | Floats:
+    costs = [np.inf if partner is None else partner.cost_ms for partner in partners]
+    return costs[0] if len(costs) == 1 else np.array(costs)[pool.roster.kinds]
+
+
+def _add_penalty(demand: Demand, pool: PoolView, terms: dict[str, Floats], total: Floats) -> None:
+    if pool.penalised_until_s is not None:
+        terms["penalty_ms"] = np.maximum(pool.penalised_until_s - demand.now_s, 0.0) * 1e3
+        total += terms["penalty_ms"]
+
+
+def _held(demand: Demand, pool: PoolView) -> Floats:
+    """Tokens that need not be computed: whole physical blocks, and never the last token, whose logits are needed."""
+    roster = pool.roster
+    # A float from here on: with whole numbers each operation on both would convert them again.
+    held: Floats = np.minimum(demand.matched[roster.slots], demand.num_tokens - 1) // roster.block_sizes * roster.tokens
+    return held
+
+
+def _work(num_tokens: int, held: Floats, pool: PoolView) -> Floats:
+    """Tokens to compute; where it is known how, each counts more the more context it looks back on."""
+    uncached = num_tokens - held
+    if pool.attention is None:
+        return uncached
+    grown: Floats = uncached + pool.attention * uncached * (num_tokens + held)
+    return grown
+
+
+def _uncharged(demand: Demand, held: Floats, work: Floats, pool: PoolView) -> Floats:
+    """Work, below zero, that is not charged to who lacks the prefix that is to be copied."""
+    copied = np.maximum(held, min(demand.replicate_tokens, demand.num_tokens - 1))
+    return _work(demand.num_tokens, copied, pool) - work
+
+
+def _closed(demand: Demand, pool: PoolView) -> Bools | None:
+    """Rows that may not be chosen; None when all may."""
+    closed = None if pool.open is None else ~pool.open
+    if demand.excluded:
+        rows = [row for key in demand.excluded if (row := pool.roster.rows.get(key)) is not None]
+        if rows:
+            closed = np.zeros(len(pool.roster), dtype=np.bool_) if closed is None else closed
+            closed[rows] = True
+    return closed
+
+
+def _closed_decoders(demand: Demand, pool: PoolView) -> Bools | None:
+    num_live, needed = len(pool.roster), max(demand.num_tokens, demand.pool_tokens_above)
+    closed = _closed(demand, pool)
+    if pool.roster.least_pool_tokens <= needed:
+        small = pool.roster.pool_tokens <= needed
+        if num_live and small.all():
+            raise RequestTooLarge(
+                f"the request needs KV of {demand.num_tokens} tokens and more; "
+                f"the largest pool holds {pool.roster.pool_tokens.max()}"
+            )
+        closed = small if closed is None else closed | small
+    if not num_live or (closed is not None and closed.all()):
+        draining = 0 if pool.open is None else int((~pool.open).sum())
+        raise NoDecodeWorker(f"none of {num_live} decode workers can take the request ({draining} draining)")
+    return closed
+
+
+def _best_partner(costs: PoolCosts, able: Bools | None, model: CostModel, rng: Random) -> _Partner | None:
+    if not len(costs.total):
+        return None
+    total = costs.total if able is None else np.where(able, costs.total, np.inf)
+    row = _pick(total, costs.held, costs.terms["queue_ms"], model, rng)
+    cost_ms = float(total[row])
+    return None if cost_ms == np.inf else _Partner(row=row, cost_ms=cost_ms)
+
+
+def _pick(total: Floats, held: Floats, load: Floats, model: CostModel, rng: Random) -> int:
+    """Of those that cost the least, as far as can be told, who holds most; of these the least loaded; then by lot."""
+    best = _least(total)
+    rows = (total <= best * (1.0 + model.tie_share) + model.tie_ms).nonzero()[0]
+    if len(rows) > 1:
+        most = held[rows]
+        rows = rows[most == _most(most)]
+    if len(rows) > 1:
+        waiting = load[rows]
+        rows = rows[waiting <= _least(waiting) + model.tie_ms]
+    return int(rows[0] if len(rows) == 1 else rows[rng.randrange(len(rows))])
+
+
+def _reason(
+    demand: Demand, costs: DecodeCosts, row: int, partner: _Partner | None, model: CostModel
+) -> PlacementReason:
+    if demand.num_tokens - int(costs.held[row]) <= model.local_prefill_tokens:
+        return PlacementReason.SHORT_SUFFIX
+    if partner is None:
+        return PlacementReason.NO_PREFILL_WORKER
+    return PlacementReason.LOCAL_CHEAPER if costs.local[row] else PlacementReason.DISAGGREGATED
+
+
+def _affinity(demand: Demand, costs: PoolCosts, row: int) -> Affinity:
+    most = _most(costs.held)
+    if costs.held[row] >= most:
+        return Affinity.PREFIX if most else Affinity.COLD
+    most = _most(costs.held[costs.total < np.inf])
+    if costs.held[row] >= most:
+        return Affinity.PREFIX if most else Affinity.COLD
+    return Affinity.REPLICA if demand.replicate_tokens > costs.held[row] else Affinity.SPREAD

@@ -1,0 +1,289 @@
+"""Finds workers for a choice and keeps the books of it: the ledger of what was sent, and what will be cached where."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from router.placement.costs import CostModel
+from router.placement.decision_log import Decision, DecisionLog, PlacementObserver
+from router.placement.pending_handoffs import HandOffBook
+from router.placement.place import Affinity, Demand, Placement, PlacementReason, place, place_prefill
+from router.placement.prefix_holders import Confirmed, best_holder
+from router.placement.prefix_replication import HotPrefix, HotPrefixes, ReplicationPolicy
+from router.types.requests import PinWish
+from router.types.session_events import WorkerPort
+from router.types.worker_view import WorkerKey, WorkerSnapshot
+from router.workers.booking import Booking
+from router.workers.columns import ClusterView
+from router.workers.registry import WorkerRegistry
+from tandem.errors import InvariantError
+from tandem.values.block_hash import HASH_BLOCK_TOKENS
+from tandem.values.ids import BlockHash, Incarnation, RequestId, WorkerId
+from tandem.values.prefix_holder import PrefixHolder
+from tandem.values.roles import WorkerRole
+
+
+@dataclass(slots=True, kw_only=True)
+class Assignment:
+    """One attempt's workers. Mutated by the Placer that made it, alone."""
+
+    placement: Placement
+    port: WorkerPort
+    names: Sequence[BlockHash]
+    num_tokens: int
+    computing: WorkerKey
+    """Who computes the prompt, at the moment."""
+    booked: Booking
+    """At the worker that answers."""
+    prompt: Booking
+    """Where the prompt is computed: the same, or one at a prefill worker."""
+    holder: PrefixHolder | None = None
+    """Who is thought to hold more of the prefix than `computing`."""
+    seconds: float = 0.0
+    """That the choice took."""
+    pins: tuple[PinWish, ...] = ()
+    """Of its prompt, until the first token came."""
+    tenant: str = ""
+    decision: Decision | None = None
+    """What is shown of it; None until it is recorded."""
+
+    @property
+    def decode(self) -> WorkerKey:
+        """The worker that answers."""
+        return self.placement.decode.info.key
+
+
+class Placer:
+    """Applies the pure placement to the live workers."""
+
+    def __init__(
+        self,
+        *,
+        registry: WorkerRegistry,
+        model: CostModel,
+        rng: Random,
+        clock: Callable[[], float],
+        replication: ReplicationPolicy | None = None,
+        decisions: DecisionLog | None = None,
+        observer: PlacementObserver | None = None,
+    ) -> None:
+        self.registry = registry
+        self._model = model
+        self._rng = rng
+        self._clock = clock
+        self._hot = HotPrefixes(replication or ReplicationPolicy())
+        self._decisions = decisions
+        self._observer = observer
+        self.handoffs = HandOffBook(clock)
+        """Prompts that are being computed for another worker."""
+
+    def hottest(self, most: int) -> list[HotPrefix]:
+        """The prefixes that are asked for most."""
+        return self._hot.hottest(most, self._clock())
+
+    def assign(
+        self,
+        *,
+        num_tokens: int,
+        names: Sequence[BlockHash],
+        excluded: frozenset[WorkerKey] = frozenset(),
+        pool_tokens_above: int = 0,
+        is_local: bool = False,
+    ) -> Assignment:
+        """Choose workers for prompt and earlier output, whose blocks are `names`; `is_local`: see `Demand`.
+
+        Raises NoDecodeWorker or RequestTooLarge.
+        """
+        registry, begun_s = self.registry, self._clock()
+        view = registry.view()
+        demand = self._demand(num_tokens, names, view, excluded, pool_tokens_above, is_local=is_local)
+        placement = place(demand, view, self._model, self._rng)
+        decode, computing = placement.decode.info.key, placement.computing.info.key
+        port = registry.port(decode)
+        if port is None:
+            raise InvariantError(f"worker {decode.worker_id} was placed but is not live")
+        booked = registry.assign(decode, 0 if placement.prefill else placement.work_tokens)
+        assignment = Assignment(
+            placement=placement,
+            port=port,
+            names=names,
+            num_tokens=num_tokens,
+            computing=computing,
+            booked=booked,
+            prompt=registry.assign(computing, placement.work_tokens) if placement.prefill else booked,
+            holder=best_holder(demand, placement.computing.info, view, self._confirmed(names)),
+        )
+        self._count_heat(demand, placement, names)
+        # Only where it is computed: the decode worker's copy exists when the hand-off has committed, not before.
+        registry.prefix_map.expect(computing.worker_id, names, now_s=begun_s)
+        if placement.prefill:
+            self._handed_off(assignment, placement.work_tokens)
+            registry.prefix_map.use(decode.worker_id, names[: placement.held_by_decode // HASH_BLOCK_TOKENS])
+        assignment.seconds = self._clock() - begun_s
+        return assignment
+
+    def adopt(self, worker: Incarnation, *, num_tokens: int, names: Sequence[BlockHash]) -> Assignment | None:
+        """A choice that runs on that worker already, draining or not; None: that process is gone."""
+        found = self.registry.of_process(worker)
+        port = None if found is None else self.registry.port(found.info.key)
+        if found is None or port is None:
+            return None
+        placement = Placement(
+            decode=found,
+            prefill=None,
+            reason=PlacementReason.ADOPTED,
+            cached_tokens=num_tokens,
+            uncached_tokens=0,
+            predicted_ms=0.0,
+        )
+        booked = self.registry.assign(found.info.key, 0)
+        return Assignment(
+            placement=placement,
+            port=port,
+            names=names,
+            num_tokens=num_tokens,
+            computing=found.info.key,
+            booked=booked,
+            prompt=booked,
+        )
+
+    def record(
+        self, assignment: Assignment, request_id: RequestId, tenant: str, pins: tuple[PinWish, ...] = ()
+    ) -> None:
+        """Keep, show and count the decision, under the choice's id; nobody hears of one that is not recorded.
+
+        `pins`: beginnings of the prompt that are to stay where it is computed.
+        """
+        assignment.tenant, assignment.pins = tenant, pins
+        placement, holder = assignment.placement, assignment.holder
+        assignment.decision = Decision(
+            request_id=request_id,
+            tenant=tenant,
+            at_s=self._clock(),
+            num_tokens=assignment.num_tokens,
+            placement=placement,
+            holder=None if holder is None else holder.worker_id,
+            seconds=assignment.seconds,
+        )
+        if self._decisions is not None:
+            self._decisions.add(assignment.decision)
+        if self._observer is not None:
+            self._observer.decided(
+                reason=placement.reason.value, affinity=placement.affinity.value, seconds=assignment.seconds
+            )
+
+    def reassign_prefill(self, assignment: Assignment, excluded: frozenset[WorkerKey]) -> WorkerSnapshot | None:
+        """Another prefill worker after a failed hand-off; None: the decode worker computes the prompt itself."""
+        self._stop_computing(assignment)
+        view = self.registry.view()
+        demand = self._demand(assignment.num_tokens, assignment.names, view, excluded)
+        found = place_prefill(demand, assignment.placement.decode, view, self._model, self._rng)
+        if found is None:
+            assignment.holder = None
+            self._compute_on(assignment, assignment.decode, assignment.num_tokens)
+            return None
+        prefill, work = found
+        assignment.holder = best_holder(demand, prefill.info, view, self._confirmed(assignment.names))
+        self._compute_on(assignment, prefill.info.key, work)
+        return prefill
+
+    def compute_locally(self, assignment: Assignment) -> None:
+        """No further prefill worker is tried."""
+        self._stop_computing(assignment)
+        self._compute_on(assignment, assignment.decode, assignment.num_tokens)
+
+    def prompt_computed(self, assignment: Assignment) -> WorkerRole | None:
+        """The first token came: the prompt's blocks are where it was computed. In which pool; None: not known."""
+        pins, assignment.pins = assignment.pins, ()
+        if pins:
+            self.registry.pins.used(assignment.tenant, pins, assignment.computing, assignment.names)
+        here = assignment.computing == assignment.decode
+        self._prompt_is_over(assignment)
+        if assignment.placement.reason is PlacementReason.ADOPTED:
+            return None
+        return WorkerRole.DECODE if here else WorkerRole.PREFILL
+
+    def _prompt_is_over(self, assignment: Assignment) -> None:
+        if assignment.prompt.tokens:
+            assignment.prompt.computed()
+            self.registry.prefix_map.computed(assignment.computing.worker_id, assignment.names, now_s=self._clock())
+        if assignment.prompt is not assignment.booked:
+            assignment.prompt.end()
+            self.handoffs.ended(id(assignment))
+            assignment.prompt, assignment.computing = assignment.booked, assignment.decode
+
+    def found_cached(self, assignment: Assignment, num_tokens: int) -> None:
+        """So many tokens need not be computed, by the word of who computed the others."""
+        if (decision := assignment.decision) is None or decision.actual_cached_tokens is not None:
+            return
+        decision.actual_cached_tokens = num_tokens
+        if self._observer is not None and not decision.rerouted:
+            predicted = decision.placement.cached_tokens
+            self._observer.compared(predicted_tokens=predicted, actual_tokens=num_tokens)
+
+    def release(self, assignment: Assignment) -> None:
+        """The attempt is over, well or not."""
+        self._stop_computing(assignment)
+        assignment.booked.end()
+
+    def _stop_computing(self, assignment: Assignment) -> None:
+        if assignment.prompt.tokens:
+            self.registry.prefix_map.revoke(assignment.computing.worker_id, assignment.names)
+        self._prompt_is_over(assignment)
+
+    def _compute_on(self, assignment: Assignment, key: WorkerKey, num_tokens: int) -> None:
+        assignment.computing = key
+        if assignment.decision is not None:
+            assignment.decision.rerouted.append(key.worker_id)
+        if key == assignment.decode:
+            assignment.booked.owes(num_tokens)
+        else:
+            assignment.prompt = self.registry.assign(key, num_tokens)
+            self._handed_off(assignment, num_tokens)
+        self.registry.prefix_map.expect(key.worker_id, assignment.names, now_s=self._clock())
+
+    def _handed_off(self, assignment: Assignment, num_tokens: int) -> None:
+        source, target = assignment.computing.worker_id, assignment.decode.worker_id
+        self.handoffs.began(id(assignment), source=source, target=target, num_tokens=num_tokens)
+
+    def _count_heat(self, demand: Demand, placement: Placement, names: Sequence[BlockHash]) -> None:
+        compute_ms, uncached = placement.compute_ms, placement.uncached_tokens
+        self._hot.asked(names, work_ms=compute_ms, tokens=uncached, now_s=demand.now_s)
+        if placement.affinity is Affinity.REPLICA:
+            self._hot.copied(names, demand.replicate_tokens, placement.cached_tokens, now_s=demand.now_s)
+
+    def _confirmed(self, names: Sequence[BlockHash]) -> Confirmed:
+        prefix_map = self.registry.prefix_map
+
+        def confirmed(worker: WorkerId, num_tokens: int) -> int:
+            return prefix_map.num_confirmed(worker, names[: num_tokens // HASH_BLOCK_TOKENS]) * HASH_BLOCK_TOKENS
+
+        return confirmed
+
+    def _demand(
+        self,
+        num_tokens: int,
+        names: Sequence[BlockHash],
+        view: ClusterView,
+        excluded: frozenset[WorkerKey],
+        pool_tokens_above: int = 0,
+        *,
+        is_local: bool = False,
+    ) -> Demand:
+        prefix_map, now_s = self.registry.prefix_map, self._clock()
+        prefix_map.expire(now_s)
+        matched = prefix_map.match(names) * HASH_BLOCK_TOKENS
+        slots = (view.prefill if len(view.prefill.roster) else view.decode).roster.slots
+
+        def num_holders(tokens: int) -> int:
+            return int((matched[slots] >= tokens).sum())
+
+        return Demand(
+            num_tokens=num_tokens,
+            matched=matched,
+            excluded=excluded,
+            pool_tokens_above=pool_tokens_above,
+            is_local=is_local,
+            replicate_tokens=self._hot.wanted_tokens(names, num_holders, now_s),
+            now_s=now_s,
+        )

@@ -1,0 +1,170 @@
+"""Which prefixes are so much asked for that another worker should have them, before a queue grows where they are. Pure.
+
+Affinity alone sends everybody who shares a prefix to the worker that has it, until waiting there costs more than
+computing the whole prefix again. For a long prefix that is a long wait, at which it settles. So the work that a prefix
+brings to whoever holds it is measured, in tokens a second with exponential decay: when it would keep each copy's
+holder busy for more than `most_share` of its time, one more worker may have a copy. `Demand.replicate_tokens` then
+takes the price of the copy away, for as long as it takes until somebody is chosen who lacks it; the copy is computed,
+or fetched from a holder, with that request. A copy is given up when the others would stay below `least_share` without
+it: nothing is deleted, but nobody is charged less for making it again, and its LRU forgets it.
+
+Prompts share beginnings of any length, so demand is counted for those of 16, 32, 64, ... hash blocks. Copies cost
+tokens; all of them together may take `budget_share` of the tokens that are computed.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from heapq import nlargest
+from math import exp, log
+
+from tandem.values.block_hash import HASH_BLOCK_TOKENS
+from tandem.values.ids import BlockHash
+
+_OFTEN = 2
+"""Who asks for a prefix for the first time shares it with nobody."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicationPolicy:
+    """Bounds."""
+
+    most_share: float = 0.5
+    """Of a holder's time, from which on another copy is wanted."""
+    least_share: float = 0.2
+    """Of a holder's time with one copy less, below which that copy is not wanted any more."""
+    half_life_s: float = 20.0
+    """In which demand that has ended counts half."""
+    settle_s: float = 2.0
+    """Between two copies of one prefix: the first must show before the next is judged."""
+    budget_share: float = 0.1
+    """Of the tokens computed, those that copies may cost."""
+    burst_tokens: int = 65_536
+    """Saved up at most, and at first."""
+    most_prefixes: int = 4096
+    """Followed at a time; the least recently asked for is forgotten."""
+    least_blocks: int = 16
+    """Hash blocks of the shortest prefix that is followed."""
+
+
+class _Heat:
+    """One prefix."""
+
+    __slots__ = ("at_s", "num_asked", "num_blocks", "num_copies", "rate", "settles_s")
+
+    def __init__(self, now_s: float, num_blocks: int) -> None:
+        self.at_s = now_s
+        self.num_blocks = num_blocks
+        self.num_asked = 0
+        self.rate = 0.0
+        """Milliseconds of a holder's time, a second."""
+        self.num_copies = 1
+        """Wanted."""
+        self.settles_s = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HotPrefix:
+    """One prefix, to be shown."""
+
+    name: BlockHash
+    """Of its last block."""
+    num_tokens: int
+    num_asked: int
+    busy_share: float
+    """Of one holder's time that the work which it brings would take."""
+    num_copies: int
+    """Wanted."""
+
+
+class HotPrefixes:
+    """Counts demand, wants copies, keeps the budget."""
+
+    def __init__(self, policy: ReplicationPolicy) -> None:
+        self._policy = policy
+        self._heats: OrderedDict[BlockHash, _Heat] = OrderedDict()
+        self._budget = float(policy.burst_tokens)
+        self._decay = log(2.0) / policy.half_life_s
+
+    def __len__(self) -> int:
+        return len(self._heats)
+
+    def wanted_tokens(self, names: Sequence[BlockHash], num_holders: Callable[[int], int], now_s: float) -> int:
+        """Leading tokens of which a worker more should have a copy; 0 when none are wanted or may be afforded.
+
+        `num_holders`: how many workers hold so many leading tokens of the prompt; asked only for what is hot.
+        """
+        for depth in reversed(self.depths(len(names))):
+            heat = self._heats.get(names[depth - 1])
+            if heat is None or now_s < heat.settles_s or (copies := self._copies(heat, now_s)) == 1:
+                continue
+            tokens = depth * HASH_BLOCK_TOKENS
+            if tokens <= self._budget and 0 < num_holders(tokens) < copies:
+                return tokens
+        return 0
+
+    def depths(self, num_blocks: int) -> list[int]:
+        """Lengths of the prefixes of a prompt that are followed: powers of two."""
+        found, depth = [], self._policy.least_blocks
+        while depth <= num_blocks:
+            found.append(depth)
+            depth *= 2
+        return found
+
+    def asked(self, names: Sequence[BlockHash], *, work_ms: float, tokens: int, now_s: float) -> None:
+        """A request for a prompt of these blocks was placed: it takes its worker `work_ms` to compute `tokens`."""
+        policy = self._policy
+        self._budget = min(policy.burst_tokens, self._budget + tokens * policy.budget_share)
+        for depth in self.depths(len(names)):
+            name = names[depth - 1]
+            heat = self._heats.get(name)
+            if heat is None:
+                heat = self._heats[name] = _Heat(now_s, depth)
+                if len(self._heats) > policy.most_prefixes:
+                    self._heats.popitem(last=False)
+            else:
+                self._heats.move_to_end(name)
+            heat.num_asked += 1
+            # In the long run, work that comes at a steady rate sums up to just that rate.
+            heat.rate = self._rate(heat, now_s) + work_ms * self._decay
+            heat.at_s = now_s
+
+    def copied(self, names: Sequence[BlockHash], num_tokens: int, held_tokens: int, now_s: float) -> None:
+        """A request was placed where so many leading tokens, all but `held_tokens`, are computed to have a copy."""
+        self._budget -= num_tokens - held_tokens
+        for depth in self.depths(min(len(names), num_tokens // HASH_BLOCK_TOKENS)):
+            if (heat := self._heats.get(names[depth - 1])) is not None:
+                heat.settles_s = now_s + self._policy.settle_s
+
+    def hottest(self, most: int, now_s: float) -> list[HotPrefix]:
+        """Those asked for more than once, the hottest first. Of lengths that the same prompts share, the longest."""
+        longest: dict[tuple[float, float], tuple[BlockHash, _Heat]] = {}
+        for name, heat in self._heats.items():
+            alike = (heat.rate, heat.at_s)
+            if heat.num_asked < _OFTEN:
+                continue
+            if alike not in longest or longest[alike][1].num_blocks < heat.num_blocks:
+                longest[alike] = (name, heat)
+        found = nlargest(most, longest.values(), key=lambda each: self._rate(each[1], now_s))
+        return [
+            HotPrefix(
+                name=name,
+                num_tokens=heat.num_blocks * HASH_BLOCK_TOKENS,
+                num_asked=heat.num_asked,
+                busy_share=self._rate(heat, now_s) / 1e3,
+                num_copies=heat.num_copies,
+            )
+            for name, heat in found
+        ]
+
+    def _rate(self, heat: _Heat, now_s: float) -> float:
+        return heat.rate * exp(-(now_s - heat.at_s) * self._decay)
+
+    def _copies(self, heat: _Heat, now_s: float) -> int:
+        """How many are wanted: what was wanted before, unless it is too few, or more than enough."""
+        rate = self._rate(heat, now_s) / 1e3
+        while rate > self._policy.most_share * heat.num_copies:
+            heat.num_copies += 1
+        while heat.num_copies > 1 and rate < self._policy.least_share * (heat.num_copies - 1):
+            heat.num_copies -= 1
+        return heat.num_copies

@@ -1,0 +1,66 @@
+"""Batches put together from the configuration: the folder, who answers, who runs them."""
+
+import time
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any, Protocol
+
+from router.api.frontend import Frontend
+from router.api.request.strict_json import check_num_values, parse
+from router.batches.files.store import BatchStore
+from router.batches.files.types import ENDPOINTS
+from router.batches.runner import BatchRunner, RunnerBounds
+from router.dispatch.admission_queue import Gate
+from router.http.body.json_body import BodyBounds
+from router.http.openai.batches import BatchRoutes
+from router.http.openai.generation import GenerationRoutes
+from router.http.routing.internal_calls import InnerCalls
+from router.metrics.router_metrics import RouterMetrics
+from router.types.requests import Generator
+from tandem.config.cluster import RouterConfig
+
+
+class IdleRoom(Protocol):
+    """What of admission matters here."""
+
+    def has_idle_room(self) -> bool:
+        """See `router.admission.fair_admission.FairAdmission`."""
+        ...
+
+
+def make_batches(
+    frontend: Frontend, generator: Generator, admission: IdleRoom, config: RouterConfig, metrics: RouterMetrics
+) -> tuple[BatchRoutes, BatchRunner] | None:
+    """Files and batches, if there is a folder for them; who runs what comes there is to be entered."""
+    batches = config.batches
+    if batches.path is None:
+        return None
+    max_values = BodyBounds.of(config.max_body_bytes, frontend.model.max_model_len).max_values
+
+    def read(text: bytes) -> Any:
+        check_num_values(text, max_values)
+        return parse(text)
+
+    store = BatchStore(Path(batches.path), max_tenant_bytes=batches.max_tenant_bytes, keep_s=batches.keep_s)
+    generation = GenerationRoutes(frontend, generator, metrics, max_body_bytes=config.max_body_bytes)
+    calls = InnerCalls(dict(zip(ENDPOINTS, (generation.chat, generation.completions), strict=True)))
+    bounds = RunnerBounds(
+        max_concurrent=batches.max_concurrent,
+        max_requests=batches.max_requests,
+        max_line_bytes=config.max_body_bytes,
+        parse=read,
+    )
+    runner = BatchRunner(store, calls.answer, admission.has_idle_room, bounds)
+    return BatchRoutes(store, runner, batches, time.time), runner
+
+
+async def open_batches(
+    stack: AsyncExitStack, frontend: Frontend, gate: Gate, config: RouterConfig, metrics: RouterMetrics
+) -> BatchRoutes | None:
+    """The routes of batches, which run until `stack` is left; nothing more of them is begun once the gate drains."""
+    made = make_batches(frontend, gate, gate.admission, config, metrics)
+    if made is None:
+        return None
+    routes, runner = made
+    await stack.enter_async_context(runner)
+    return routes

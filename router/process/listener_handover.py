@@ -1,0 +1,329 @@
+"""A router that stands alone hands its doors to the one that is started in its place.
+
+The successor finds a Unix socket named after the HTTP port and gets the listening socket itself over it: the kernel's
+queue goes on, whoever closes which end. gRPC lets nobody hand it a socket, so both listen at its port for a moment.
+The successor opens the doors when it has joined every worker that the predecessor reaches. Once it serves it says so,
+and the predecessor drains and ends. One that dies first has changed nothing. Each question has a connection of its own:
+a predecessor of an older version closes it, and that word must still reach it. Of two successors that were started at
+once the one that took the place last stays: the other sees that, and drains as well.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import secrets
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from router.fleet.readiness import first_worker
+from router.types.worker_view import WorkerKey
+from router.workers.registry import WorkerRegistry
+from tandem.config.cluster import RouterConfig
+from tandem.errors import ConfigError
+from tandem.process.lifetime import Lifetime
+from tandem.process.runtime_folder import (
+    answers_as_us,
+    others_could_have_made,
+    place_for_socket,
+    runtime_folder,
+    somebody_answers,
+)
+
+_SERVES = b"serves\n"
+_REACHED = b"reached\n"
+"""Asks for the addresses of the workers that answer the predecessor."""
+_ANSWER_S = 5.0
+_JOIN_S = 60.0
+"""For a successor to join all of them; then it takes over with those that it has."""
+_LOOK_S = 1.0
+"""Between two looks at whom the predecessor reaches by now, and at whose the place is."""
+_AGAIN_S = 1.0
+"""Before successors are accepted again where there was no descriptor for one."""
+_MAX_BYTES = 4096
+_MAX_ANSWER_BYTES = 1 << 20
+_log = logging.getLogger(__name__)
+
+
+def handover_path(config: RouterConfig) -> Path | None:
+    """Where a router with this configuration meets its successor; None of one whose port nobody knows beforehand."""
+    if config.handover_socket is not None:
+        return Path(config.handover_socket)
+    return runtime_folder() / f"router-{config.port}.sock" if config.port and config.grpc_port else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Doors:
+    """Where a router listens."""
+
+    host: str
+    port: int
+    grpc_port: int
+
+    @classmethod
+    def of(cls, config: RouterConfig) -> "Doors":
+        """As configured."""
+        return cls(host=config.host, port=config.port, grpc_port=config.grpc_port)
+
+    def as_json(self) -> bytes:
+        """For the socket."""
+        return json.dumps([self.host, self.port, self.grpc_port]).encode()
+
+
+class Predecessor:
+    """Who has the doors until this process serves; close it in the end."""
+
+    def __init__(self, path: Path, link: socket.socket, http: socket.socket) -> None:
+        self._path = path
+        self._link = link
+        self.http = http
+        """The listening socket of the HTTP door."""
+
+    @classmethod
+    def find(cls, config: RouterConfig) -> "Predecessor | None":
+        """None when nobody answers. Blocks.
+
+        Raises ConfigError when the one who does has other doors, or may be somebody else's: requests and their keys
+        would come in at a socket that he holds, too.
+        """
+        path = handover_path(config)
+        if path is None or not path.exists():
+            return None
+        if why := others_could_have_made(path):
+            raise ConfigError(f"router.handover_socket: {why}")
+        try:
+            link, told, http = _meet(path)
+        except OSError:
+            return None
+        if told != Doors.of(config).as_json():
+            http.close()
+            link.close()
+            if config.handover_socket is None:  # the name tells the port alone, and this is another address's
+                return None
+            raise ConfigError(f"router: the router that answers at {path} has other doors: {told.decode()}")
+        _log.info("the router that runs will hand its doors over")
+        return cls(path, link, http)
+
+    def reached(self) -> frozenset[str] | None:
+        """Addresses of the workers that answer it; none of one that has gone meanwhile, or that is too old to know the
+        question. None: it says nothing at the moment. Blocks.
+        """
+        answer = b""
+        try:
+            link, _, http = _meet(self._path)
+            with link, http:
+                link.sendall(_REACHED)
+                while not answer.endswith(b"\n") and len(answer) < _MAX_ANSWER_BYTES:
+                    if not (data := link.recv(_MAX_BYTES)):
+                        return frozenset()
+                    answer += data
+            return frozenset(map(str, json.loads(answer)))
+        except (ConnectionError, FileNotFoundError):
+            return frozenset()
+        except (ConfigError, OSError, ValueError, TypeError):
+            return None
+
+    def relieve(self) -> None:
+        """This process serves: the other one may go."""
+        try:
+            self._link.sendall(_SERVES)
+        except OSError as error:
+            _log.warning("the router that ran cannot be told that this one serves, or has gone: %s", error)
+
+    def close(self) -> None:
+        """The listening socket stays with whoever has taken it."""
+        self._link.close()
+
+
+def _meet(path: Path) -> tuple[socket.socket, bytes, socket.socket]:
+    """A connection to the router that answers there, its doors and its listening socket. Blocks.
+
+    Raises ConfigError when another user answers, OSError when nobody does, ConnectionError of one that has gone.
+    """
+    link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        link.settimeout(_ANSWER_S)
+        link.connect(str(path))
+        if not answers_as_us(link):
+            raise ConfigError(f"router.handover_socket: another user answers at {path}")
+        told, descriptors, _, _ = socket.recv_fds(link, _MAX_BYTES, 1)
+        if not told or not descriptors:
+            raise ConnectionResetError(f"the router at {path} has closed the connection")
+    except (ConfigError, OSError):
+        link.close()
+        raise
+    return link, told, socket.socket(fileno=descriptors[0])
+
+
+class HandsOver:
+    """While entered, whoever is started with the same configuration gets the doors."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        http: Callable[[], socket.socket],
+        *,
+        reached: Callable[[], frozenset[str]],
+        relieved: Callable[[], None],
+        succeeds: bool = False,
+    ) -> None:
+        """`http`: the listening socket. `reached`: the workers that answer. `relieved` is called when a successor
+        serves. `succeeds`: whoever is at the place now has handed its doors to this router.
+        """
+        self._path = handover_path(config)
+        self._doors = Doors.of(config)
+        self._http = http
+        self._reached = reached
+        self._relieved = relieved
+        self._succeeds = succeeds
+        self.is_relieved = False
+        """A successor serves."""
+        self._listening: socket.socket | None = None
+        self._inode: int | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._accepting: asyncio.Task[None] | None = None
+        self._looking: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        """Where there is no safe place the router serves all the same, and says so."""
+        if self._path is None:
+            return self
+        try:
+            place_for_socket(self._path, "router.handover_socket")
+            if not self._succeeds and somebody_answers(self._path):
+                raise ConfigError(f"router.handover_socket: another router answers at {self._path}")
+            self._listening = self._listen(self._path)
+        except (ConfigError, OSError) as error:
+            _log.warning("a successor will not find this router: %s", error)
+            return self
+        self._accepting = asyncio.get_running_loop().create_task(self._accept(self._listening))
+        self._looking = asyncio.get_running_loop().create_task(self._look_after(self._path))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Offer the doors no more: this router leaves them to nobody, or has left them. Once is enough."""
+        tasks = [*self._tasks, *(task for task in (self._accepting, self._looking) if task is not None)]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._listening is None or self._path is None:
+            return
+        self._listening.close()
+        self._listening = None
+        with contextlib.suppress(OSError):
+            if self._is_there(self._path):  # the successor's own may be there by now
+                self._path.unlink()
+
+    def _listen(self, path: Path) -> socket.socket:
+        """In the place of a predecessor's, at once."""
+        fresh = path.with_name(f"{path.name}.{secrets.token_hex(2)}")  # another one may be at it, too
+        fresh.unlink(missing_ok=True)
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listening.setblocking(False)
+        try:
+            listening.bind(str(fresh))
+            fresh.chmod(0o600)
+            listening.listen()
+            self._inode = fresh.stat().st_ino
+            fresh.replace(path)
+        except OSError:
+            listening.close()
+            raise
+        return listening
+
+    async def _accept(self, listening: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                link, _ = await loop.sock_accept(listening)
+            except OSError as error:  # out of descriptors: connections that end leave some
+                _log.warning("a successor cannot be answered: %s", error)
+                await asyncio.sleep(_AGAIN_S)
+                continue
+            task = loop.create_task(self._offer(link))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _offer(self, link: socket.socket) -> None:
+        with link, contextlib.suppress(OSError):
+            link.setblocking(False)
+            socket.send_fds(link, [self._doors.as_json()], [self._http().fileno()])
+            loop = asyncio.get_running_loop()
+            while (asked := await loop.sock_recv(link, len(_REACHED))) == _REACHED:
+                await loop.sock_sendall(link, json.dumps(sorted(self._reached())).encode() + b"\n")
+            if asked == _SERVES:
+                self._leave()
+
+    def _leave(self) -> None:
+        _log.info("a successor serves")
+        self.is_relieved = True
+        self._relieved()
+
+    async def _look_after(self, path: Path) -> None:
+        """Until somebody else has the place: one that found our predecessor as we did has no link to tell us by."""
+        while not await asyncio.to_thread(self._is_taken, path):  # noqa: ASYNC110 - no event tells of another process
+            await asyncio.sleep(_LOOK_S)
+        self._leave()
+
+    def _is_taken(self, path: Path) -> bool:
+        """Whether a router with these doors answers there, and it is not this one. Blocks."""
+        try:
+            if self._is_there(path):
+                return False
+            link, told, http = _meet(path)
+        except (ConfigError, OSError):
+            return False
+        with link, http:
+            return told == self._doors.as_json()
+
+    def _is_there(self, path: Path) -> bool:
+        """Whether what this router listens at is still at the place."""
+        return path.stat().st_ino == self._inode
+
+
+async def enough_joined(
+    registry: WorkerRegistry,
+    addresses: Callable[[], Mapping[WorkerKey, str]],
+    lifetime: Lifetime,
+    predecessor: Predecessor | None,
+) -> bool:
+    """Wait for a session with a decode worker and, for a bounded time, with every worker that the predecessor reaches;
+    False when told to stop before. `addresses`: of every session that is up.
+    """
+    if not await first_worker(registry, lifetime):
+        return False
+    if predecessor is None:
+        return True
+    loop = asyncio.get_running_loop()
+    changed, until = asyncio.Event(), loop.time() + _JOIN_S
+    registry.watch(changed.set)
+    stop = asyncio.ensure_future(lifetime.wait())
+    try:
+        while True:
+            changed.clear()
+            reached = await asyncio.to_thread(predecessor.reached)
+            missing = None if reached is None else reached - set(addresses().values())
+            if missing == frozenset() or loop.time() >= until:
+                break
+            waiter = asyncio.ensure_future(changed.wait())
+            await asyncio.wait({waiter, stop}, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+            waiter.cancel()
+            if stop.done():
+                return False
+    finally:
+        stop.cancel()
+        registry.unwatch(changed.set)
+    if missing is None:
+        _log.warning("takes over without knowing whom the predecessor has: it does not say")
+    elif missing:
+        _log.warning("takes over without a session with %s, which the predecessor has", ", ".join(sorted(missing)))
+    return True

@@ -1,0 +1,43 @@
+"""From a router's parts to its status, which tells the processes that share its doors, and hears them."""
+
+import time
+from contextlib import AsyncExitStack
+
+from router.api.request.client_request import ModelInfo
+from router.dispatch.admission_queue import Gate
+from router.dispatch.dispatcher import Dispatcher
+from router.fleet.readiness import Readiness
+from router.metrics.router_metrics import RouterMetrics
+from router.placement.decision_log import DecisionLog
+from router.siblings.exchange import Siblings
+from router.status.feed import StatusFeed
+from router.status.snapshot.part import StatusSources
+from tandem.process.lifetime import RouterPlace
+
+
+async def open_status(
+    stack: AsyncExitStack,
+    place: RouterPlace,
+    model: ModelInfo,
+    dispatcher: Dispatcher,
+    gate: Gate,
+    metrics: RouterMetrics,
+    decisions: DecisionLog,
+    readiness: Readiness,
+) -> StatusFeed:
+    """Alive until the stack closes."""
+    sources = StatusSources(
+        model=model,
+        placer=dispatcher.placer,
+        health=dispatcher.health,
+        admission=gate.admission,
+        metrics=metrics,
+        decisions=decisions,
+        not_ready_reason=readiness.not_ready_reason,
+        clock=time.monotonic,
+    )
+    feed = StatusFeed(sources)
+    if place.siblings is not None:
+        siblings = Siblings(place.siblings, index=place.index, render=feed.part, name="status")
+        feed.merge_with((await stack.enter_async_context(siblings)).others)
+    return await stack.enter_async_context(feed)

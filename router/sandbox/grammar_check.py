@@ -1,0 +1,159 @@
+"""Whether a grammar can be followed, found out by a process that may be killed, once for each grammar.
+
+One at a time: what takes long keeps others waiting for its limit at most, and they are told when that is too long.
+"""
+
+import asyncio
+import hashlib
+import logging
+import os
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections import OrderedDict
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+from router.sandbox.grammar_frames import FOLLOWED, LENGTH, REFUSED
+from tandem.errors import InvalidRequest, Overloaded
+from tandem.values.sampling import MAX_GRAMMAR_CHARS
+
+_MAX_KEPT = 1024
+_MAX_WAITING = 64
+_START_S = 30.0
+_TRIES = 3
+_MAX_ANSWER_BYTES = 4 * MAX_GRAMMAR_CHARS + 1
+_RETRY_AFTER_S = 1.0
+
+log = logging.getLogger(__name__)
+
+
+class GrammarChecker(Protocol):
+    """Judges grammars."""
+
+    async def checked(self, grammar: str, param: str) -> str:
+        """As workers follow it. Raises InvalidRequest, naming `param`, when none can; Overloaded when too many wait."""
+
+
+class GrammarProcess:
+    """See GrammarChecker. Used by one event loop; its process starts with the first grammar."""
+
+    def __init__(
+        self, tokenizer: Path, *, vocab_size: int, eos_token_ids: Sequence[int], compile_s: float, compile_bytes: int
+    ) -> None:
+        """`tokenizer`: a tokenizer.json. `compile_s`, `compile_bytes`: what one grammar may take."""
+        ends = ",".join(map(str, eos_token_ids))
+        self._arguments = [str(tokenizer), str(vocab_size), ends, str(compile_bytes)]
+        self._compile_s = compile_s
+        self._verdicts: OrderedDict[bytes, bytes] = OrderedDict()
+        self._asked: dict[bytes, asyncio.Future[bytes]] = {}
+        self._turn = asyncio.Lock()
+        self._process: Process | None = None
+
+    async def checked(self, grammar: str, param: str) -> str:
+        """See GrammarChecker."""
+        data = grammar.encode()
+        key = hashlib.sha256(data).digest()
+        verdict = self._verdicts.get(key)
+        if verdict is None:
+            verdict = await self._judged(key, data)
+        else:
+            self._verdicts.move_to_end(key)
+        if verdict.startswith(REFUSED):
+            raise InvalidRequest(f"{param}: {verdict[1:].decode()}", param=param)
+        # What was not rewritten is not kept a second time.
+        return verdict[1:].decode() or grammar
+
+    async def close(self) -> None:
+        """End the process."""
+        process, self._process = self._process, None
+        if process is not None:
+            await _end(process)
+
+    async def _judged(self, key: bytes, data: bytes) -> bytes:
+        """By whoever asked first; the others wait for the same verdict."""
+        asked = self._asked.get(key)
+        if asked is None:
+            if len(self._asked) >= _MAX_WAITING:
+                raise Overloaded(f"{len(self._asked)} grammars wait to be compiled", retry_after_s=_RETRY_AFTER_S)
+            # A task of its own: who asked may leave, and others wait for it.
+            asked = self._asked[key] = asyncio.ensure_future(self._judge(key, data))
+        return await asyncio.shield(asked)
+
+    async def _judge(self, key: bytes, data: bytes) -> bytes:
+        try:
+            async with self._turn:
+                verdict = await self._compile(data)
+        finally:
+            del self._asked[key]
+        if verdict == FOLLOWED + data:
+            verdict = FOLLOWED
+        self._verdicts[key] = verdict
+        while len(self._verdicts) > _MAX_KEPT:
+            self._verdicts.popitem(last=False)
+        return verdict
+
+    async def _compile(self, data: bytes) -> bytes:
+        process = self._process
+        if process is None or process.returncode is not None:
+            process = self._process = await self._start()
+        try:
+            async with asyncio.timeout(self._compile_s):
+                return await _asked_of(process, data)
+        except TimeoutError:
+            await self.close()
+            return REFUSED + f"it takes more than {self._compile_s:g} s to compile".encode()
+        except (asyncio.IncompleteReadError, OSError, RuntimeError):  # the last is uvloop's word for a closed pipe
+            await self.close()
+            return REFUSED + b"it takes too much memory to compile"
+
+    async def _start(self) -> Process:
+        for _ in range(_TRIES):
+            if (process := await self._begun()) is not None:
+                return process
+        raise Overloaded("grammars cannot be compiled now", retry_after_s=_RETRY_AFTER_S)
+
+    async def _begun(self) -> Process | None:
+        """None of a process that ended before it began, as one forked beside the threads of gRPC may."""
+        command = [sys.executable, "-m", "router.sandbox.grammar_worker", *self._arguments]
+        # One arena: others are address space set aside, and its limit would be far above what it may take.
+        environment = {**os.environ, "MALLOC_ARENA_MAX": "1"}
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=environment
+        )
+        try:
+            async with asyncio.timeout(_START_S):
+                await _answer_of(process)
+        except TimeoutError:
+            await _end(process)
+            log.error("the process that compiles grammars has not begun within %g s", _START_S)
+            raise Overloaded("grammars cannot be compiled now", retry_after_s=_RETRY_AFTER_S) from None
+        except (asyncio.IncompleteReadError, OSError) as error:
+            await _end(process)
+            log.error("the process that compiles grammars did not begin: %s", type(error).__name__)
+            return None
+        return process
+
+
+async def _end(process: Process) -> None:
+    with suppress(ProcessLookupError):  # it may have ended by itself just now
+        process.kill()
+    await process.wait()
+
+
+async def _asked_of(process: Process, data: bytes) -> bytes:
+    if process.stdin is None:
+        raise OSError("no pipe")
+    process.stdin.write(LENGTH.pack(len(data)) + data)
+    await process.stdin.drain()
+    return await _answer_of(process)
+
+
+async def _answer_of(process: Process) -> bytes:
+    if process.stdout is None:
+        raise OSError("no pipe")
+    (size,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
+    if size > _MAX_ANSWER_BYTES:
+        raise OSError("an answer out of all proportion")
+    return await process.stdout.readexactly(size)

@@ -1,0 +1,108 @@
+"""`python -m router.sandbox.grammar_worker TOKENIZER VOCAB_SIZE END_IDS MEMORY_BYTES`: compiles strangers' grammars.
+
+A process of its own, because nothing else bounds what a compiler takes: whoever started it kills it when it takes too
+long, and the system ends it when it takes too much memory. Reads frames of a 4-byte length and a grammar in UTF-8, GBNF
+or what llguidance reads; answers each with a frame: FOLLOWED and the grammar for workers, or REFUSED and what is wrong.
+
+A grammar is followed for a while, too, within the limits that workers have: some take little to compile and very much
+at the first token, or at the tenth. What takes so deep a stack that it ends this process would end a worker as well, so
+this one has less of it.
+"""
+
+import json
+import resource
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import llguidance
+from llguidance import gbnf_to_lark
+
+from router.sandbox.grammar_frames import FOLLOWED, LENGTH, REFUSED
+from tandem.config.source.regular_file import read_regular_text
+from tandem.values.grammar_bounds import LIMITS, fault_on_the_way
+
+_MAX_FILE_BYTES = 256 << 20
+_SILENT = 0
+_MAX_ERROR_CHARS = 200
+_NUM_PATHS, _NUM_TOKENS = 4, 16
+_STACK_BYTES = 1 << 20
+"""A worker's threads have 2 MiB at least."""
+
+
+def main() -> None:
+    """See the module's docstring."""
+    threading.stack_size(_STACK_BYTES)
+    judge = threading.Thread(target=_judge)
+    judge.start()
+    judge.join()
+
+
+def _judge() -> None:
+    path, vocab_size, ends, memory_bytes = sys.argv[1:5]
+    end_ids = [int(token_id) for token_id in ends.split(",") if token_id]
+    text = read_regular_text(Path(path), max_bytes=_MAX_FILE_BYTES)
+    tokenizer = llguidance.LLTokenizer(text, n_vocab=int(vocab_size), eos_token=end_ids or None)
+    _limit_memory(int(memory_bytes))
+    source, sink = sys.stdin.buffer, sys.stdout.buffer
+    _answer(sink, FOLLOWED)
+    while (frame := _frame(source)) is not None:
+        grammar, fault = _read(frame.decode())
+        fault = fault or _fault(tokenizer, grammar, end_ids)
+        _answer(sink, REFUSED + fault.encode() if fault else FOLLOWED + grammar.encode())
+
+
+def _read(text: str) -> tuple[str, str]:
+    """(What llguidance reads, what is wrong.)"""
+    if text.startswith("{"):
+        return text, ""
+    try:
+        return json.dumps({"grammars": [{"lark_grammar": gbnf_to_lark.any_to_lark(text)}]}), ""
+    except Exception as error:  # noqa: BLE001 - it raises Exception itself
+        return "", _one_line(str(error)) or "it cannot be read"
+
+
+def _fault(tokenizer: Any, grammar: str, end_ids: Sequence[int]) -> str:
+    """What is wrong with it."""
+    limits = llguidance.LLParserLimits(**LIMITS)
+    matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=_SILENT, limits=limits)
+    if matcher.is_error():
+        return _reason(matcher.get_error()) or "it cannot be compiled"
+    fault = fault_on_the_way(matcher, end_ids, num_paths=_NUM_PATHS, num_tokens=_NUM_TOKENS)
+    return fault and f"it takes too much to follow: {_reason(fault)}"
+
+
+def _reason(error: str) -> str:
+    """What follows describes the parser."""
+    return _one_line(error.partition("<state>")[0])
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:_MAX_ERROR_CHARS]
+
+
+def _limit_memory(num_bytes: int) -> None:
+    """So much beyond what is taken now."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    limit = pages * resource.getpagesize() + num_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _frame(source: BinaryIO) -> bytes | None:
+    head = source.read(LENGTH.size)
+    if len(head) < LENGTH.size:
+        return None
+    (size,) = LENGTH.unpack(head)
+    return source.read(size)
+
+
+def _answer(sink: BinaryIO, text: bytes) -> None:
+    sink.write(LENGTH.pack(len(text)) + text)
+    sink.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""Named caches among router processes on one host, over sockets in the folder that only their user can enter.
+
+Whoever changes one tells each of the others before its client has the answer, so the client's next request finds it
+whichever process takes it. One that does not take it in time, because it hangs, is told again until it has, or is gone.
+A process that begins listens first and then asks the others for all that they have: no change falls between.
+"""
+
+import asyncio
+import contextlib
+import logging
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import orjson
+
+from router.api.request.named_caches import NamedCache
+from router.api.request.shared_named_caches import NameNews, PinPlace, SharedNames
+from router.text.conversation import Message
+from router.text.tools import ToolCall
+from router.types.worker_view import WorkerKey
+from tandem.values.ids import BlockHash, Incarnation, WorkerId
+
+ANSWER_S = 0.5
+"""For another process to take a change."""
+_BEGIN_S = 5.0
+"""For one to tell all that it has."""
+_AGAIN_S = 0.5
+_SIZE_BYTES = 4
+_MOST_BYTES = 64 << 20
+_log = logging.getLogger(__name__)
+
+
+class NamedSiblings:
+    """One process's place among them; an async context manager."""
+
+    def __init__(self, folder: Path, *, index: int, names: SharedNames) -> None:
+        self._folder = folder
+        self._path = folder / f"named-{index}.sock"
+        self._names = names
+        self._server: asyncio.Server | None = None
+        self._num_changes = 0
+        self._owed: dict[Path, dict[tuple[str, str], int]] = {}
+        """Names of which another process has not taken what became of them, with the number of the change; they are
+        told as they are by then."""
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        """Raises OSError when the folder is not to be written to."""
+        self._path.unlink(missing_ok=True)  # of an earlier life
+        self._server = await asyncio.start_unix_server(self._answer, self._path)
+        self._path.chmod(0o600)
+        await asyncio.gather(*map(self._learn, self._others()))
+        self._task = asyncio.create_task(self._tell_again())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        if self._server is not None:
+            self._server.close()
+            self._path.unlink(missing_ok=True)
+
+    async def tell(self, tenant: str, name: str) -> None:
+        """Return when the others have taken what became of it, or had their time."""
+        self._num_changes += 1
+        for path in self._others():
+            self._owed.setdefault(path, {})[tenant, name] = self._num_changes
+        await asyncio.gather(*map(self._pay, tuple(self._owed)))
+
+    def _others(self) -> list[Path]:
+        return [path for path in sorted(self._folder.glob("named-*.sock")) if path != self._path]
+
+    async def _tell_again(self) -> None:
+        while True:
+            await asyncio.sleep(_AGAIN_S)
+            await asyncio.gather(*map(self._pay, tuple(self._owed)))
+
+    async def _pay(self, path: Path) -> None:
+        owed = dict(self._owed.get(path, {}))
+        if path not in self._others():
+            self._owed.pop(path, None)  # it asks when it begins again
+        elif owed and await _exchange(path, [self._names.news(*name) for name in owed], ANSWER_S) is not None:
+            self._paid(path, owed)
+
+    def _paid(self, path: Path, taken: dict[tuple[str, str], int]) -> None:
+        left = {name: number for name, number in self._owed.get(path, {}).items() if taken.get(name) != number}
+        if left:
+            self._owed[path] = left
+        else:
+            self._owed.pop(path, None)
+
+    async def _learn(self, path: Path) -> None:
+        for news in await _exchange(path, [], _BEGIN_S) or ():
+            self._names.heard(news)
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """What is told is taken; who tells nothing is told everything."""
+        try:
+            told = await _read(reader)
+            for news in told:
+                self._names.heard(news)
+            await _write(writer, [] if told else self._names.all_news())
+        except (OSError, asyncio.IncompleteReadError):
+            pass  # it has ended
+        except _NoNews as error:
+            _log.error("what another router process says of a named cache makes no sense: %s", error)
+        finally:
+            writer.close()
+
+
+class _NoNews(Exception):
+    """Bytes that say nothing of a named cache."""
+
+
+async def _exchange(path: Path, told: list[NameNews], most_s: float) -> list[NameNews] | None:
+    """The answer; None when there is none in time."""
+    with contextlib.suppress(OSError, asyncio.IncompleteReadError, TimeoutError, _NoNews):
+        async with asyncio.timeout(most_s):
+            reader, writer = await asyncio.open_unix_connection(path)
+            try:
+                await _write(writer, told)
+                return await _read(reader)
+            finally:
+                writer.close()
+    return None
+
+
+async def _write(writer: asyncio.StreamWriter, told: list[NameNews]) -> None:
+    """Frame by frame; an empty one is the end."""
+    for news in told:
+        frame = _encoded(news)
+        writer.write(len(frame).to_bytes(_SIZE_BYTES, "little") + frame)
+        await writer.drain()
+    writer.write(bytes(_SIZE_BYTES))
+    await writer.drain()
+
+
+async def _read(reader: asyncio.StreamReader) -> list[NameNews]:
+    told = []
+    while size := int.from_bytes(await reader.readexactly(_SIZE_BYTES), "little"):
+        if size > _MOST_BYTES:
+            raise _NoNews(f"{size} bytes")
+        told.append(_decoded(await reader.readexactly(size)))
+    return told
+
+
+def _encoded(news: NameNews) -> bytes:
+    pin = news.pin
+    place = None if pin is None else [*pin.worker, pin.num_tokens, pin.last_block.hex()]
+    return orjson.dumps({"tenant": news.tenant, "name": news.name, "cache": news.cache, "pin": place})
+
+
+def _decoded(frame: bytes) -> NameNews:
+    try:
+        said = orjson.loads(frame)
+        cache = None if said["cache"] is None else _cache(said["cache"])
+        return NameNews(tenant=said["tenant"], name=said["name"], cache=cache, pin=_place(said["pin"]))
+    except (ValueError, TypeError, KeyError) as error:
+        raise _NoNews(str(error)) from None
+
+
+def _cache(said: dict[str, Any]) -> NamedCache:
+    messages = tuple(
+        Message(**message | {"tool_calls": tuple(ToolCall(**call) for call in message["tool_calls"])})
+        for message in said["messages"]
+    )
+    return NamedCache(**said | {"messages": messages, "token_ids": tuple(said["token_ids"])})
+
+
+def _place(said: list[Any] | None) -> PinPlace | None:
+    if said is None:
+        return None
+    worker_id, incarnation, num_tokens, last_block = said
+    worker = WorkerKey(WorkerId(worker_id), Incarnation(incarnation))
+    return PinPlace(worker=worker, num_tokens=num_tokens, last_block=BlockHash(bytes.fromhex(last_block)))

@@ -1,0 +1,91 @@
+"""What each tenant has spent since the router began: a bounded book, and several processes' books as one. Pure."""
+
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import asdict, fields
+from typing import Any
+
+import orjson
+
+from router.tenants.prices import PriceTable, Spent
+
+MOST_TENANTS = 1000
+"""Beyond it new ones are counted together, under OTHERS."""
+OTHERS = "(others)"
+"""No tenant's name has a bracket, so that no tenant is taken for all these."""
+
+
+class TenantUsage:
+    """The book of one process."""
+
+    def __init__(self, prices: PriceTable | None = None, *, since_s: float = 0.0, most: int = MOST_TENANTS) -> None:
+        """`since_s`: Unix time at which the book begins."""
+        self.prices = prices or PriceTable()
+        self.since_s = since_s
+        self._most = most
+        self._spent: dict[str, Spent] = {}
+        self._others: Callable[[], Awaitable[list[bytes]]] | None = None
+
+    def add(self, tenant: str, spent: Spent) -> None:
+        """One request has ended."""
+        if tenant not in self._spent and len(self._spent) >= self._most:
+            tenant = OTHERS
+        self._spent[tenant] = self._spent.get(tenant, Spent()).plus(spent)
+
+    @property
+    def spent(self) -> Mapping[str, Spent]:
+        """By tenant, in this process."""
+        return self._spent
+
+    def collect_with(self, others: Callable[[], Awaitable[list[bytes]]]) -> None:
+        """`others` brings the books of the processes beside this one."""
+        self._others = others
+
+    async def collect(self) -> bytes:
+        """Of all processes, for `object`."""
+        return self.render() if self._others is None else merge([self.render(), *await self._others()])
+
+    def render(self) -> bytes:
+        """For `merge`."""
+        return orjson.dumps({"since_s": self.since_s, "tenants": {name: asdict(s) for name, s in self._spent.items()}})
+
+    def object(self, text: bytes, *, only: str | None) -> dict[str, Any]:
+        """A rendered or merged book as clients see it. `only`: the one tenant that is shown; None: all."""
+        told = orjson.loads(text)
+        books = {name: Spent(**spent) for name, spent in told["tenants"].items() if only in (None, name)}
+        if only is not None:
+            books.setdefault(only, Spent())
+        total = Spent()
+        for spent in books.values():
+            total = total.plus(spent)
+        return {
+            "object": "usage",
+            "since": int(told["since_s"]),
+            "currency": self.prices.currency,
+            "data": [{"tenant": name, **self._shown(spent)} for name, spent in sorted(books.items())],
+            "total": self._shown(total),
+        }
+
+    def _shown(self, spent: Spent) -> dict[str, Any]:
+        return {
+            **{name: round(value, 6) for name, value in asdict(spent).items()},
+            "cost": round(self.prices.amount(spent), 9),
+            "retry_amplification": round(spent.retry_amplification, 6),
+            "hit_fraction": round(spent.hit_fraction, 6),
+        }
+
+
+def merge(texts: Iterable[bytes]) -> bytes:
+    """Several processes' books as one, of all their tenants. Raises ValueError for what is none."""
+    told = [orjson.loads(text) for text in texts]
+    whole = TenantUsage(since_s=min(book["since_s"] for book in told))
+    for book in told:
+        for name, spent in book["tenants"].items():
+            whole.add(name, _spent(spent))
+    return whole.render()
+
+
+def _spent(values: Mapping[str, Any]) -> Spent:
+    names = {field.name for field in fields(Spent)}
+    if values.keys() != names:
+        raise ValueError("another version's book")
+    return Spent(**values)

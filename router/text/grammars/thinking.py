@@ -1,0 +1,70 @@
+"""Whether the served model thinks before it answers, and how that is told: one per router, every door shares it."""
+
+import json
+from collections.abc import Mapping, Sequence
+
+from router.text.grammars.tool_calls import ANY, without
+from router.text.reasoning import Marks, Reasoning, marks_of
+from router.text.tokenizer import Tokenizer
+from tandem.errors import InvalidRequest
+
+_TAIL_TOKENS = 16
+"""Of a prompt: what a template writes last."""
+_GAP = r"/[ \t\r\n]{1,4}/"
+"""Between thinking and a structure: bounded, for what may go on for ever does."""
+_ANSWER = "behind_thinking"
+"""Name of the grammar behind the thinking."""
+
+
+class Thinking:
+    """What the model's template and tokenizer say of it."""
+
+    def __init__(self, tokenizer: Tokenizer, forced: str | None = None) -> None:
+        """`forced`: the family's name, if the configuration says it."""
+        template = tokenizer.template
+        self.marks = None if template is None else marks_of(template.source, forced)
+        self._tokenizer = tokenizer
+
+    def reasoning(self, prompt_ids: Sequence[int], *, begins_turn: bool) -> Reasoning | None:
+        """How answers are read. `begins_turn`: the answer is a turn's beginning, not more of one."""
+        marks = self.marks
+        if marks is None:
+            return None
+        ids = self._tokenizer.added_ids
+        tail = self._tokenizer.decode(prompt_ids[-_TAIL_TOKENS:], skip_special_tokens=False).rstrip()
+        is_open = tail.endswith(marks.begin)
+        return Reasoning(
+            marks=marks,
+            is_open=is_open,
+            may_begin=not is_open and begins_turn and not tail.endswith(marks.end),
+            shown_ids=frozenset(ids[mark] for mark in marks if mark in ids),
+            bytes_of=self._tokenizer.bytes_of,
+        )
+
+    def before(self, grammar: str, reasoning: Reasoning | None) -> str:
+        """A grammar as `GrammarChecker` gives it, for answers that have the structure behind their thinking."""
+        if reasoning is None or not (reasoning.is_open or reasoning.may_begin):
+            return grammar
+        return with_thinking(grammar, reasoning.marks, self._tokenizer.added_ids, is_open=reasoning.is_open)
+
+
+def with_thinking(grammar: str, marks: Marks, token_ids: Mapping[str, int], *, is_open: bool) -> str:
+    """What llguidance reads: thinking, which may be left out unless it `is_open` already, and then the grammar.
+
+    `token_ids`: of marks that are tokens of their own. An answer cannot end while it thinks.
+    """
+    match read := json.loads(grammar):
+        case {"grammars": [dict() as first, *others]}:
+            lead = {"lark_grammar": _lead(marks, token_ids, is_open=is_open)}
+            return json.dumps({**read, "grammars": [lead, {**first, "name": _ANSWER}, *others]})
+    raise InvalidRequest("grammar: of a form that a model which thinks cannot be given", param="grammar")
+
+
+def _lead(marks: Marks, token_ids: Mapping[str, int], *, is_open: bool) -> str:
+    begin, end = (f"<[{token_ids[mark]}]>" if mark in token_ids else json.dumps(mark) for mark in marks)
+    start = f"start: thinking GAP? @{_ANSWER}" if is_open else f"start: ({begin} thinking GAP?)? @{_ANSWER}"
+    if marks.end in token_ids:
+        thinking = [f"thinking: THOUGHT {end}", f"THOUGHT: {ANY}{without((marks.end,))}"]
+    else:
+        thinking = [f"thinking[lazy]: {ANY} {end}"]
+    return "\n".join([start, *thinking, f"GAP: {_GAP}"])

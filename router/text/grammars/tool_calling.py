@@ -1,0 +1,63 @@
+"""How the served model is made to call functions, and how its calls are read: one per router, every door shares it."""
+
+from router.text.grammars.structured_output import Shape, Structure
+from router.text.grammars.tool_calls import CallGrammar, strict_tools
+from router.text.tokenizer import Tokenizer
+from router.text.tool_parsers.families import HERMES, Family, family_of
+from router.text.tool_parsers.request_calls import Calling
+from router.text.tools import ToolUse
+from tandem.errors import InvalidRequest
+
+_JSON_SHAPES = frozenset({Shape.JSON_SCHEMA, Shape.JSON_OBJECT})
+
+
+class Tooling:
+    """What the model's template and tokenizer say of tools."""
+
+    def __init__(self, tokenizer: Tokenizer, forced: str | None = None, thinks_from: str | None = None) -> None:
+        """`forced`: the family's name, if the configuration says it. `thinks_from`: what thinking begins with."""
+        template = tokenizer.template
+        self._family = None
+        if template is not None and template.form is not None:
+            self._family = family_of(template.source, forced)
+        elif template is not None:
+            # It is told in our words how to call.
+            self._family = HERMES if forced is None else family_of("", forced)
+        self._tokenizer = tokenizer
+        self._thinks_from = thinks_from
+
+    def calling(self, use: ToolUse, *, is_forced: bool = False) -> Calling:
+        """`is_forced`: by a structure made here. Raises InvalidRequest when it is not known how this model calls."""
+        family, ids = self._known(), self._tokenizer.added_ids
+        return Calling(
+            use=use,
+            new_parser=lambda: family.parser(use.callable_tools, is_forced=is_forced),
+            shown_ids=frozenset(ids[mark] for mark in family.markers if mark in ids),
+            has_short_ids=family.has_short_ids,
+        )
+
+    def structure(self, use: ToolUse, asked: Structure | None) -> Structure | None:
+        """What answers must be that call as `use` says and are otherwise as `asked`. None: anything."""
+        family = self._known()
+        ids = self._tokenizer.added_ids
+        markers = {mark: ids[mark] for mark in family.markers if mark in ids}
+        grammar = CallGrammar(family.form, markers, self._thinks_from)
+        if asked is not None and asked.shape not in _JSON_SHAPES:
+            raise InvalidRequest(f"{asked.param}: not together with tools", param=asked.param)
+        if use.must_call:
+            text = grammar.calls_only(use)
+        elif asked is not None:
+            text = grammar.calls_only(use, asked.schema)
+        elif not strict_tools(use.callable_tools):
+            return None
+        elif not family.is_own_form:
+            raise InvalidRequest(f"tools: strict cannot be kept for calls of the form {family.name}", param="tools")
+        else:
+            text = grammar.with_text(use)
+        return Structure(shape=Shape.LARK, value=text, param="tools")
+
+    def _known(self) -> Family:
+        if self._family is None:
+            reason = "it is not known how this model writes calls: the operator can set router.tool_parser"
+            raise InvalidRequest(f"tools: {reason}", param="tools")
+        return self._family

@@ -1,0 +1,248 @@
+"""Text to tokens and back, for one model directory.
+
+What a client writes can never become a control token. Plain prompts are encoded with special tokens switched
+off. In a conversation only the template may write them: before rendering, every place in a client's text where a
+special token's literal stands, or might begin at its end, is replaced by an unguessable mark; in the rendered text the
+remaining literals, all the template's own, become aliases; the marks turn back into the client's characters; and the
+tokenizer, told to read special literals as text and taught the aliases, encodes the whole in one go.
+"""
+
+import json
+import random
+import re
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from router.text.chat_template import ChatTemplate, Message, check_template
+from router.text.conversation import TemplateOptions
+from router.text.detokenizer import Detokenizer, read_pieces
+from router.text.tools import Tool
+from tandem.config.source.regular_file import read_regular_text
+from tandem.errors import ConfigError, InvalidRequest
+
+MAX_FILE_BYTES = 256 << 20
+_TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
+_DECODE_SAMPLES = 64
+
+
+class Tokenizer:
+    """One model's tokenizer, immutable after `load`; safe to use from several threads."""
+
+    def __init__(self, spec: str, template: ChatTemplate | None) -> None:
+        """`spec` is the text of a tokenizer.json. Raises ConfigError when it cannot be served."""
+        self._template = template
+        self._library = _parse(spec)
+        added = self._library.get_added_tokens_decoder()
+        special = {i: token for i, token in added.items() if token.special}
+        self.special_ids = frozenset(special)
+        self.added_ids = {token.content: i for i, token in added.items()}
+        """By their texts: tokens that no text is cut into other than whole."""
+        self.size = max([self._library.get_vocab_size(with_added_tokens=True), *(i + 1 for i in added)])
+        """One above the highest token id that has a text."""
+        self._pieces = read_pieces(json.loads(spec).get("decoder"), self.size, self._library.id_to_token)
+        self._guard = _Guard([token.content for token in special.values()])
+        self._alias_ids = self._add_aliases(special)
+        self._lowest_alias_id = min(self._alias_ids, default=0)
+        self._prove_decoding()
+
+    @classmethod
+    def load(cls, directory: Path) -> "Tokenizer":
+        """From a model directory in Hugging Face layout: tokenizer.json, tokenizer_config.json, chat_template.jinja.
+
+        Raises ConfigError that names the file.
+        """
+        config = json.loads(_read(directory / "tokenizer_config.json") or "{}")
+        if not isinstance(config, dict):
+            raise ConfigError(f"{directory / 'tokenizer_config.json'}: expected an object")
+        spec = _read(directory / "tokenizer.json")
+        if spec is None:
+            raise ConfigError(f"{directory}: no tokenizer.json")
+        source = _read(directory / "chat_template.jinja") or _template_in(config)
+        template = None
+        if source is not None:
+            names = {name: text for name in _TOKEN_NAMES if (text := _text(config.get(name)))}
+            template = ChatTemplate(source, names, form=check_template(source, names))
+        return cls(spec, template)
+
+    @property
+    def template(self) -> ChatTemplate | None:
+        """The model's own."""
+        return self._template
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether conversations can be served."""
+        return self._template is not None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a plain prompt; `add_special_tokens` lets the tokenizer put its own (such as BOS) around it.
+
+        Raises InvalidRequest for text that is no valid Unicode or holds NUL.
+        """
+        check_text(text, "prompt")
+        return self._encode(text, add_special_tokens=add_special_tokens)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        max_chars: int,
+        tools: Sequence[Tool] = (),
+        options: TemplateOptions = TemplateOptions(),  # noqa: B008  # frozen
+    ) -> list[int]:
+        """Token ids of a conversation, rendered by the model's template.
+
+        Raises InvalidRequest when there is no template, when it refuses the messages, or beyond `max_chars`.
+        """
+        if self._template is None:
+            raise InvalidRequest("this model has no chat template; use /v1/completions", param="messages")
+        text = self._template.render(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            max_chars=max_chars,
+            hide=self._hidden,
+            options=options,
+        )
+        alias_ids, lowest = self._alias_ids, self._lowest_alias_id
+        return [
+            alias_ids.get(i, i) if i >= lowest else i
+            for i in self._encode(self._guard.resolve(text), add_special_tokens=False)
+        ]
+
+    def _hidden(self, text: str) -> str:
+        check_text(text, "messages")
+        return self._guard.hide(text)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of all tokens at once."""
+        known = [i for i in token_ids if i < self.size]
+        text: str = self._library.decode(known, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def detokenizer(self, *, skip_special_tokens: bool = True, shown_ids: frozenset[int] = frozenset()) -> Detokenizer:
+        """A stream whose pieces, joined, equal `decode` of its tokens; `shown_ids`: not skipped although special."""
+        return self._pieces.detokenizer(self.special_ids - shown_ids if skip_special_tokens else frozenset())
+
+    def check_fits(self, vocab_size: int) -> None:
+        """Raise ConfigError when it makes tokens that a model with so many embeddings does not know."""
+        if self.size > vocab_size:
+            raise ConfigError(f"the tokenizer has {self.size} tokens, the model embeds {vocab_size}")
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """One token's bytes; for logprobs."""
+        return self._pieces.bytes_of(token_id)
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        # "fast": without the offsets of tokens in the text, which nobody asks for.
+        (encoded,) = self._library.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoded.ids
+        return ids
+
+    def _add_aliases(self, special: dict[int, Any]) -> dict[int, int]:
+        """From now on special literals are read as text, and only their aliases as control tokens."""
+        self._library.encode_special_tokens = True
+        alias_ids = {}
+        for token_id, token in special.items():
+            alias = self._guard.alias(token.content)
+            # Not "special", so that encode_special_tokens leaves it alone; otherwise like the token it stands for.
+            like = {"single_word": token.single_word, "lstrip": token.lstrip, "rstrip": token.rstrip}
+            self._library.add_tokens([tokenizers.AddedToken(alias, normalized=False, special=False, **like)])
+            alias_ids[self._library.token_to_id(alias)] = token_id
+        return alias_ids
+
+    def _prove_decoding(self) -> None:
+        rng = random.Random(0)
+        for _ in range(_DECODE_SAMPLES):
+            ids = [rng.randrange(self.size) for _ in range(32)]
+            stream = self.detokenizer(skip_special_tokens=False)
+            if "".join(map(stream.push, ids)) + stream.flush() != self.decode(ids, skip_special_tokens=False):
+                raise ConfigError("tokenizer.json: its decoder cannot be streamed exactly")
+
+
+class _Guard:
+    """Tells a client's literals of special tokens from the template's."""
+
+    def __init__(self, literals: Sequence[str]) -> None:
+        nonce = secrets.token_hex(8)
+        self._mark = f"\ufdd0{nonce}:"
+        self._aliases = {text: f"\ufdd1{nonce}:{number};" for number, text in enumerate(literals)}
+        longest_first = sorted(literals, key=len, reverse=True)
+        self._literal = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._starts = re.compile(_starts_pattern(longest_first))
+        # A tail that begins a literal could be completed by the text that follows it.
+        self._tails = frozenset(text[:n] for text in literals for n in range(1, len(text)))
+        self._longest_tail = max(map(len, self._tails), default=0)
+        self._hidden = re.compile(f"{self._mark}([0-9a-f]+);")
+
+    def alias(self, literal: str) -> str:
+        """What stands for the template's own `literal`."""
+        return self._aliases[literal]
+
+    def hide(self, text: str) -> str:
+        """A client's text in which no literal stands and none begins."""
+        at = {found.start() for found in self._starts.finditer(text)}
+        at.update(i for i in range(max(0, len(text) - self._longest_tail), len(text)) if text[i:] in self._tails)
+        if not at:
+            return text
+        return "".join(f"{self._mark}{ord(c):x};" if i in at else c for i, c in enumerate(text))
+
+    def resolve(self, rendered: str) -> str:
+        """Literals left in the rendered text become aliases, and clients' text itself again."""
+        aliased = self._literal.sub(lambda found: self._aliases[found[0]], rendered)
+        return self._hidden.sub(lambda found: chr(int(found[1], 16)), aliased)
+
+
+def _starts_pattern(literals: Sequence[str]) -> str:
+    """Matches the first character of every occurrence, overlapping ones too."""
+    rests: dict[str, list[str]] = {}
+    for text in literals:
+        rests.setdefault(text[0], []).append(re.escape(text[1:]))
+    return "|".join(f"{re.escape(first)}(?={'|'.join(rest)})" for first, rest in rests.items()) or "(?!)"
+
+
+def check_text(text: str, param: str) -> None:
+    """Raise InvalidRequest for lone surrogates and NUL."""
+    if "\0" in text:
+        raise InvalidRequest(f"{param}: NUL characters are not allowed", param=param)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequest(f"{param}: not valid Unicode (lone surrogate)", param=param) from None
+
+
+def _parse(spec: str) -> Any:
+    try:
+        return tokenizers.Tokenizer.from_str(spec)
+    except Exception as error:  # noqa: BLE001  # the library raises bare Exception for every bad file
+        raise ConfigError(f"tokenizer.json: {error}") from None
+
+
+def _read(path: Path) -> str | None:
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    return read_regular_text(path, max_bytes=MAX_FILE_BYTES)
+
+
+def _text(token: Any) -> str | None:
+    """A special token is given as its text, or as an object that holds it."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
+def _template_in(config: dict[str, Any]) -> str | None:
+    """The template itself, or the one named `default` of several."""
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None

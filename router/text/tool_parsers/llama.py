@@ -1,0 +1,40 @@
+"""Llama 3's calls: an object in place of an answer, or one behind `<|python_tag|>`; several have semicolons between."""
+
+from collections.abc import Sequence
+
+from router.text.tool_parsers.json_call import WHITE
+from router.text.tool_parsers.text_machine import TextMachine
+from router.text.tools import Tool
+
+OPEN = "<|python_tag|>"
+
+
+class LlamaCalls(TextMachine):
+    """An answer that begins with a brace is held until it is clear whether it is a call."""
+
+    def __init__(self, tools: Sequence[Tool]) -> None:
+        super().__init__(tools, (OPEN,))
+        self.go(self._start)
+
+    def marked(self, marker: str) -> None:
+        """See TextMachine."""
+        self.read_json_call(self._between)
+
+    def _start(self, text: str, at: int) -> int:
+        if text[at] in WHITE:
+            self.hold(text[at])
+            return at + 1
+        if text[at] == "{":
+            self.read_json_call(self._between)
+        else:
+            self.no_call()
+        return at
+
+    def _between(self, text: str, at: int) -> int:
+        if text[at] in WHITE + ";,":
+            return at + 1
+        if text[at] == "{":
+            self.read_json_call(self._between)
+        else:
+            self.go(self.text)
+        return at

@@ -1,0 +1,19 @@
+"""How one request's answers are read for calls: in `Prepared`, for the doors."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from router.text.tool_parsers.events import ToolParser
+from router.text.tools import ToolUse
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calling:
+    """Made by `router.text.grammars.tool_calling`; read with by `router.api.answer.call_reader`."""
+
+    use: ToolUse
+    new_parser: Callable[[], ToolParser]
+    """Of one choice."""
+    shown_ids: frozenset[int]
+    """Special tokens that the parser must see."""
+    has_short_ids: bool

@@ -1,0 +1,139 @@
+"""Calls in `<tool_call>` tags: as JSON (Hermes, Qwen 2.5 and 3), or in tags of their own (Qwen3-Coder)."""
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from router.text.stop_strings import StopMatcher, StopStrings
+from router.text.tool_parsers.json_call import WHITE
+from router.text.tool_parsers.text_machine import MAX_HEAD_CHARS, TextMachine
+from router.text.tools import Tool
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+_FUNCTION, _FUNCTION_END = "<function=", "</function>"
+_PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
+_PARAMETER_ENDS = StopStrings((_PARAMETER_END,))
+
+
+class TaggedCalls(TextMachine):
+    """Either way of writing is read; `has_bare_functions`: also functions without a tag around them."""
+
+    def __init__(self, tools: Sequence[Tool], *, has_bare_functions: bool = False) -> None:
+        bare = (_FUNCTION,) if has_bare_functions else ()
+        super().__init__(tools, (OPEN, *bare), (CLOSE,))
+        self._name, self._written = "", 0
+        """The function whose arguments are being told, and how many of them."""
+
+    def marked(self, marker: str) -> None:
+        """See TextMachine."""
+        if marker == _FUNCTION:
+            self._read_name(self._take_function)
+        else:
+            self.go(self._begun)
+
+    def _begun(self, text: str, at: int) -> int:
+        if text[at] in WHITE:
+            self.hold(text[at])
+            return at + 1
+        if text[at] == "<":
+            self.expect(_FUNCTION, lambda: self._read_name(self._take_function))
+        else:
+            self.read_json_call()
+        return at
+
+    def _read_name(self, take: Callable[[str], None]) -> None:
+        """Up to the end of a tag that has begun, for `take`; nothing if that is too long."""
+        name = ""
+
+        def step(text: str, at: int) -> int:
+            nonlocal name
+            if len(name) > MAX_HEAD_CHARS:
+                take("")
+                return at
+            if not self.is_open:
+                self.hold(text[at])
+            if text[at] == ">":
+                take(name)
+            else:
+                name += text[at]
+            return at + 1
+
+        self.go(step)
+
+    def _take_function(self, name: str) -> None:
+        if name not in self.tools:
+            self.no_call()
+            return
+        self._name, self._written = name, 0
+        self.began(name)
+        self._between()
+
+    def _between(self) -> None:
+        """Parameters follow, or the function's end."""
+        tag = ""
+
+        def step(text: str, at: int) -> int:
+            nonlocal tag
+            if text[at] in WHITE and not tag:
+                return at + 1
+            tag += text[at]
+            if tag == _PARAMETER:
+                self._read_name(self._take_parameter)
+            elif tag == _FUNCTION_END:
+                self._end()
+            elif not (_PARAMETER.startswith(tag) or _FUNCTION_END.startswith(tag)):
+                self._end()
+                return at
+            return at + 1
+
+        self.go(step)
+
+    def _end(self) -> None:
+        self.arguments("}" if self._written else "{}")
+        self.ended()
+
+    def _take_parameter(self, key: str) -> None:
+        if not key:
+            self._end()
+            return
+        matcher, parts = StopMatcher(_PARAMETER_ENDS, include_match=False), list[str]()
+
+        def step(text: str, at: int) -> int:
+            end = text.find(">", at) + 1 or len(text)
+            parts.append(matcher.feed(text[at:end]))
+            if matcher.match is not None:
+                self._write(key, "".join(parts))
+                self._between()
+            return end
+
+        self.go(step)
+
+    def _write(self, key: str, text: str) -> None:
+        properties = self.tools[self._name].schema.get("properties")
+        schema = properties.get(key) if isinstance(properties, Mapping) else None
+        value = _value(text.removeprefix("\n").removesuffix("\n"), schema)
+        pair = f"{json.dumps(key, ensure_ascii=False)}: {json.dumps(value, ensure_ascii=False)}"
+        self.arguments(("{" if not self._written else ", ") + pair)
+        self._written += 1
+
+
+def _value(text: str, schema: Any) -> Any:
+    """What a parameter's text stands for: its schema says whether it is a text, else JSON if it is any."""
+    kind = schema.get("type") if isinstance(schema, Mapping) else None
+    if kind == "string":
+        return text
+    try:
+        return json.loads(text, parse_constant=_no_number, parse_float=_finite)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _no_number(_text: str) -> Any:
+    raise ValueError("JSON has no such number")
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError("JSON could not say this number again")
+    return number

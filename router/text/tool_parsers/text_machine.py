@@ -1,0 +1,228 @@
+"""What parsers of all families share: text up to a marker, what is held until it is clear what it is, white space."""
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+from router.text.stop_strings import StopStrings
+from router.text.tool_parsers.events import EventList, ToolEvent
+from router.text.tool_parsers.json_call import WHITE, JsonCall, JsonSpan, Reading
+from router.text.tools import Tool
+
+MAX_HEAD_CHARS = 512
+"""Between a marker and the arguments: names, and what families write around them."""
+_HALF = re.compile("[\ud800-\udfff]")
+"""Half a character, which a model's escapes may stand for: as such it can be neither shown nor sent."""
+
+Step = Callable[[str, int], int]
+"""Reads some of a text from a position on; the position after it."""
+
+
+class TextMachine(ABC):
+    """A `ToolParser` that knows text and its markers; what follows a marker is the family's.
+
+    White space before a call is dropped with the call's own marks, so it waits for what comes after it.
+    """
+
+    def __init__(self, tools: Sequence[Tool], markers: Sequence[str], closers: Sequence[str] = ()) -> None:
+        """`closers`: markers that mean nothing after a call and are text before the first."""
+        self.tools = {tool.name: tool for tool in tools}
+        self.num_calls = 0
+        self.is_open = False
+        self._out = EventList()
+        self._closers = frozenset(closers)
+        self._markers = StopStrings((*markers, *closers))
+        firsts = "".join(sorted({marker[0] for marker in self._markers.strings}))
+        self._first = re.compile(f"[{re.escape(firsts)}]" if firsts else "(?!)")
+        self._node = 0
+        self._pending = ""
+        """May still become a marker."""
+        self._spaces: list[str] = []
+        self._after_call = False
+        self._held: list[str] = []
+        """May still become a call."""
+        self._step: Step = self.text
+
+    def feed(self, text: str) -> list[ToolEvent]:
+        """See ToolParser."""
+        at = 0
+        while at < len(text):
+            at = self._step(text, at)
+        return self._out.take()
+
+    def flush(self) -> list[ToolEvent]:
+        """See ToolParser."""
+        if self._held:
+            self.no_call()
+        pending, self._pending, self._node = self._pending, "", 0
+        self._say(pending)
+        self._drop_spaces()
+        self._out.content("".join(self._spaces))
+        self._spaces.clear()
+        return self._out.take()
+
+    def go(self, step: Step) -> None:
+        """What reads from here on."""
+        self._step = step
+
+    def text(self, text: str, at: int) -> int:
+        """The step outside of calls."""
+        if not self._node:
+            found = self._first.search(text, at)
+            start = len(text) if found is None else found.start()
+            if start > at:
+                self._say(text[at:start])
+                return start
+        self._pending += text[at]
+        self._node = self._markers.step(self._node, text[at])
+        if length := self._markers.matched(self._node):
+            before, marker = self._pending[:-length], self._pending[-length:]
+            self._pending, self._node = "", 0
+            self._say(before)
+            if marker not in self._closers:
+                self.hold(marker)
+                self.marked(marker)
+            elif self.num_calls:
+                self._drop_spaces()
+            else:
+                self._say(marker)
+        else:
+            keep = len(self._pending) - self._markers.held(self._node)
+            self._say(self._pending[:keep])
+            self._pending = self._pending[keep:]
+        return at + 1
+
+    @abstractmethod
+    def marked(self, marker: str) -> None:
+        """A marker came, and is held: what follows it."""
+
+    def hold(self, text: str) -> None:
+        """Keep text that may become a call."""
+        self._held.append(text)
+
+    def no_call(self) -> None:
+        """What is held is text."""
+        held = "".join(self._held)
+        self._held.clear()
+        self._step = self.text
+        self._say(held)
+
+    def began(self, name: str) -> None:
+        """What is held is a call."""
+        self._held.clear()
+        self._spaces.clear()
+        self._out.began(self.num_calls, name)
+        self.num_calls += 1
+        self.is_open = True
+
+    def arguments(self, text: str) -> None:
+        """More of the call's arguments."""
+        self._out.arguments(self.num_calls - 1, _HALF.sub(lambda half: f"\\u{ord(half[0]):04x}", text))
+
+    def ended(self, then: Step | None = None) -> None:
+        """The call is whole; text follows unless told."""
+        self.is_open = False
+        self._after_call = True
+        self._step = then or self.text
+
+    def expect(self, tag: str, then: Callable[[], None]) -> None:
+        """White space and this tag, or there is no call; then `then` says what reads on."""
+        matched = ""
+
+        def step(text: str, at: int) -> int:
+            nonlocal matched
+            char = text[at]
+            if char == tag[len(matched)]:
+                matched += char
+            elif matched or char not in WHITE:
+                # What the tag began with may begin a marker.
+                del self._held[len(self._held) - len(matched) :]
+                self.no_call()
+                self._again(matched)
+                return at
+            self.hold(char)
+            if matched == tag:
+                then()
+            return at + 1
+
+        self.go(step)
+
+    def read_json_call(self, then: Step | None = None) -> None:
+        """An object that calls a function; `then` follows one that did."""
+        call = JsonCall(self.tools, self.began, self.arguments)
+
+        def step(text: str, at: int) -> int:
+            before = self.num_calls
+            reading, end = call.feed(text, at)
+            if reading is Reading.ON:
+                if not self.is_open:
+                    self.hold(text[at:end])
+            elif self.num_calls > before or self.is_open:
+                self.ended(then)
+            else:
+                self.hold(text[at:end])
+                self.no_call()
+            return end
+
+        self.go(step)
+
+    def read_head(self, pattern: re.Pattern[str], then: Step | None = None) -> None:
+        """All up to a brace, which must match; a group of `pattern` is the function's name. Then its arguments."""
+        head = ""
+
+        def step(text: str, at: int) -> int:
+            nonlocal head
+            stop = at + 1 + MAX_HEAD_CHARS - len(head)
+            brace = text.find("{", at, stop)
+            end = min(len(text), stop) if brace < 0 else brace
+            head += text[at:end]
+            self.hold(text[at:end])
+            if len(head) > MAX_HEAD_CHARS:
+                self.no_call()
+            elif end == brace:
+                found = pattern.fullmatch(head)
+                name = next(filter(None, found.groups()), "") if found is not None else ""
+                if name in self.tools:
+                    self.began(name)
+                    self.read_arguments(then)
+                else:
+                    self.no_call()
+            return end
+
+        self.go(step)
+
+    def read_arguments(self, then: Step | None = None) -> None:
+        """The object that begins here."""
+        span: JsonSpan | None = None
+
+        def step(text: str, at: int) -> int:
+            nonlocal span
+            start = at
+            if span is None:
+                span, at = JsonSpan("{"), at + 1
+            end = span.feed(text, at)
+            self.arguments(text[start:end])
+            if span.ended:
+                self.ended(then)
+            return end
+
+        self.go(step)
+
+    def _drop_spaces(self) -> None:
+        """Between a call's end and its marks, or the answer's end."""
+        if self._after_call:
+            self._spaces.clear()
+
+    def _again(self, text: str) -> None:
+        at = 0
+        while at < len(text):
+            at = self._step(text, at)
+
+    def _say(self, text: str) -> None:
+        said = text.rstrip(WHITE)
+        if said:
+            self._out.content("".join(self._spaces) + said)
+            self._spaces.clear()
+            self._after_call = False
+        if len(said) < len(text):
+            self._spaces.append(text[len(said) :])

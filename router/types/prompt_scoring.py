@@ -1,0 +1,94 @@
+"""What a client may ask of its prompt itself, and what workers tell of it. Values only."""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from router.types.worker_view import WorkerKey
+from tandem.values.outputs import PhaseTimes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadAsk:
+    """Read the prompt before anything is generated."""
+
+    num_top: int | None
+    """Log probabilities, and of each token so many of the most likely in its place; None: the mean hidden state."""
+    only: bool = False
+    """Nothing is generated."""
+    continues: bool = False
+    """Of the prompt itself nothing: the `num_top` most likely tokens behind it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptReading:
+    """What was read of one prompt; log probabilities are of its tokens behind the first."""
+
+    num_top: int = 0
+    logprobs: Sequence[float] = ()
+    ranks: Sequence[int] = ()
+    """1: no other token was more likely."""
+    top_ids: Sequence[int] = ()
+    top_logprobs: Sequence[float] = ()
+    """Of each token `num_top`, the most likely first."""
+    mean: Sequence[float] = ()
+    times: PhaseTimes = field(default_factory=PhaseTimes)
+    num_computed: int = 0
+    """Of the prompt's tokens, those that had to be computed."""
+    worker: WorkerKey | None = None
+    """Who read it."""
+
+    def __len__(self) -> int:
+        return len(self.logprobs)
+
+    def top(self, index: int) -> list[tuple[int, float]]:
+        """The most likely tokens in the place of one."""
+        place = slice(index * self.num_top, (index + 1) * self.num_top)
+        return list(zip(self.top_ids[place], self.top_logprobs[place], strict=True))
+
+
+class ReadingInParts:
+    """Puts together what a worker tells in several messages."""
+
+    def __init__(self, ask: ReadAsk, num_tokens: int) -> None:
+        self._num_top = ask.num_top
+        self._continues = ask.continues
+        self._num_tokens = num_tokens
+        self._logprobs, self._top_logprobs = array("f"), array("f")
+        self._ranks, self._top_ids = array("i"), array("i")
+        self._mean = array("f")
+
+    def add(
+        self,
+        *,
+        logprobs: Sequence[float],
+        ranks: Sequence[int],
+        top_ids: Sequence[int],
+        top_logprobs: Sequence[float],
+        mean: Sequence[float],
+    ) -> None:
+        """The next part."""
+        self._logprobs.extend(logprobs)
+        self._ranks.extend(ranks)
+        self._top_ids.extend(top_ids)
+        self._top_logprobs.extend(top_logprobs)
+        self._mean.extend(mean)
+
+    def whole(self, times: PhaseTimes, worker: WorkerKey) -> PromptReading | None:
+        """All of it; None when it is not what was asked for."""
+        num_scored = 0 if self._num_top is None or self._continues else self._num_tokens - 1
+        num_top = (1 if self._continues else num_scored) * (self._num_top or 0)
+        sizes = (len(self._logprobs), len(self._ranks), len(self._top_ids), len(self._top_logprobs))
+        if sizes != (num_scored, num_scored, num_top, num_top) or bool(self._mean) != (self._num_top is None):
+            return None
+        return PromptReading(
+            num_top=self._num_top or 0,
+            logprobs=self._logprobs,
+            ranks=self._ranks,
+            top_ids=self._top_ids,
+            top_logprobs=self._top_logprobs,
+            mean=self._mean,
+            times=times,
+            num_computed=max(0, self._num_tokens - times.cached.total),
+            worker=worker,
+        )

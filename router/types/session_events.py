@@ -1,0 +1,216 @@
+"""What passes between dispatch and one worker's session: orders down, events of one attempt up."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from router.types.worker_view import WorkerKey
+from tandem.errors import ServingError
+from tandem.telemetry.tracing import TraceContext
+from tandem.values.cached_chain import CachedChain
+from tandem.values.ids import BlockHash, RequestId, TransferId
+from tandem.values.outputs import FinishReason, PhaseTimes, SampledToken
+from tandem.values.prefix_holder import PrefixHolder
+from tandem.values.prefix_pin import PinKey, PinOrder
+from tandem.values.sampling import SamplingParams
+
+CLOSED_HERE = "the router closed the session"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillRoute:
+    """Where a decode worker is to have its prompt computed."""
+
+    worker: WorkerKey
+    address: str
+    """host:port of the prefill worker's hand-off service."""
+    transfer_id: TransferId
+    attempt: int
+    holder: PrefixHolder | None = None
+    """Who is thought to hold more of the prompt's prefix."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubmitOrder:
+    """One attempt at one choice."""
+
+    request_id: RequestId
+    """Of the choice, not of the client's request."""
+    attempt: int
+    choice_index: int
+    prompt_token_ids: tuple[int, ...]
+    generated_token_ids: tuple[int, ...]
+    """Output of earlier attempts: input now, never sampled again."""
+    sampling: SamplingParams
+    hash_root: BlockHash
+    priority: int
+    timeout_s: float | None
+    prefill: PrefillRoute | None
+    holder: PrefixHolder | None = None
+    """Without a route: who is thought to hold more of the prompt's prefix than the decode worker."""
+    tokens_per_message: int = 0
+    """That the worker may tell together, behind the first; 0: each step's at once."""
+    trace: TraceContext | None = None
+    """Of the span that the worker's spans are children of."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptStarted:
+    """What is known of an attempt with its first token."""
+
+    cached_tokens: int
+    times: PhaseTimes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptFinished:
+    """The worker's word on an attempt's end; `failure` with reason ERROR."""
+
+    reason: FinishReason
+    cached_tokens: int
+    times: PhaseTimes
+    failure: ServingError | None = None
+
+
+class TokensArrived(NamedTuple):
+    """Tokens `first_index`, `first_index + 1`, ... of the output; the end, or both."""
+
+    first_index: int
+    tokens: tuple[SampledToken, ...]
+    started: AttemptStarted | None = None
+    finished: AttemptFinished | None = None
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """Known with the first of them."""
+        return None if self.started is None else self.started.cached_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptRefused:
+    """The worker will not run it, and keeps nothing of it."""
+
+    error: ServingError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferFailed:
+    """The prompt's KV did not arrive; the decode worker holds what did and waits for a new route."""
+
+    transfer_id: TransferId
+    landed_tokens: int
+    reason: str
+    error: ServingError | None = None
+    """What the prefill worker said, when it refused."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLost:
+    """The session ended, and with it all that the worker did for this router."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadOrder:
+    """One attempt at reading one prompt; see `router.types.prompt_scoring.ReadAsk`."""
+
+    request_id: RequestId
+    """Of the reading, not of the client's request."""
+    attempt: int
+    prompt_token_ids: tuple[int, ...]
+    num_top: int | None
+    num_next: int | None
+    hash_root: BlockHash
+    priority: int
+    timeout_s: float | None
+
+
+class ReadPart(NamedTuple):
+    """More of what was read of a prompt; see `router.types.prompt_scoring.PromptReading`."""
+
+    logprobs: Sequence[float]
+    ranks: Sequence[int]
+    top_ids: Sequence[int]
+    top_logprobs: Sequence[float]
+    mean: Sequence[float]
+    times: PhaseTimes | None
+    """With the last part."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bequest:
+    """What a draining worker has cached, hottest first, and for how long it lends it."""
+
+    chains: tuple[CachedChain, ...]
+    lends_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inheritance:
+    """What a successor may fetch of a draining worker."""
+
+    holder: PrefixHolder
+    block_size: int
+    """Tokens of each block that the chains name."""
+    chains: tuple[CachedChain, ...]
+    """Hottest first."""
+
+
+AttemptEvent = TokensArrived | AttemptRefused | TransferFailed | WorkerLost
+Deliver = Callable[[AttemptEvent], None]
+ReadEvent = ReadPart | AttemptRefused | WorkerLost
+DeliverRead = Callable[[ReadEvent], None]
+
+
+class WorkerPort(Protocol):
+    """The way to one live worker. Nothing here waits: orders are queued for the session's writer."""
+
+    def submit(self, order: SubmitOrder, deliver: Deliver) -> None:
+        """Start an attempt; its events go to `deliver` until it ends or is cancelled.
+
+        Raises Unavailable when the session has ended or its queue is full.
+        """
+        ...
+
+    def adopt(self, request_id: RequestId, attempt: int, *, num_shown: int, deliver: Deliver) -> None:
+        """Take over a choice that the worker runs for another router: its tokens from the first come, or a refusal.
+
+        `num_shown`: tokens that the client has. Raises Unavailable when the session has ended.
+        """
+        ...
+
+    def reroute(self, request_id: RequestId, attempt: int, prefill: PrefillRoute | None) -> None:
+        """Answer a TransferFailed: another prefill worker, or None to compute locally. No-op once ended."""
+        ...
+
+    def cancel(self, request_id: RequestId, attempt: int) -> None:
+        """End an attempt; no event of it is delivered from now on. No-op once ended."""
+        ...
+
+    def read(self, order: ReadOrder, deliver: DeliverRead) -> None:
+        """Have a prompt read; what comes of it goes to `deliver` until it has ended or is cancelled.
+
+        Raises Unavailable when the session has ended or its queue is full.
+        """
+        ...
+
+    def inherit(self, share: Inheritance, *, within_s: float, prefill_tokens_per_s: float) -> None:
+        """The worker succeeds another: it fetches what is worth it, compared with computing at that rate."""
+        ...
+
+    def settle(self) -> None:
+        """Answer a Bequest: nobody fetches any of it, any more or at all."""
+        ...
+
+    def pin(self, order: PinOrder) -> None:
+        """Keep a prefix for a while; `PinTold` comes."""
+        ...
+
+    def unpin(self, key: PinKey) -> None:
+        """No longer."""
+        ...
+
+    def resync(self) -> None:
+        """Ask for a snapshot of the worker's prefix cache; it comes as any change of it does."""
+        ...

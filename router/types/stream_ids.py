@@ -1,0 +1,153 @@
+"""The `id` of a stream's events: where the client is in its answer, signed, so that any router can go on from there.
+
+It names the request, its seed (minted by the router that took it first), and for each choice the worker that computes
+it and what the client has. A client whose stream broke sends the same body again with the last id as `Last-Event-ID`
+(HTML Living Standard, "Server-sent events"), or over gRPC as `last_stream_id`. The signature also covers a digest of
+the request, so that an id cannot be used with another body, tenant or salt. An id is good for as long as the request
+that it belongs to could last; what a continuation costs its tenant, and how often it may be asked for, is
+`router.admission.continuations`' and `router.tenants.rate_limits`' to say.
+"""
+
+import base64
+import binascii
+import hmac
+import struct
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from tandem.errors import InvalidRequest
+from tandem.values.ids import Incarnation
+
+LAST_EVENT_ID = "Last-Event-ID"
+MAX_CHOICES = 16
+"""Of one stream, for its events to have ids."""
+DIGEST_BYTES = 16
+_MAC_BYTES = 16
+_VERSION = 1
+# Version, request, seed, created (unix seconds), resumptions, whether usage was sent, digest of the request.
+_HEAD = struct.Struct(f"<B16sQIBB{DIGEST_BYTES}s")
+_CHOICE = struct.Struct("<QII?")
+_MAX_RESUMPTIONS = 255
+
+
+@dataclass(slots=True, kw_only=True)
+class ChoicePosition:
+    """What a client has of one choice."""
+
+    worker: Incarnation = Incarnation(0)  # noqa: RUF009  # an int
+    """The decode worker's process that computes it."""
+    num_tokens: int = 0
+    num_chars: int = 0
+    ended: bool = False
+    """Its finish was sent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamHead:
+    """What all ids of one stream share."""
+
+    request_id: str
+    """32 hex digits."""
+    seed: int
+    created_s: int
+    """Unix time of the first router's answer."""
+    digest: bytes
+    """Of the request, DIGEST_BYTES; see `request_digest`."""
+    resumptions: int = 0
+    """How often the stream has changed hands."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamPosition:
+    """One id, read."""
+
+    head: StreamHead
+    choices: tuple[ChoicePosition, ...]
+    usage_sent: bool
+    """Only the end mark is missing."""
+    age_s: float = field(default=0.0, compare=False)
+    """Since the stream began, when the id was read."""
+
+
+class StreamIds:
+    """Writes and reads ids; every router of the cluster has the same key."""
+
+    def __init__(self, secret: bytes, *, most_s: float, wall_clock: Callable[[], float] = time.time) -> None:
+        """`most_s`: how long a request lasts at most; what is left of an older one nobody continues."""
+        self._most_s = most_s
+        self._wall_clock = wall_clock
+        self._mac = hmac.new(hmac.digest(secret, b"tandem stream id v1", "sha256"), digestmod="sha256")
+
+    def write(self, head: StreamHead, choices: Sequence[ChoicePosition], *, usage_sent: bool = False) -> bytes:
+        """One id, without a line end in it."""
+        parts = [
+            _HEAD.pack(
+                _VERSION,
+                bytes.fromhex(head.request_id),
+                head.seed,
+                head.created_s,
+                head.resumptions,
+                usage_sent,
+                head.digest,
+            )
+        ]
+        parts += [_CHOICE.pack(c.worker, c.num_tokens, c.num_chars, c.ended) for c in choices]
+        data = b"".join(parts)
+        return base64.urlsafe_b64encode(data + self._sign(data))
+
+    def read(self, text: str, *, param: str = LAST_EVENT_ID) -> StreamPosition:
+        """Raises InvalidRequest for anything that no router of this cluster has written, and for what is too old.
+
+        `param`: where it was said.
+        """
+        try:
+            data = base64.b64decode(text.encode("ascii"), altchars=b"-_", validate=True)
+        except (binascii.Error, UnicodeEncodeError, ValueError):
+            raise _foreign(param) from None
+        body, mac = data[:-_MAC_BYTES], data[-_MAC_BYTES:]
+        count, rest = divmod(len(body) - _HEAD.size, _CHOICE.size)
+        # The signature first: what follows reads only what one of us has written.
+        if not hmac.compare_digest(mac, self._sign(body)) or rest or not 1 <= count <= MAX_CHOICES:
+            raise _foreign(param)
+        version, request, seed, created_s, resumptions, usage_sent, digest = _HEAD.unpack_from(body)
+        if version != _VERSION:
+            raise _foreign(param)
+        if resumptions >= _MAX_RESUMPTIONS:
+            raise InvalidRequest(f"{param}: continued {_MAX_RESUMPTIONS} times already", param=param)
+        # It is told in whole seconds, rounded down; another router's clock may be ahead.
+        if (age_s := max(0.0, self._wall_clock() - created_s - 1.0)) >= self._most_s:
+            raise InvalidRequest(f"{param}: the stream began more than {self._most_s:g} s ago", param=param)
+        choices = (_CHOICE.unpack_from(body, _HEAD.size + i * _CHOICE.size) for i in range(count))
+        return StreamPosition(
+            head=StreamHead(
+                request_id=request.hex(), seed=seed, created_s=created_s, digest=digest, resumptions=resumptions
+            ),
+            choices=tuple(
+                ChoicePosition(worker=Incarnation(worker), num_tokens=tokens, num_chars=chars, ended=ended)
+                for worker, tokens, chars, ended in choices
+            ),
+            usage_sent=bool(usage_sent),
+            age_s=age_s,
+        )
+
+    def _sign(self, data: bytes) -> bytes:
+        mac = self._mac.copy()
+        mac.update(data)
+        return mac.digest()[:_MAC_BYTES]
+
+
+def request_digest(prompt_token_ids: Sequence[int], *parts: object) -> bytes:
+    """Of what makes two requests the same; each part has a `repr` that says all of it.
+
+    It is made on the event loop, of prompts that may be long: their numbers are taken as they are in memory.
+    """
+    digest = blake2b("\0".join(map(repr, (len(prompt_token_ids), *parts))).encode(), digest_size=DIGEST_BYTES)
+    digest.update(array("i", prompt_token_ids))
+    return digest.digest()
+
+
+def _foreign(param: str) -> InvalidRequest:
+    return InvalidRequest(f"{param} is not an id of an event of this cluster", param=param)

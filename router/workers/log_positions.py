@@ -1,0 +1,145 @@
+"""How far this router has followed each worker's log on the board, and what to make of what comes next. Pure.
+
+A worker is followed from a state (all it holds at one number) through the entries of its log (changes, numbered). An
+entry that continues what is known is applied; one that is known already, or cannot be believed, is ignored; one that
+leaves a gap means that the state must be loaded again. An entry's id is the number of the change after it, so a log is
+read on from where one is, also after it was lost and begun anew. What no entry tells, the worker's head does: when it
+stays ahead of us from one look to the next, something was lost on the way.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from router.types.worker_view import PrefixChange, WorkerKey
+from tandem.cluster_state.entries import MAX_CHANGES, CacheState, Changes, Footprint
+
+RETRY_S = 0.25
+"""Between two looks for a state that is not there."""
+
+
+class Verdict(Enum):
+    """What becomes of an entry."""
+
+    APPLY = "apply"
+    IGNORE = "ignore"
+    RELOAD = "reload"
+
+
+class Reload(Enum):
+    """Why a worker's state is loaded."""
+
+    START = "start"
+    GAP = "gap"
+    """Entries were lost."""
+    BEHIND = "behind"
+    """The worker has published what never came here."""
+
+
+@dataclass(slots=True)
+class _Followed:
+    """One worker process."""
+
+    next_sequence: int | None = None
+    """Number of the next change; None before the first state."""
+    position: str = "0-0"
+    """Id of the last entry that was read, whatever became of it."""
+    reload: Reload | None = Reload.START
+    not_before_s: float = 0.0
+    seen_behind: int | None = None
+    """Where we were when the head was ahead of us."""
+
+
+class BoardView:
+    """All workers that this router has sessions with."""
+
+    def __init__(self) -> None:
+        self._followed: dict[WorkerKey, _Followed] = {}
+
+    def __contains__(self, key: WorkerKey) -> bool:
+        return key in self._followed
+
+    def __iter__(self) -> Iterator[WorkerKey]:
+        return iter(tuple(self._followed))
+
+    def follow(self, key: WorkerKey) -> None:
+        """From now on; its state is due."""
+        self._followed[key] = _Followed()
+
+    def drop(self, key: WorkerKey) -> None:
+        """No more."""
+        self._followed.pop(key, None)
+
+    def due(self, now_s: float) -> list[tuple[WorkerKey, Reload]]:
+        """Whose state is to be loaded now, and why."""
+        return [
+            (key, each.reload)
+            for key, each in self._followed.items()
+            if each.reload is not None and each.not_before_s <= now_s
+        ]
+
+    def positions(self) -> dict[WorkerKey, str]:
+        """Where to read on, of those that have a state."""
+        return {key: each.position for key, each in self._followed.items() if each.reload is None}
+
+    def load(self, key: WorkerKey, state: CacheState | None, now_s: float) -> Iterator[PrefixChange]:
+        """A worker's state, in pieces to apply one after the other; None: there is none to be believed, try later."""
+        followed = self._followed.get(key)
+        if followed is None:
+            return iter(())
+        # Also after a state that was found: one that leaves another gap is not loaded in a busy loop.
+        followed.not_before_s = now_s + RETRY_S
+        if state is None:
+            return iter(())
+        followed.next_sequence, followed.reload, followed.seen_behind = state.next_sequence, None, None
+        followed.position = f"{state.next_sequence}-0"
+        return _pieces(state)
+
+    def entry(self, key: WorkerKey, entry_id: str, changes: Changes | None) -> tuple[Verdict, PrefixChange | None]:
+        """One entry of a worker's log; None: it cannot be believed."""
+        followed = self._followed.get(key)
+        if followed is None or followed.reload is not None or followed.next_sequence is None:
+            return Verdict.IGNORE, None
+        followed.position = entry_id
+        due = followed.next_sequence
+        if changes is None or changes.next_sequence <= due:
+            return Verdict.IGNORE, None
+        if changes.first_sequence > due:
+            followed.reload = Reload.GAP
+            return Verdict.RELOAD, None
+        followed.next_sequence = changes.next_sequence
+        fresh = changes.changes[due - changes.first_sequence :]
+        return Verdict.APPLY, PrefixChange(first_sequence=due, snapshot=False, changes=fresh)
+
+    def head(self, key: WorkerKey, head: Footprint) -> Verdict:
+        """What the worker says it has published."""
+        followed = self._followed.get(key)
+        if followed is None or followed.next_sequence is None or followed.reload is not None:
+            return Verdict.IGNORE
+        if head.next_sequence <= followed.next_sequence:
+            followed.seen_behind = None
+        elif followed.seen_behind == followed.next_sequence:
+            followed.reload = Reload.BEHIND
+            return Verdict.RELOAD
+        else:
+            followed.seen_behind = followed.next_sequence
+        return Verdict.IGNORE
+
+    def set_aside(self, key: WorkerKey, now_s: float) -> None:
+        """Its log cannot be read: start again later."""
+        if (followed := self._followed.get(key)) is not None:
+            followed.reload, followed.not_before_s = Reload.GAP, now_s + RETRY_S
+
+
+def _pieces(state: CacheState) -> Iterator[PrefixChange]:
+    """A snapshot, then changes numbered so that the last of them ends where the state does."""
+    first_sequence, left = state.next_sequence - len(state), len(state)
+    is_first = True
+    for names in state.slices(MAX_CHANGES):
+        left -= len(names)
+        changes = tuple((name, True) for name in names)
+        first = state.next_sequence - left if is_first else first_sequence
+        yield PrefixChange(first_sequence=first, snapshot=is_first, changes=changes)
+        first_sequence, is_first = state.next_sequence - left, False
+    if is_first:
+        yield PrefixChange(first_sequence=state.next_sequence, snapshot=True, changes=())

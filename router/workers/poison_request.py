@@ -1,0 +1,233 @@
+"""Which request ends the workers that compute it, as opposed to those that were only there. Pure.
+
+A choice is *unproven* on a worker until a token came from there. When a worker is lost, whoever was unproven on it may
+have ended it, and goes on alone: on a worker where nobody else is unproven, and where nobody new is put meanwhile. If
+that one is lost as well, with no token in between, the choice is *condemned*: its request gets an error, and its like
+are refused for a minute. Streams that had tokens from the lost worker go on at once, anywhere; only at a second loss
+without a token do they go alone, too.
+
+Workers also die of other causes. So a loss counts against a choice only if it was alone; a death within the last minute
+in which it had no part calls for one more, and so does a token that it ever had.
+
+A session that broke looks like a death. So a loss is in doubt for a while: a worker that comes back in that time as the
+same process did not die, and the loss is forgotten. A choice that would be condemned by losses in doubt runs nowhere
+until they are decided.
+"""
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+
+from router.types.worker_view import WorkerKey
+from tandem.values.ids import RequestId
+
+MAX_SUSPECTS = 8
+"""When more were unproven on a lost worker, each is so little suspected that they go on as they like."""
+_ISOLATION_S = 2.0
+"""For how long a suspect waits for a worker of its own."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Fallen:
+    """One lost worker."""
+
+    key: WorkerKey
+    at_s: float
+    unproven: frozenset[RequestId]
+    is_back: bool = False
+    """It was frozen: should it fall again, that is another fall."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Standing:
+    """One choice that is on a worker, or was on a lost one."""
+
+    workers: tuple[WorkerKey, ...] = ()
+    unproven: bool = False
+    met: list[_Fallen] = field(default_factory=list)
+    """Workers lost under it since its last token."""
+    suspect: bool = False
+    accused: bool = False
+    """Condemned, unless one of them comes back."""
+    has_run: bool = False
+    """It had a token once, so that most of it can be computed."""
+    waits_since_s: float | None = None
+    reserved: tuple[WorkerKey, ...] = ()
+    """Workers that nobody new is put on, for its sake."""
+    failed: set[WorkerKey] = field(default_factory=set)
+    """Workers that failed on it, unproven: one that dies upon it may have been about to."""
+
+    def remain(self, still: tuple[WorkerKey, ...]) -> None:
+        """On these of its workers."""
+        self.workers, self.unproven, self.reserved = still, self.unproven and bool(still), ()
+
+    def may_have_ended(self, worker: WorkerKey) -> bool:
+        """Whether no token had come from it."""
+        return (self.unproven and worker in self.workers) or worker in self.failed
+
+
+class Suspicion:
+    """What one router knows of its own choices."""
+
+    def __init__(self, *, remembered_s: float = 60.0, return_s: float = 0.0) -> None:
+        """`remembered_s`: for how long a condemned request's like, and other deaths, count.
+
+        `return_s`: for how long a lost worker may come back as if nothing had been.
+        """
+        self._remembered_s = remembered_s
+        self._return_s = return_s
+        self._standings: dict[RequestId, _Standing] = {}
+        self._trials: set[RequestId] = set()
+        """Suspects that have, or wait for, a worker of their own."""
+        self._fallen: deque[_Fallen] = deque()
+        self._condemned: dict[tuple[int, bytes], float] = {}
+        """Until when, by the length of the prompt and a digest of the request."""
+        self.num_condemned = 0
+        self.num_refused = 0
+
+    def placed(self, choice: RequestId, workers: tuple[WorkerKey, ...]) -> None:
+        """It was sent to these: who decodes it, and who computes its prompt."""
+        standing = self._standings.setdefault(choice, _Standing())
+        standing.workers, standing.unproven, standing.waits_since_s = workers, True, None
+        standing.reserved = workers if standing.suspect else ()
+
+    def proven(self, choice: RequestId) -> None:
+        """A token came: whatever was lost before was not its doing."""
+        standing = self._standings.get(choice)
+        if standing is not None and standing.unproven:
+            self._standings[choice] = _Standing(workers=standing.workers, has_run=True)
+            self._trials.discard(choice)
+
+    def gone(self, choice: RequestId) -> None:
+        """It has ended."""
+        self._standings.pop(choice, None)
+        self._trials.discard(choice)
+
+    def left(self, choice: RequestId, still: tuple[WorkerKey, ...] = (), *, failed: WorkerKey | None = None) -> None:
+        """A worker refused it or `failed` without dying: nothing follows from that. It is `still` on these."""
+        if (standing := self._standings.get(choice)) is not None:
+            if failed is not None and standing.unproven:
+                standing.failed.add(failed)
+            standing.remain(still)
+
+    def lost(self, choice: RequestId, worker: WorkerKey, now_s: float, still: tuple[WorkerKey, ...] = ()) -> bool:
+        """Its worker is gone, and it is `still` on these. Whether that condemns it, as far as is known now."""
+        fallen = self._fall(worker, now_s)
+        standing = self._standings.setdefault(choice, _Standing())
+        standing.met.append(fallen)
+        self._judge(choice, standing)
+        if standing.suspect:
+            self._trials.add(choice)
+        standing.failed.discard(worker)
+        standing.remain(still)
+        return self.condemns(choice, now_s)
+
+    def condemns(self, choice: RequestId, now_s: float) -> bool:
+        """Whether what it met has turned out to condemn it. It is forgotten then."""
+        standing = self._standings.get(choice)
+        if standing is None or not standing.accused or self.is_in_doubt(choice, now_s):
+            return False
+        self.gone(choice)
+        return True
+
+    def is_in_doubt(self, choice: RequestId, now_s: float) -> bool:
+        """Whether it is condemned unless a worker comes back, and one still may."""
+        standing = self._standings.get(choice)
+        return standing is not None and standing.accused and any(self._may_return(one, now_s) for one in standing.met)
+
+    def returned(self, live: Collection[WorkerKey], now_s: float) -> None:
+        """Who is there now: a lost worker that is among them soon had only lost its session."""
+        for fallen in [one for one in self._fallen if not one.is_back and one.key in live]:
+            fallen.is_back = True
+            if self._may_return(fallen, now_s):
+                self._fallen.remove(fallen)
+                self._acquit_of(fallen)
+
+    def avoid(self, choice: RequestId) -> set[WorkerKey]:
+        """Workers that it is better not put on, if there are others."""
+        if not self._trials:
+            return set()
+        if choice in self._trials:
+            return self._unproven_elsewhere(choice)
+        return {key for one in self._trials if one in self._standings for key in self._standings[one].reserved}
+
+    def must_wait(self, choice: RequestId, live: Callable[[], Iterable[WorkerKey]], now_s: float) -> bool:
+        """Whether a suspect has no worker of its own yet: one is kept free of others for it, for a while.
+
+        Or whether it is in doubt.
+        """
+        if choice not in self._trials or (standing := self._standings.get(choice)) is None:
+            return False
+        if self.is_in_doubt(choice, now_s):
+            return True
+        workers = list(live())
+        taken = self._unproven_elsewhere(choice)
+        if not workers or any(key not in taken for key in workers):
+            standing.reserved, standing.waits_since_s = (), None
+            return False
+        if standing.waits_since_s is None:
+            standing.waits_since_s = now_s
+        if not set(standing.reserved) & set(workers):
+            others = {key for one in self._trials if one in self._standings for key in self._standings[one].reserved}
+            free = [key for key in workers if key not in others] or workers
+            standing.reserved = (min(free, key=self._num_unproven),)
+        return now_s - standing.waits_since_s < _ISOLATION_S
+
+    def condemn(self, num_tokens: int, digest: bytes, now_s: float) -> None:
+        """Refuse the like of a request, with a prompt of that length, for a while."""
+        self.num_condemned += 1
+        self._condemned[num_tokens, digest] = now_s + self._remembered_s
+
+    def is_condemned(self, num_tokens: int, digest: Callable[[], bytes], now_s: float) -> bool:
+        """Whether the like of it was condemned lately. `digest` is asked only if the prompt has a length to compare."""
+        if not self._condemned:
+            return False
+        self._condemned = {known: until_s for known, until_s in self._condemned.items() if until_s > now_s}
+        found = any(num_tokens == known for known, _ in self._condemned) and (num_tokens, digest()) in self._condemned
+        self.num_refused += found
+        return found
+
+    def _fall(self, worker: WorkerKey, now_s: float) -> _Fallen:
+        while self._fallen and now_s - self._fallen[0].at_s > self._remembered_s:
+            self._fallen.popleft()
+        for fallen in self._fallen:
+            if fallen.key == worker and not fallen.is_back:
+                return fallen
+        there = (choice for choice, one in self._standings.items() if one.may_have_ended(worker))
+        fallen = _Fallen(key=worker, at_s=now_s, unproven=frozenset(there))
+        self._fallen.append(fallen)
+        return fallen
+
+    def _may_return(self, fallen: _Fallen, now_s: float) -> bool:
+        return now_s - fallen.at_s < self._return_s
+
+    def _acquit_of(self, fallen: _Fallen) -> None:
+        for choice, standing in self._standings.items():
+            if fallen in standing.met:
+                standing.met.remove(fallen)
+                self._judge(choice, standing)
+                if not standing.suspect:
+                    standing.reserved = ()
+                    self._trials.discard(choice)
+
+    def _judge(self, choice: RequestId, standing: _Standing) -> None:
+        """What follows from the losses that it met."""
+        met = standing.met
+        blamed = any(choice in one.unproven and len(one.unproven) <= MAX_SUSPECTS for one in met)
+        standing.suspect = blamed or len(met) > 1
+        known = {one.key for one in met}
+        benefit = any(other.key not in known for other in self._fallen) + standing.has_run
+        num_alone = sum(one.unproven == {choice} for one in met)
+        is_last_alone = bool(met) and met[-1].unproven == {choice}
+        standing.accused = is_last_alone and len(met) >= 2 + benefit and num_alone >= 1 + benefit
+
+    def _unproven_elsewhere(self, choice: RequestId) -> set[WorkerKey]:
+        others = (one for other, one in self._standings.items() if other != choice and one.unproven)
+        return {key for one in others for key in one.workers}
+
+    def _num_unproven(self, key: WorkerKey) -> int:
+        return sum(one.unproven and key in one.workers for one in self._standings.values())
+
+    def check(self, known: Collection[RequestId]) -> bool:
+        """Whether nothing is kept of choices that have ended; for tests."""
+        return self._standings.keys() <= set(known) and self._trials <= set(known)

@@ -1,0 +1,372 @@
+"""Which worker holds which prefix: block name -> bit set of workers, in memory, without any network. Pure.
+
+Workers' events are the authority (`apply`). Between a dispatch and its events, blocks that a worker is about to
+compute stand as *expected* (`expect`): a stored event confirms them, an evicted one, `revoke` or time ends them. A
+worker's entries never exceed its real capacity, so the map is bounded by the cluster's KV memory; dropping a worker
+costs its own blocks only. A wrong entry can only mean that tokens get computed.
+
+A worker is *approximate* until its snapshot came, and again when events were missed or fail to come. After a gap in its
+numbering its entries are dropped: what is learnt later is true but incomplete. If it has computed a prompt and says
+nothing of its blocks for `silence_s`, it counts as silent: what it was asked to compute is then taken for cached, in an
+order like its own least recently used, until its next snapshot.
+
+Within one prompt the last block counts as used before the first, as on a worker: what gives way is never a block that
+others follow upon.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from heapq import heappop, heappush
+
+import numpy as np
+from numpy.typing import NDArray
+
+from router.types.worker_view import PrefixChange
+from tandem.values.ids import BlockHash, WorkerId
+
+_MOST_SETS = 4096
+_FEW_BITS = 8
+"""So many are faster taken one by one than through an array."""
+
+
+_Expected = tuple[float, int, int]
+"""Of a block that is about to be computed: when that lapses, the position of its last hash block in its prompt, and by
+how many prompts it is expected. Names are chained: in every prompt that has the block, it is there."""
+
+
+class _Holdings:
+    """One worker's names: known ones oldest first, expected ones by the time they lapse."""
+
+    __slots__ = (
+        "bit",
+        "capacity",
+        "due_s",
+        "expected",
+        "known",
+        "names_per_block",
+        "next_sequence",
+        "silent",
+        "slot",
+        "synchronised",
+        "waits_since_s",
+        "worker",
+    )
+
+    def __init__(self, worker: WorkerId, slot: int, capacity: int, names_per_block: int) -> None:
+        self.worker = worker
+        self.slot = slot
+        self.bit = 1 << slot
+        self.capacity = capacity
+        self.names_per_block = names_per_block
+        self.known: OrderedDict[BlockHash, None] = OrderedDict()
+        self.expected: OrderedDict[BlockHash, _Expected] = OrderedDict()
+        self.next_sequence: int | None = None
+        self.synchronised = False
+        self.silent = False
+        self.due_s: float | None = None
+        """When events of a computed prompt must have come."""
+        self.waits_since_s: float | None = None
+        """For a snapshot."""
+
+
+class PrefixMap:
+    """Names of blocks to the workers that hold them."""
+
+    def __init__(self, *, expectation_s: float = 30.0, silence_s: float = 10.0) -> None:
+        """An expected block that no event confirms within `expectation_s` is forgotten."""
+        self._expectation_s = expectation_s
+        self._silence_s = silence_s
+        self._holders: dict[BlockHash, int] = {}
+        self._workers: dict[WorkerId, _Holdings] = {}
+        self._slots: list[_Holdings | None] = []
+        self._free_slots: list[int] = []
+        self._groups: dict[int, int] = {}
+        """Bits of the workers by how many hash blocks one of their blocks holds."""
+        self._sets: dict[int, int] = {}
+        self._lapses: deque[tuple[float, _Holdings]] = deque()
+        """When whose expectations end, the first to end first."""
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    @property
+    def num_approximate(self) -> int:
+        """Workers of which not all is known that they hold."""
+        return sum(not held.synchronised for held in self._workers.values())
+
+    def add_worker(self, worker: WorkerId, *, capacity: int, names_per_block: int = 1) -> int:
+        """Start to follow a worker whose pool has room for `capacity` blocks; forgets an earlier life of it.
+
+        `names_per_block`: hash blocks in one of its blocks, which it knows by the last one's name.
+        Returns the worker's slot: its place in what `match` returns, for as long as it is followed.
+        """
+        self.drop_worker(worker)
+        if self._free_slots:
+            slot = heappop(self._free_slots)
+        else:
+            slot = len(self._slots)
+            self._slots.append(None)
+        held = self._slots[slot] = self._workers[worker] = _Holdings(worker, slot, capacity, names_per_block)
+        self._groups[names_per_block] = self._groups.get(names_per_block, 0) | held.bit
+        return slot
+
+    def drop_worker(self, worker: WorkerId) -> None:
+        """Forget a worker and its blocks; no-op for an unknown one."""
+        if (held := self._workers.pop(worker, None)) is not None:
+            self._forget_all(held)
+            self._slots[held.slot] = None
+            heappush(self._free_slots, held.slot)
+            self._groups[held.names_per_block] ^= held.bit
+
+    def num_blocks(self, worker: WorkerId) -> int:
+        """Blocks, known and expected, that the worker is thought to hold."""
+        held = self._workers[worker]
+        return len(held.known) + len(held.expected)
+
+    def is_approximate(self, worker: WorkerId) -> bool:
+        """Whether events were missed since the worker's last snapshot, or none came yet."""
+        return not self._workers[worker].synchronised
+
+    def apply(self, worker: WorkerId, change: PrefixChange) -> None:
+        """Take in a worker's events; repeated ones are skipped, a gap drops what was known."""
+        held = self._workers[worker]
+        held.due_s = None
+        held.silent = False
+        if change.snapshot:
+            self._forget_all(held)
+            held.next_sequence = change.first_sequence
+            held.synchronised = True
+            held.waits_since_s = None
+            self._take(held, change.changes)
+            return
+        due = change.first_sequence if held.next_sequence is None else held.next_sequence
+        if change.first_sequence > due:
+            self._forget_all(held)
+            held.synchronised = False
+        held.next_sequence = max(due, change.first_sequence + len(change.changes))
+        self._take(held, change.changes[max(0, due - change.first_sequence) :])
+
+    def expect(self, worker: WorkerId, names: Sequence[BlockHash], *, now_s: float) -> None:
+        """The prompt that the worker was just asked to compute, by the names of all its hash blocks."""
+        held = self._workers.get(worker)
+        if held is None:
+            return
+        own = names[held.names_per_block - 1 :: held.names_per_block]
+        if held.silent:
+            self._store(held, own)
+            return
+        known, expected, bit = held.known, held.expected, held.bit
+        self._touch(held, own)
+        lapses_s = now_s + self._expectation_s
+        self._lapses.append((lapses_s, held))
+        for index, name in enumerate(own, 1):
+            if name in known:
+                continue
+            num_prompts = 1
+            if (others := expected.get(name)) is not None:
+                expected.move_to_end(name)
+                num_prompts += others[2]
+            else:
+                self._list(name, bit)
+            expected[name] = lapses_s, index * held.names_per_block - 1, num_prompts
+            # The newest expectation gives way, not the oldest: a prefix is useful from its beginning.
+            if len(known) + len(expected) > held.capacity:
+                self._forget(held, name)
+                return
+
+    def use(self, worker: WorkerId, names: Sequence[BlockHash]) -> None:
+        """The worker reads these blocks, by the names of their hash blocks: its LRU keeps them longer."""
+        if (held := self._workers.get(worker)) is not None:
+            self._touch(held, names[held.names_per_block - 1 :: held.names_per_block])
+
+    def computed(self, worker: WorkerId, names: Sequence[BlockHash], *, now_s: float) -> None:
+        """The worker has computed a prompt: if its last block is news, events must follow."""
+        held = self._workers.get(worker)
+        if held is None or held.due_s is not None or not held.synchronised:
+            return
+        num_whole = len(names) // held.names_per_block * held.names_per_block
+        if num_whole and names[num_whole - 1] in held.expected:
+            held.due_s = now_s + self._silence_s
+
+    def lacks_snapshot(self, worker: WorkerId, now_s: float) -> bool:
+        """Whether the worker should be asked now for all that it has; asks of a worker come `silence_s` apart.
+
+        To be called when the worker shows that it lives: only then is it silence that nothing is heard of its cache.
+        """
+        held = self._workers[worker]
+        if held.synchronised:
+            if held.due_s is None or now_s < held.due_s:
+                return False
+            self._fall_silent(held)
+        elif held.waits_since_s is None:
+            held.waits_since_s = now_s
+            return False
+        elif now_s < held.waits_since_s + self._silence_s:
+            return False
+        held.waits_since_s = now_s
+        return True
+
+    def revoke(self, worker: WorkerId, names: Iterable[BlockHash]) -> None:
+        """The worker will not compute these for one prompt; confirmed ones stay, and those that others expect."""
+        held = self._workers.get(worker)
+        if held is None:
+            return
+        for name in names:
+            if (expected := held.expected.get(name)) is None:
+                continue
+            lapses_s, position, num_prompts = expected
+            if num_prompts > 1:
+                held.expected[name] = lapses_s, position, num_prompts - 1
+            else:
+                self._forget(held, name)
+
+    def expire(self, now_s: float) -> None:
+        """End expectations that were never confirmed."""
+        while self._lapses and self._lapses[0][0] <= now_s:
+            held = self._lapses.popleft()[1]
+            while held.expected:
+                name, (lapses_s, *_) = next(iter(held.expected.items()))
+                if lapses_s > now_s:
+                    break
+                self._forget(held, name)
+
+    def match(self, names: Sequence[BlockHash]) -> NDArray[np.int64]:
+        """[num_slots] leading hash blocks of `names` that each worker holds without a hole, by its slot."""
+        num_slots = len(self._slots)
+        found = np.zeros(num_slots, dtype=np.int64)
+        for bits, depth in self._depths(names):
+            if bits.bit_count() > _FEW_BITS:
+                octets = np.frombuffer(bits.to_bytes((num_slots + 7) // 8, "little"), dtype=np.uint8)
+                found[np.unpackbits(octets, count=num_slots, bitorder="little").view(np.bool_)] = depth
+                continue
+            left = bits
+            while left:
+                slot = left.bit_length() - 1
+                found[slot] = depth
+                left ^= 1 << slot
+        return found
+
+    def longest_prefix(self, names: Sequence[BlockHash]) -> dict[WorkerId, int]:
+        """The same by worker; those that hold nothing are absent."""
+        found = self.match(names)
+        return {held.worker: int(found[held.slot]) for held in self._workers.values() if found[held.slot]}
+
+    def holders(self, name: BlockHash) -> list[WorkerId]:
+        """Who is thought to hold the block that has this name."""
+        bits = self._holders.get(name, 0)
+        return [held.worker for held in self._workers.values() if held.bit & bits]
+
+    def num_confirmed(self, worker: WorkerId, names: Sequence[BlockHash]) -> int:
+        """Of leading hash blocks that the worker is thought to hold, those before the first that is only expected.
+
+        In time of the shorter of the two: of `names`, and of what is expected.
+        """
+        held = self._workers[worker]
+        if held.silent:
+            return 0
+        per_block, length = held.names_per_block, len(names)
+        if len(held.expected) * per_block < length:
+            items = held.expected.items()
+            first = min((i for name, (_, i, _) in items if i < length and names[i] == name), default=None)
+        else:
+            first = next((i for i in range(per_block - 1, length, per_block) if names[i] in held.expected), None)
+        return length if first is None else first - (per_block - 1)
+
+    def _depths(self, names: Sequence[BlockHash]) -> Iterator[tuple[int, int]]:
+        """Bits of workers, and how many leading hash blocks those hold that are named here and nowhere else."""
+        for per_block, members in self._groups.items():
+            if members:
+                yield from self._descend(names[per_block - 1 :: per_block], members, per_block)
+
+    def _descend(self, names: Sequence[BlockHash], members: int, per_block: int) -> Iterator[tuple[int, int]]:
+        """The same for workers with blocks of one size, by the names of such blocks."""
+        find = self._holders.get
+        alive = find(names[0], 0) & members if names else 0
+        if not alive:
+            return
+        depth, before = 0, 0
+        for held in map(find, names):
+            # Runs of blocks are mostly held by the same workers: by the very same number, see `_list`.
+            if held is not before:
+                if held is None:
+                    break
+                kept = alive & held
+                if kept != alive:
+                    yield alive ^ kept, depth * per_block
+                    if not kept:
+                        return
+                    alive = kept
+                before = held
+            depth += 1
+        yield alive, depth * per_block
+
+    def _touch(self, held: _Holdings, names: Sequence[BlockHash]) -> None:
+        known = held.known
+        for name in reversed(names):
+            if name in known:
+                known.move_to_end(name)
+
+    def _take(self, held: _Holdings, changes: Iterable[tuple[BlockHash, bool]]) -> None:
+        run: list[BlockHash] = []
+        for name, stored in changes:
+            if stored:
+                run.append(name)
+                continue
+            if run:
+                self._store(held, run)
+                run = []
+            self._forget(held, name)
+        self._store(held, run)
+
+    def _store(self, held: _Holdings, names: Sequence[BlockHash]) -> None:
+        """Now known, each following upon those before it."""
+        known, expected, bit, most = held.known, held.expected, held.bit, held.capacity
+        for name in reversed(names):
+            if name in known:
+                known.move_to_end(name)
+                continue
+            if name in expected:
+                del expected[name]
+            else:
+                self._list(name, bit)
+            known[name] = None
+            if len(known) + len(expected) > most:
+                self._forget(held, next(iter(expected or known)))
+
+    def _fall_silent(self, held: _Holdings) -> None:
+        held.synchronised, held.silent, held.due_s = False, True, None
+        for name in reversed(held.expected):
+            held.known[name] = None
+        held.expected.clear()
+
+    def _forget(self, held: _Holdings, name: BlockHash) -> None:
+        if name in held.known:
+            del held.known[name]
+        elif name in held.expected:
+            del held.expected[name]
+        else:
+            return
+        self._unlist(name, held.bit)
+
+    def _forget_all(self, held: _Holdings) -> None:
+        for names in (held.known, held.expected):
+            for name in names:
+                self._unlist(name, held.bit)
+        held.known.clear()
+        held.expected.clear()
+
+    def _list(self, name: BlockHash, bit: int) -> None:
+        others = self._holders.get(name)
+        # Equal sets are one number: it needs memory once, and `_descend` knows it again.
+        self._holders[name] = bit if others is None else self._shared(others | bit)
+
+    def _shared(self, bits: int) -> int:
+        if len(self._sets) >= _MOST_SETS:
+            self._sets.clear()
+        return self._sets.setdefault(bits, bits)
+
+    def _unlist(self, name: BlockHash, bit: int) -> None:
+        if left := self._holders[name] & ~bit:
+            self._holders[name] = self._shared(left)
+        else:
+            del self._holders[name]

@@ -1,0 +1,203 @@
+"""One live worker's books, and its cells of the columns that placement reads. Pure.
+
+A worker's own word on its load is always a little old, so this router counts what it has sent. Whatever changes here
+is written to the worker's own row at once, and to no other.
+"""
+
+from router.types.session_events import WorkerPort
+from router.types.worker_view import WorkerInfo, WorkerLoad, WorkerSnapshot
+from router.workers.columns import PoolColumns
+from router.workers.peer_load import NO_PEERS, PeerShare
+from tandem.cluster_state.entries import Process, Share
+
+
+class WorkerRecord:
+    """What the registry knows of one worker."""
+
+    __slots__ = (
+        "_columns",
+        "_kv_token_bytes",
+        "_row",
+        "answered_s",
+        "backlog_beside",
+        "backlog_since_load",
+        "draining",
+        "info",
+        "load",
+        "num_assigned",
+        "num_beside",
+        "num_since_load",
+        "own_backlog",
+        "peers",
+        "penalised_until_s",
+        "port",
+        "slot",
+    )
+
+    def __init__(self, info: WorkerInfo, port: WorkerPort, *, slot: int, now_s: float) -> None:
+        self.info = info
+        self._kv_token_bytes = info.kv_bytes_per_token
+        self.slot = slot
+        self.answered_s = now_s
+        self.port = port
+        self.load = WorkerLoad(num_free_blocks=info.num_blocks)
+        self.draining = False
+        self.penalised_until_s = 0.0
+        # What this router has under way there, and how much of it the last load report cannot know of.
+        self.own_backlog = 0
+        self.num_assigned = 0
+        self.backlog_since_load = 0
+        self.num_since_load = 0
+        # What others had under way there when it last reported.
+        self.backlog_beside = 0
+        self.num_beside = 0
+        # What other routers say that they have under way there.
+        self.peers = NO_PEERS
+        self._columns: PoolColumns | None = None
+        self._row = 0
+
+    @property
+    def backlog_tokens(self) -> int:
+        """Uncomputed tokens that a new request queues behind.
+
+        Either count alone can be too low: the report is old, and knows requests that no router tells of any more.
+        """
+        peers = self.peers
+        told = self.load.backlog_tokens + self.backlog_since_load + peers.backlog_since
+        return max(self.own_backlog + peers.backlog_tokens, told)
+
+    @property
+    def num_active(self) -> int:
+        """Requests running, waiting or on their way."""
+        peers = self.peers
+        told = self.load.num_running + self.load.num_waiting + self.num_since_load + peers.num_since
+        return max(self.num_assigned + peers.num_requests, told)
+
+    @property
+    def backlog_now(self) -> int:
+        """See WorkerSnapshot."""
+        return self.own_backlog + max(self.backlog_beside, self.peers.backlog_tokens)
+
+    @property
+    def num_active_now(self) -> int:
+        """See WorkerSnapshot."""
+        return self.num_assigned + max(self.num_beside, self.peers.num_requests)
+
+    def snapshot(self, now_s: float) -> WorkerSnapshot:
+        """All of it as a value."""
+        return WorkerSnapshot(
+            info=self.info,
+            load=self.load,
+            backlog_tokens=self.backlog_tokens,
+            num_active=self.num_active,
+            backlog_now=self.backlog_now,
+            num_active_now=self.num_active_now,
+            draining=self.draining,
+            penalty_ms=max(0.0, self.penalised_until_s - now_s) * 1e3,
+            answered_s=self.answered_s,
+        )
+
+    def seat(self, columns: PoolColumns, row: int) -> None:
+        """From now on this is its row."""
+        self._columns, self._row = columns, row
+        columns.penalised_until_s[row] = self.penalised_until_s
+        columns.open[row] = not self.draining
+        self._show_load()
+        self._show_count()
+
+    def assigned(self, tokens_to_compute: int) -> None:
+        """A request was sent there."""
+        self.own_backlog += tokens_to_compute
+        self.backlog_since_load += tokens_to_compute
+        self.num_assigned += 1
+        self.num_since_load += 1
+        self._show_count()
+
+    def owes(self, tokens: int) -> None:
+        """More tokens of a request that was sent there are to be computed."""
+        self.own_backlog += tokens
+        self.backlog_since_load += tokens
+        self._show_count()
+
+    def computed(self, tokens: int) -> None:
+        """Tokens that were assigned have been computed, or never will be."""
+        self.own_backlog -= tokens
+        self._show_count()
+
+    def released(self) -> None:
+        """An assigned request is over."""
+        self.num_assigned -= 1
+        self._show_count()
+
+    def reported(self, load: WorkerLoad) -> None:
+        """Its own word on its load."""
+        self.load = load
+        self.backlog_since_load = self.num_since_load = 0
+        self.backlog_beside = max(0, load.backlog_tokens - self.own_backlog)
+        self.num_beside = max(0, load.num_running + load.num_waiting - self.num_assigned)
+        self._show_load()
+        self._show_count()
+
+    def loaded_elsewhere(self, share: PeerShare) -> None:
+        """All that other routers have under way there; replaces what was said before."""
+        self.peers = share
+        self._show_count()
+
+    def share(self) -> Share:
+        """What this router has there, for the others."""
+        return Share(
+            process=Process(*self.info.key),
+            report_number=self.load.report_number,
+            backlog_tokens=self.own_backlog,
+            num_requests=self.num_assigned,
+            backlog_since=self.backlog_since_load,
+            num_since=self.num_since_load,
+        )
+
+    def penalised(self, until_s: float) -> None:
+        """Placement counts the time that is left until then as cost."""
+        self.penalised_until_s = max(self.penalised_until_s, until_s)
+        if (columns := self._columns) is not None:
+            columns.penalised_until_s[self._row] = self.penalised_until_s
+            columns.stale = True
+
+    def drains(self) -> None:
+        """It takes no more requests."""
+        self.draining = True
+        if (columns := self._columns) is not None:
+            columns.open[self._row] = False
+            columns.stale = True
+
+    def _show_count(self) -> None:
+        if (columns := self._columns) is not None:
+            columns.backlog[self._row] = self.backlog_tokens
+            columns.active[self._row] = self.num_active
+            columns.backlog_now[self._row] = self.backlog_now
+            columns.active_now[self._row] = self.num_active_now
+
+    def _show_load(self) -> None:
+        if (columns := self._columns) is None:
+            return
+        row, load, info = self._row, self.load, self.info
+        columns.loads[row] = load
+        columns.free_tokens[row] = load.num_free_blocks * info.layout.block_size
+        columns.relief[row] = 1.0 / max(1, load.num_running)
+        rate, link = load.prefill_tokens_per_s, load.kv_bytes_per_s
+        columns.tokens_per_s[row] = rate
+        self._show_rate(columns, "prefill_ms", 1e3 / rate if rate > 0.0 else 0.0)
+        self._show_rate(columns, "step_ms", 1e3 * load.decode_step_s)
+        self._show_rate(columns, "link_ms", 1e3 * self._kv_token_bytes / link if link > 0.0 else 0.0)
+        self._show_growth(columns, 0.5 / load.context_tokens if load.context_tokens > 0 else 0.0)
+
+    def _show_rate(self, columns: PoolColumns, name: str, value: float) -> None:
+        column = getattr(columns, name)
+        if (column[self._row] == 0.0) != (value == 0.0):
+            columns.num_unmeasured[name] += 1 if value == 0.0 else -1
+            columns.stale = True
+        column[self._row] = value
+
+    def _show_growth(self, columns: PoolColumns, value: float) -> None:
+        if (columns.attention[self._row] == 0.0) != (value == 0.0):
+            columns.num_grown += -1 if value == 0.0 else 1
+            columns.stale = True
+        columns.attention[self._row] = value

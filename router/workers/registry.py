@@ -1,0 +1,268 @@
+"""The live workers, as their sessions tell of them: who they are, how loaded, what they hold, how they fare.
+
+Synchronous and without I/O. Sessions report here (`SessionListener`), placement reads `snapshots`, dispatch keeps
+the ledger of what it has sent, because a worker's own word on its load is always a little old.
+"""
+
+import logging
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from router.types.session_events import CLOSED_HERE, Bequest, WorkerPort
+from router.types.worker_view import PrefixChange, WorkerInfo, WorkerKey, WorkerLoad, WorkerSnapshot
+from router.workers.booking import Booking
+from router.workers.cache_migration import Successions
+from router.workers.columns import ClusterView
+from router.workers.expected_workers import ExpectedWorkers
+from router.workers.peer_load import NO_PEERS, PeerShare
+from router.workers.prefix_map import PrefixMap
+from router.workers.prefix_pins import PinRegistry, PinSite
+from router.workers.record import WorkerRecord
+from router.workers.table import WorkerTable
+from tandem.cluster_state.entries import Share
+from tandem.values.block_hash import HASH_BLOCK_TOKENS
+from tandem.values.ids import Incarnation, WorkerId
+from tandem.values.prefix_pin import PinTold
+from tandem.values.roles import WorkerRole
+
+logger = logging.getLogger(__name__)
+
+FAILURE_PENALTY_S = 2.0
+_LONG_STEP_S = 2.0
+"""A worker that is in one step for so long is better left alone."""
+_REMEMBERED = 256
+"""Workers that left after they were told to."""
+
+
+class WorkerRejected(Exception):
+    """This worker cannot be part of the cluster as it is; says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterStatus:
+    """What the cluster serves and who is there, for readiness, /v1/models and the banner."""
+
+    ready: bool
+    """A decode worker is live and takes requests; without prefill workers it computes prompts itself."""
+    model_name: str | None
+    max_model_len: int | None
+    """The least of all workers' bounds; None while no worker is live."""
+    model_fingerprint: str | None
+    workers: tuple[WorkerSnapshot, ...]
+
+
+class WorkerRegistry:
+    """All live workers of both pools."""
+
+    def __init__(
+        self, *, prefix_map: PrefixMap, clock: Callable[[], float], max_pins: int = 4096, rejoin_s: float = 60.0
+    ) -> None:
+        """`rejoin_s`: for how long a decode worker that went is expected back."""
+        self.expected = ExpectedWorkers(within_s=rejoin_s, clock=clock)
+        """Told by whoever reaches for workers of those that are not here."""
+        self.prefix_map = prefix_map
+        self._clock = clock
+        self._workers: dict[WorkerId, WorkerRecord] = {}
+        self._table = WorkerTable()
+        self._model: dict[str, str] = {}
+        """The first worker's, for good: tokenizer, templates and names of blocks are made after it."""
+        self._watchers: set[Callable[[], None]] = set()
+        self._successions = Successions(snapshots=self.snapshots, port=self.port, clock=clock)
+        self.pins = PinRegistry(find=self._pin_site, clock=clock, max_pins=max_pins)
+        self._left_in_order: deque[WorkerKey] = deque(maxlen=_REMEMBERED)
+        self.lost: Counter[WorkerRole] = Counter()
+        """How many went, since this router began, that nobody had told to."""
+        self.on_load: Callable[[WorkerSnapshot], None] = _nobody
+        """Called with every load report."""
+        self.peer_loads: Callable[[WorkerKey, int], PeerShare] = _no_peers
+        """What other routers have at a worker, beside its report of that number; see `peers_changed`."""
+
+    def joined(self, info: WorkerInfo, port: WorkerPort) -> None:
+        """A session is up. Raises WorkerRejected for a worker of another model, or an id that is taken."""
+        key = info.key
+        if key.worker_id in self._workers:
+            raise WorkerRejected(f"worker id {key.worker_id} is taken by a live worker")
+        theirs = {"model": info.model_name, "model_fingerprint": info.layout.model_fingerprint}
+        for field, ours in self._model.items():
+            if theirs[field] != ours:
+                until = "of its first worker, until it is restarted"
+                raise WorkerRejected(f"{field} is {theirs[field]!r}; this router serves {ours!r}, {until}")
+        self._model = theirs
+        block_size = info.layout.block_size
+        slot = self.prefix_map.add_worker(
+            key.worker_id,
+            capacity=max(1, info.cache_tokens // block_size),
+            names_per_block=max(1, block_size // HASH_BLOCK_TOKENS),
+        )
+        self._workers[key.worker_id] = WorkerRecord(info, port, slot=slot, now_s=self._clock())
+        self._table.changed()
+        if info.role is WorkerRole.DECODE:
+            self.expected.joined(key)
+        logger.info("%s worker %s joined with %d blocks", info.role.value, key.worker_id, info.num_blocks)
+        self._tell_watchers()
+
+    def left(self, key: WorkerKey, reason: str) -> None:
+        """A session is over."""
+        if (worker := self._find(key)) is None:
+            return
+        if worker.draining:
+            self._left_in_order.append(key)
+        if worker.info.role is WorkerRole.DECODE:
+            self.expected.left(key, in_order=worker.draining)
+        is_expected = worker.draining or reason == CLOSED_HERE
+        self.lost[worker.info.role] += not is_expected
+        del self._workers[key.worker_id]
+        self._table.changed()
+        self.prefix_map.drop_worker(key.worker_id)
+        logger.log(logging.INFO if is_expected else logging.WARNING, "worker %s left: %s", key.worker_id, reason)
+        self._successions.left(key)
+        self.pins.left(key)
+        self._tell_watchers()
+
+    def live_decoders(self) -> set[WorkerKey]:
+        """Decode workers that take requests."""
+        return {
+            worker.info.key
+            for worker in self._workers.values()
+            if not worker.draining and worker.info.role is WorkerRole.DECODE
+        }
+
+    def worker_due_s(self) -> float:
+        """For how long it is worth waiting for a decode worker that is expected; 0: none is."""
+        decoders = [worker for worker in self._workers.values() if worker.info.role is WorkerRole.DECODE]
+        leaving = sum(worker.draining for worker in decoders)
+        return self.expected.due_s(num_serving=len(decoders) - leaving, num_leaving=leaving)
+
+    def went_in_order(self, key: WorkerKey) -> bool:
+        """Whether a worker that is gone, or about to go, had been told to."""
+        worker = self._find(key)
+        return key in self._left_in_order if worker is None else worker.draining
+
+    def load_changed(self, key: WorkerKey, load: WorkerLoad) -> None:
+        """A load report came."""
+        if (worker := self._find(key)) is not None:
+            now_s = self._clock()
+            worker.reported(load)
+            worker.loaded_elsewhere(self.peer_loads(key, load.report_number))
+            if load.step_age_s >= _LONG_STEP_S:
+                # Whether it hangs is for the worker to say (`engine.stall`); who comes now need not wait to hear it.
+                worker.penalised(now_s + FAILURE_PENALTY_S)
+            if self.prefix_map.lacks_snapshot(key.worker_id, now_s):
+                logger.warning("worker %s tells nothing of its cache any more; asked to tell all of it", key.worker_id)
+                worker.port.resync()
+            self.on_load(worker.snapshot(now_s))
+
+    def peers_changed(self) -> None:
+        """Other routers have something else under way than before."""
+        for worker in self._workers.values():
+            worker.loaded_elsewhere(self.peer_loads(worker.info.key, worker.load.report_number))
+
+    def in_flight(self) -> tuple[Share, ...]:
+        """What this router has under way at each worker, for other routers; workers with nothing are left out."""
+        return tuple(w.share() for w in self._workers.values() if w.num_assigned or w.num_since_load)
+
+    def prefix_changed(self, key: WorkerKey, change: PrefixChange) -> None:
+        """Cache events came."""
+        if self._find(key) is not None:
+            self.prefix_map.apply(key.worker_id, change)
+
+    def draining(self, key: WorkerKey, reason: str) -> None:
+        """The worker takes no more requests and will leave when it has finished those it has."""
+        if (worker := self._find(key)) is not None:
+            worker.drains()
+            logger.info("worker %s is draining: %s", key.worker_id, reason)
+
+    def bequeathed(self, key: WorkerKey, bequest: Bequest) -> None:
+        """A draining worker offers its cache."""
+        if self._find(key) is not None:
+            self._successions.bequeathed(key, bequest)
+
+    def inherited(self, key: WorkerKey, leaving: WorkerKey) -> None:
+        """A successor has fetched what it will."""
+        self._successions.inherited(key, leaving)
+
+    def pin_told(self, key: WorkerKey, told: PinTold) -> None:
+        """A worker's word on a pinned prefix."""
+        self.pins.told(key, told)
+
+    def snapshots(self) -> list[WorkerSnapshot]:
+        """All live workers as of now."""
+        now_s = self._clock()
+        return [worker.snapshot(now_s) for worker in self._workers.values()]
+
+    def of_process(self, incarnation: Incarnation) -> WorkerSnapshot | None:
+        """A live worker by its process."""
+        found = next((w for w in self._workers.values() if w.info.key.incarnation == incarnation), None)
+        return None if found is None else found.snapshot(self._clock())
+
+    def view(self) -> ClusterView:
+        """All live workers as placement sees them; holds until the registry is next told something."""
+        return self._table.view(self._workers.values())
+
+    def port(self, key: WorkerKey) -> WorkerPort | None:
+        """The way to a worker, or None when that process is gone."""
+        worker = self._find(key)
+        return None if worker is None else worker.port
+
+    def assign(self, key: WorkerKey, tokens_to_compute: int) -> Booking:
+        """A request was sent there; what is returned says what becomes of it."""
+        return Booking(self._find(key), tokens_to_compute)
+
+    def loaded_elsewhere(self, key: WorkerKey, share: PeerShare) -> None:
+        """What other routers have under way there; holds until `peers_changed`, or the worker's next report."""
+        if (worker := self._find(key)) is not None:
+            worker.loaded_elsewhere(share)
+
+    def answered(self, key: WorkerKey) -> None:
+        """A new token came from there: its engine lives."""
+        if (worker := self._find(key)) is not None:
+            worker.answered_s = self._clock()
+
+    def penalise(self, key: WorkerKey, duration_s: float) -> None:
+        """After a refusal or failure: placement counts the time that is left of it as cost."""
+        if (worker := self._find(key)) is not None:
+            worker.penalised(self._clock() + duration_s)
+
+    def watch(self, callback: Callable[[], None]) -> None:
+        """Call back whenever a worker joined or left, until `unwatch`."""
+        self._watchers.add(callback)
+
+    def unwatch(self, callback: Callable[[], None]) -> None:
+        """End a watch; no-op when there is none."""
+        self._watchers.discard(callback)
+
+    def status(self) -> ClusterStatus:
+        """Readiness and what is served."""
+        workers = tuple(self.snapshots())
+        infos = [w.info for w in workers]
+        return ClusterStatus(
+            ready=any(w.info.role is WorkerRole.DECODE and not w.draining for w in workers),
+            model_name=infos[0].model_name if infos else None,
+            max_model_len=min((i.max_model_len for i in infos), default=None),
+            model_fingerprint=infos[0].layout.model_fingerprint if infos else None,
+            workers=workers,
+        )
+
+    def _find(self, key: WorkerKey) -> WorkerRecord | None:
+        worker = self._workers.get(key.worker_id)
+        return worker if worker is not None and worker.info.key == key else None
+
+    def _pin_site(self, key: WorkerKey) -> PinSite | None:
+        worker = self._find(key)
+        if worker is None:
+            return None
+        return PinSite(port=worker.port, block_size=worker.info.layout.block_size, is_leaving=worker.draining)
+
+    def _tell_watchers(self) -> None:
+        for callback in tuple(self._watchers):
+            callback()
+
+
+def _no_peers(_key: WorkerKey, _report_number: int) -> PeerShare:
+    """With one router."""
+    return NO_PEERS
+
+
+def _nobody(_: WorkerSnapshot) -> None:
+    """Until somebody wants to know."""

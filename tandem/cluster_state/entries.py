@@ -1,0 +1,357 @@
+"""What stands on the board, sealed: entries as bytes, and bytes as entries that can be believed.
+
+A value is an HMAC-SHA-256 and a protobuf message (tandem/v1/board.proto). The key comes from the cluster's secret; the
+code covers the kind of entry, the cluster's name and the whole message, which names worker, incarnation and sequence.
+So whoever can write to Redis but lacks the secret can at most remove entries or put old ones back: both cost hit rate.
+Of loads, a router counts none from before it began, and none that is no newer than its writer's newest that it heard.
+Only one that came here while it lived, and that it missed, counts as if it were new, for one lease.
+Whatever is too large, malformed, forged or somebody else's is a BadEntry.
+"""
+
+import hmac
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple, TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+from tandem.v1 import board_pb2 as pb
+from tandem.v1 import session_pb2
+from tandem.values.block_hash import HASH_BYTES
+from tandem.values.ids import BlockHash, Incarnation, WorkerId
+from tandem.values.roles import WorkerRole
+
+MAX_CHANGES = 1024
+"""In one entry of a log: what a router takes in at once, between two steps of its event loop."""
+MAX_STATE_NAMES = 1 << 20
+MAX_SHARES = 4096
+MAX_TALLIES = 4096
+MAX_HEARD = 256
+"""Other routers, named in a load."""
+TAG_BYTES = 16
+MAX_ID_LENGTH = 128
+MAX_ADDRESS_LENGTH = 256
+SMALL_BYTES = 1024
+"""Most of a worker's notice or head."""
+STATE_BYTES = MAX_STATE_NAMES * HASH_BYTES + SMALL_BYTES
+CHANGES_BYTES = MAX_CHANGES * (HASH_BYTES + 1) + SMALL_BYTES
+LOAD_BYTES = MAX_SHARES * (MAX_ID_LENGTH + 64) + MAX_TALLIES * (TAG_BYTES + 32) + MAX_HEARD * 10 + SMALL_BYTES
+_MAC_BYTES = 32
+_MAX_COUNT = (1 << 63) - 1
+_ROLES = {WorkerRole.PREFILL: session_pb2.WORKER_ROLE_PREFILL, WorkerRole.DECODE: session_pb2.WORKER_ROLE_DECODE}
+_ROLE_OF: dict[int, WorkerRole] = {number: role for role, number in _ROLES.items()}
+_M = TypeVar("_M", bound=Message)
+
+
+class BadEntry(Exception):
+    """This is no entry of this cluster, or not the one that should stand there; says why."""
+
+
+class Process(NamedTuple):
+    """One process of a worker: a restarted worker is another one."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+
+    @property
+    def mark(self) -> str:
+        """As part of a key."""
+        return f"{self.worker_id}@{self.incarnation:x}"
+
+    @classmethod
+    def parse(cls, mark: str) -> "Process":
+        """Raises BadEntry."""
+        worker_id, at, incarnation = mark.rpartition("@")
+        try:
+            number = int(incarnation, 16)
+        except ValueError:
+            raise BadEntry("no incarnation") from None
+        if not at or not 0 < len(worker_id) <= MAX_ID_LENGTH or not 0 < number <= _MAX_COUNT:
+            raise BadEntry("no worker")
+        return cls(WorkerId(worker_id), Incarnation(number))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notice:
+    """A worker process, and where it serves its sessions."""
+
+    process: Process
+    role: WorkerRole
+    address: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """What there is of a worker's cache."""
+
+    next_sequence: int
+    """Number of the next change."""
+    state_sequence: int
+    """Number of the next change after the state."""
+    num_entries: int
+    """In the log."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changes:
+    """Consecutive changes of a worker's cache: names of blocks and whether each was stored, else evicted."""
+
+    first_sequence: int
+    changes: tuple[tuple[BlockHash, bool], ...]
+
+    @property
+    def next_sequence(self) -> int:
+        """Number of the change after these."""
+        return self.first_sequence + len(self.changes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheState:
+    """All that a worker holds at one moment."""
+
+    next_sequence: int
+    names: bytes
+    """One after the other, a block after its parent."""
+
+    def __len__(self) -> int:
+        return len(self.names) // HASH_BYTES
+
+    def slices(self, size: int) -> Iterator[tuple[BlockHash, ...]]:
+        """So many names at a time."""
+        for start in range(0, len(self.names), size * HASH_BYTES):
+            yield tuple(_names(self.names[start : start + size * HASH_BYTES]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What one router has under way at one worker."""
+
+    process: Process
+    report_number: int
+    """The worker's newest report that the router has heard."""
+    backlog_tokens: int
+    num_requests: int
+    backlog_since: int
+    """Of these tokens and requests, those sent since that report."""
+    num_since: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantTally:
+    """What one tenant has had of one router since it last came there after a while."""
+
+    tenant: bytes
+    """A keyed hash of its name, of TAG_BYTES."""
+    epoch: int
+    """How often it has come so."""
+    requests: int
+    tokens: int
+    num_inflight: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterLoad:
+    """What one router has under way."""
+
+    router: Incarnation
+    sequence: int
+    shares: tuple[Share, ...]
+    tallies: tuple[TenantTally, ...] = ()
+    hears: tuple[Incarnation, ...] = ()
+    """Other routers that it knew of when it wrote this."""
+
+
+class BoardCodec:
+    """Entries of one cluster."""
+
+    def __init__(self, secret: bytes, cluster: str) -> None:
+        self._key = hmac.digest(secret, b"tandem board v1", "sha256")
+        self._cluster = cluster.encode()
+
+    def seal_notice(self, notice: Notice) -> bytes:
+        """A worker is here."""
+        role, address = _ROLES[notice.role], notice.address
+        return self._seal(b"worker", pb.BoardWorker(**_who(notice.process), role=role, address=address))
+
+    def open_notice(self, data: bytes, process: Process) -> Notice:
+        """Raises BadEntry."""
+        message = self._open(b"worker", data, pb.BoardWorker, SMALL_BYTES, process)
+        role = _ROLE_OF.get(message.role)
+        host, _, port = message.address.rpartition(":")
+        if role is None or len(message.address) > MAX_ADDRESS_LENGTH:
+            raise BadEntry("no role, or no address")
+        if not host or not (port.isascii() and port.isdecimal()) or not 0 < int(port) < 65536:
+            raise BadEntry("no address")
+        return Notice(process=process, role=role, address=message.address)
+
+    def seal_head(self, process: Process, footprint: Footprint) -> bytes:
+        """What there is of a worker's cache."""
+        return self._seal(
+            b"head",
+            pb.BoardHead(
+                **_who(process),
+                next_sequence=footprint.next_sequence,
+                state_sequence=footprint.state_sequence,
+                num_entries=footprint.num_entries,
+            ),
+        )
+
+    def open_head(self, data: bytes, process: Process) -> Footprint:
+        """Raises BadEntry."""
+        head = self._open(b"head", data, pb.BoardHead, SMALL_BYTES, process)
+        _check_counts(head.next_sequence, head.state_sequence)
+        return Footprint(
+            next_sequence=head.next_sequence, state_sequence=head.state_sequence, num_entries=head.num_entries
+        )
+
+    def seal_changes(self, process: Process, changes: Changes) -> bytes:
+        """One entry of a log. Raises ValueError beyond MAX_CHANGES."""
+        if not 0 < len(changes.changes) <= MAX_CHANGES:
+            raise ValueError(f"{len(changes.changes)} changes in one entry")
+        message = pb.BoardChanges(
+            **_who(process),
+            first_sequence=changes.first_sequence,
+            names=b"".join(name for name, _ in changes.changes),
+            stored=bytes(stored for _, stored in changes.changes),
+        )
+        return self._seal(b"changes", message)
+
+    def open_changes(self, data: bytes, process: Process) -> Changes:
+        """Raises BadEntry."""
+        message = self._open(b"changes", data, pb.BoardChanges, CHANGES_BYTES, process)
+        _check_counts(message.first_sequence)
+        count, names, stored = len(message.stored), message.names, message.stored
+        if not 0 < count <= MAX_CHANGES or len(names) != count * HASH_BYTES or stored.strip(b"\0\1"):
+            raise BadEntry("names and changes do not match")
+        return Changes(
+            first_sequence=message.first_sequence,
+            changes=tuple(zip(_names(names), map(bool, stored), strict=True)),
+        )
+
+    def seal_state(self, process: Process, next_sequence: int, names: Sequence[BlockHash]) -> bytes:
+        """A whole cache; of more names than there may be, the first: a prefix is useful from its beginning."""
+        packed = b"".join(names[:MAX_STATE_NAMES])
+        return self._seal(b"state", pb.BoardState(**_who(process), next_sequence=next_sequence, names=packed))
+
+    def open_state(self, data: bytes, process: Process) -> CacheState:
+        """Raises BadEntry."""
+        message = self._open(b"state", data, pb.BoardState, STATE_BYTES, process)
+        _check_counts(message.next_sequence)
+        if len(message.names) % HASH_BYTES:
+            raise BadEntry("part of a name")
+        return CacheState(next_sequence=message.next_sequence, names=message.names)
+
+    def seal_load(self, load: RouterLoad) -> bytes:
+        """What a router has under way; of more workers than there may be, the first."""
+        shares = [
+            pb.BoardShare(
+                **_who(share.process),
+                report_number=share.report_number,
+                backlog_tokens=share.backlog_tokens,
+                num_requests=share.num_requests,
+                backlog_since=share.backlog_since,
+                num_since=share.num_since,
+            )
+            for share in load.shares[:MAX_SHARES]
+        ]
+        message = pb.BoardLoad(
+            router=load.router,
+            sequence=load.sequence,
+            shares=shares,
+            tallies=tallies_to_pb(load.tallies),
+            hears=load.hears[:MAX_HEARD],
+        )
+        return self._seal(b"load", message)
+
+    def open_load(self, data: bytes, router: Incarnation) -> RouterLoad:
+        """Raises BadEntry."""
+        message = self._parse(b"load", data, pb.BoardLoad, LOAD_BYTES)
+        if message.router != router:
+            raise BadEntry("another router's")
+        if len(message.shares) > MAX_SHARES:
+            raise BadEntry("too many shares")
+        if len(message.hears) > MAX_HEARD:
+            raise BadEntry("too many routers")
+        return RouterLoad(
+            router=router,
+            sequence=message.sequence,
+            shares=tuple(map(_share, message.shares)),
+            tallies=tallies_from_pb(message.tallies),
+            hears=tuple(map(Incarnation, message.hears)),
+        )
+
+    def _seal(self, kind: bytes, message: Message) -> bytes:
+        body = message.SerializeToString()
+        return self._mac(kind, body) + body
+
+    def _open(self, kind: bytes, data: bytes, form: type[_M], most_bytes: int, process: Process) -> _M:
+        message = self._parse(kind, data, form, most_bytes)
+        if (message.worker_id, message.incarnation) != process:  # type: ignore[attr-defined]  # all of these have both
+            raise BadEntry("another worker's")
+        return message
+
+    def _parse(self, kind: bytes, data: bytes, form: type[_M], most_bytes: int) -> _M:
+        if not _MAC_BYTES <= len(data) <= most_bytes:
+            raise BadEntry(f"{len(data)} bytes")
+        body = data[_MAC_BYTES:]
+        if not hmac.compare_digest(data[:_MAC_BYTES], self._mac(kind, body)):
+            raise BadEntry("forged, or of another cluster")
+        message = form()
+        try:
+            message.ParseFromString(body)
+        except DecodeError:
+            raise BadEntry("malformed") from None
+        return message
+
+    def _mac(self, kind: bytes, body: bytes) -> bytes:
+        code = hmac.new(self._key, digestmod="sha256")
+        for part in (kind, self._cluster, body):
+            code.update(len(part).to_bytes(8, "little"))
+            code.update(part)
+        return code.digest()
+
+
+def tallies_to_pb(tallies: Sequence[TenantTally]) -> list[pb.TenantTally]:
+    """Of more tenants than there may be, the first."""
+    return [pb.TenantTally(**asdict(tally)) for tally in tallies[:MAX_TALLIES]]
+
+
+def tallies_from_pb(tallies: Sequence[pb.TenantTally]) -> tuple[TenantTally, ...]:
+    """Raises BadEntry."""
+    if len(tallies) > MAX_TALLIES:
+        raise BadEntry("too many tenants")
+    for tally in tallies:
+        _check_counts(tally.requests, tally.tokens)
+        if len(tally.tenant) != TAG_BYTES:
+            raise BadEntry("no tenant")
+    return tuple(
+        TenantTally(tenant=t.tenant, epoch=t.epoch, requests=t.requests, tokens=t.tokens, num_inflight=t.num_inflight)
+        for t in tallies
+    )
+
+
+def _who(process: Process) -> dict[str, Any]:
+    return {"worker_id": process.worker_id, "incarnation": process.incarnation}
+
+
+def _names(packed: bytes) -> Iterable[BlockHash]:
+    return (BlockHash(packed[i : i + HASH_BYTES]) for i in range(0, len(packed), HASH_BYTES))
+
+
+def _share(share: pb.BoardShare) -> Share:
+    if not 0 < len(share.worker_id) <= MAX_ID_LENGTH:
+        raise BadEntry("no worker")
+    _check_counts(share.report_number, share.backlog_tokens, share.backlog_since)
+    return Share(
+        process=Process(WorkerId(share.worker_id), Incarnation(share.incarnation)),
+        report_number=share.report_number,
+        backlog_tokens=share.backlog_tokens,
+        num_requests=share.num_requests,
+        backlog_since=share.backlog_since,
+        num_since=share.num_since,
+    )
+
+
+def _check_counts(*counts: int) -> None:
+    if max(counts) > _MAX_COUNT:
+        raise BadEntry("a number beyond all bounds")

@@ -1,0 +1,36 @@
+"""The parts of the router's configuration that the doors alone read."""
+
+from typing import Literal, TypeAlias
+
+from pydantic import Field, PositiveInt
+
+from tandem.config.section import Seconds, Section
+
+ToolParserName: TypeAlias = Literal["hermes", "qwen3_coder", "mistral", "llama3", "deepseek", "pythonic"]
+"""How the model writes calls of functions; null: as its chat template shows."""
+ReasoningParserName: TypeAlias = Literal["none", "think", "magistral", "seed_oss"]
+"""Marks between which the model thinks before it answers; null: those that its chat template knows; none: no such."""
+
+
+class ConnectionsConfig(Section):
+    """Clients' connections to the doors of one router process."""
+
+    head_timeout_s: Seconds = 15.0
+    """For the head of a request, from the connection's or the request's first byte on; over gRPC for the handshake. A
+    new connection has as long to say something at all."""
+    keep_alive_s: Seconds = 65.0
+    """For how long a connection is kept that was answered and asks nothing more."""
+    max_http: PositiveInt | None = None
+    """Beyond it the one that has asked nothing for the longest time makes way. When absent what is left of the open
+    files that the process may have: a quarter of them, at least 64, are for workers, Redis and logs."""
+    max_grpc: PositiveInt | None = None
+    """Beyond it new ones are refused. When absent a quarter of what both doors have together."""
+
+
+class GrammarsConfig(Section):
+    """What answers are asked to be is compiled once, by a process that may be killed."""
+
+    compile_s: float = Field(default=3.0, gt=0.0, le=60.0)
+    """Most time for one."""
+    compile_bytes: int = Field(default=1 << 30, ge=1 << 26)
+    """Most memory for one."""

@@ -1,0 +1,64 @@
+"""YAML files of settings: plain values only, bounded, and nothing said twice."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tandem.config.source.regular_file import Check, read_regular_text
+from tandem.errors import ConfigError
+
+
+class PlainLoader(yaml.SafeLoader):
+    """Safe YAML without aliases (a few lines of them can expand to gigabytes) and without duplicate keys."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """Refuses aliases."""
+        if self.check_event(yaml.events.AliasEvent):
+            raise ConfigError("YAML aliases are not allowed")
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Refuses a key that stands twice, or is none."""
+        keys: set[str] = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise ConfigError(f"a key is a list or a mapping (line {key.start_mark.line + 1})")
+            if key.value in keys:
+                raise ConfigError(f"key {key.value!r} stands twice (line {key.start_mark.line + 1})")
+            keys.add(key.value)
+        return super().construct_mapping(node, deep=deep)
+
+
+def read_mapping(path: Path, check: Check | None = None) -> dict[str, Any]:
+    """What a file says, by section; nothing of an empty one. `check`: see `read_regular_file`.
+
+    Raises ConfigError that begins with the path, as UnreadableFile where nothing could be read; what `check` raises.
+    """
+    text = read_regular_text(path, check=check)
+    try:
+        # A SafeLoader subclass: it builds plain values only.
+        data = yaml.load(text, Loader=PlainLoader)  # noqa: S506
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    except yaml.MarkedYAMLError as error:
+        raise ConfigError(f"{path}: {_where_and_why(error)}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: nested too deeply") from None
+    except (ValueError, LookupError, AttributeError) as error:
+        # What looks like a date and is none, among others. The error's own text may quote a secret.
+        raise ConfigError(f"{path}: a value cannot be read ({type(error).__name__}); put it in quotes") from None
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: expected a mapping of sections, found {type(data).__name__}")
+    return data
+
+
+def _where_and_why(error: yaml.MarkedYAMLError) -> str:
+    """In one line; the parser's own words take six, with the text of the file among them."""
+    why = ", ".join(part for part in (error.context, error.problem) if part)
+    mark = error.problem_mark or error.context_mark
+    return why if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: {why}"

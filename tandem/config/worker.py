@@ -1,0 +1,105 @@
+"""What every process reads from the cluster's configuration, and what it says when that is missing."""
+
+from collections import Counter
+from pathlib import Path
+
+from tandem.config.cluster import ClusterConfig
+from tandem.config.pools import PoolConfig
+from tandem.errors import ConfigError
+from tandem.rpc.hosts import hold, is_loopback
+from tandem.values.roles import WorkerRole
+
+
+def cluster_secret(config: ClusterConfig) -> bytes:
+    """The key of block names and of the cluster's gRPC. Raises ConfigError when there is none."""
+    if config.secret is None:
+        raise ConfigError("secret is not set: `tandem up` draws one; a cluster made by hand states it in its YAML")
+    return config.secret.get_secret_value().encode()
+
+
+def num_ranks(config: ClusterConfig, pool: PoolConfig) -> int:
+    """Processes that compute and may share this machine with a worker of `pool`, its own included.
+
+    A worker with a host of its own shares it with nobody; where addresses are stated all may be of one machine, but
+    for the ranks that are on other nodes.
+    """
+    if has_own_host(pool):
+        return pool.ranks_per_node
+    return sum(pool.replicas * pool.ranks_per_node for pool in (config.prefill, config.decode))
+
+
+def memory_here_bytes(config: ClusterConfig, pool: PoolConfig) -> int | None:
+    """What workers may take by `engine.memory_bytes` on the machine of any worker of `pool`; None where it is not set.
+
+    Workers whose addresses are stated share a machine where these name the same host; who is beside others is not known
+    here. So this is the least that it may be: nobody is refused who would fit.
+    """
+    if (memory_bytes := config.engine.memory_bytes) is None:
+        return None
+    if not pool.addresses:
+        return memory_bytes // pool.nodes
+    here: Counter[str] = Counter()
+    for each in (config.prefill, config.decode):
+        for address in each.addresses:
+            here[_machine(address)] += memory_bytes // each.nodes
+    if len(here) == 1:
+        # While a pool grows its size is known before the addresses are.
+        return sum(each.replicas * (memory_bytes // each.nodes) for each in (config.prefill, config.decode))
+    return min(here[_machine(address)] for address in pool.addresses)
+
+
+def _machine(address: str) -> str:
+    host = address.rpartition(":")[0]
+    return "localhost" if is_loopback(host.strip("[]")) else host
+
+
+def has_own_host(pool: PoolConfig) -> bool:
+    """Whether each worker of the pool is alone on its machine, as in a pod."""
+    return pool.port != 0 and not pool.addresses
+
+
+def listen_address(pool: PoolConfig, name: str, index: int) -> tuple[str, int]:
+    """Host and port of one worker of the pool. Raises ConfigError naming the setting."""
+    if has_own_host(pool):
+        if pool.host in ("0.0.0.0", "::"):  # noqa: S104 - refused
+            raise ConfigError(f"{name}.host: {pool.host} is not where a peer can reach this worker; name one address")
+        return f"[{pool.host}]" if ":" in pool.host else pool.host, pool.port
+    if not 0 <= index < len(pool.addresses):
+        raise ConfigError(f"{name}.addresses names {len(pool.addresses)} workers, there is no index {index}")
+    host, _, port = pool.addresses[index].rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(f"{name}.addresses: {pool.addresses[index]!r} is not host:port")
+    if host in ("0.0.0.0", "[::]", "::", "*"):  # noqa: S104 - refused
+        raise ConfigError(f"{name}.addresses: {host} is not where a peer can reach this worker; name one address")
+    return host, int(port)
+
+
+def worker_host(config: ClusterConfig, role: WorkerRole, index: int) -> str:
+    """The host of a worker that is elsewhere. Raises ConfigError where each has its own, which nobody states."""
+    pool = config.prefill if role is WorkerRole.PREFILL else config.decode
+    if has_own_host(pool):
+        raise ConfigError(f"{role.value}.port: workers have hosts of their own; say with --leader where this one is")
+    return listen_address(pool, role.value, index)[0]
+
+
+def rank_port(pool: PoolConfig, index: int) -> int:
+    """Where one worker of a pool of several nodes listens for its ranks on the others."""
+    return pool.rank_port if has_own_host(pool) else pool.rank_port + index
+
+
+def free_address(pool: PoolConfig, name: str, index: int, *, stated: str | None = None) -> tuple[str, int]:
+    """The same, looked at before the model is loaded; `stated` is where whoever starts the worker says that it is.
+
+    Raises OSError when somebody listens there, too.
+    """
+    if stated is not None:
+        pool, index = pool.model_copy(update={"addresses": (stated,)}), 0
+    host, port = listen_address(pool, name, index)
+    hold(host.strip("[]"), port).close()
+    return host, port
+
+
+def disk_folder(config: ClusterConfig, role: str) -> Path | None:
+    """Where workers of one role keep blocks: the roles may split the model differently. None without a path."""
+    path = config.engine.disk_cache_path
+    return None if path is None else Path(path).expanduser() / role

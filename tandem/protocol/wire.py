@@ -1,0 +1,215 @@
+"""Protobuf to dataclass and back, for the values that several services share."""
+
+from tandem.errors import (
+    Cancelled,
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    ModelNotFound,
+    NotAllowed,
+    Overloaded,
+    RequestTooLarge,
+    RouteNotFound,
+    ServingError,
+    StreamTaken,
+    TransferError,
+    Unauthenticated,
+    Unavailable,
+)
+from tandem.v1 import common_pb2 as pb
+from tandem.values.kv_layout import KVLayout
+from tandem.values.outputs import CachedTokens, FinishReason, PhaseTimes, SampledToken, TokenLogprob
+from tandem.values.sampling import SamplingParams
+
+_OPTIONAL_SAMPLING = (
+    "max_tokens",
+    "min_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "ignore_eos",
+    "seed",
+    "num_logprobs",
+    "grammar",
+)
+_FINISH_TO_PB = {
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+    FinishReason.ABORT: pb.FINISH_REASON_ABORT,
+    FinishReason.DEADLINE: pb.FINISH_REASON_ERROR,  # before ERROR itself, which is what the number means coming back
+    FinishReason.ERROR: pb.FINISH_REASON_ERROR,
+}
+_FINISH_FROM_PB: dict[int, FinishReason] = {number: reason for reason, number in _FINISH_TO_PB.items()}
+# By class name, so that what a client is told does not depend on which process noticed.
+_ERRORS: dict[str, type[ServingError]] = {
+    kind.__name__: kind
+    for kind in (
+        Cancelled,
+        ContextLengthExceeded,
+        DeadlineExceeded,
+        InternalError,
+        InvalidRequest,
+        ModelNotFound,
+        NotAllowed,
+        Overloaded,
+        RequestTooLarge,
+        RouteNotFound,
+        StreamTaken,
+        TransferError,
+        Unauthenticated,
+        Unavailable,
+    )
+}
+NEW_ERRORS: frozenset[type[ServingError]] = frozenset({NotAllowed})
+"""Read here, but not by the version before this one: until that is gone they go as what they are a kind of (ADR 14)."""
+_SENT_ERRORS = _ERRORS.keys() - {kind.__name__ for kind in NEW_ERRORS}
+
+
+def sampling_to_pb(params: SamplingParams) -> pb.SamplingParams:
+    """All fields set, so that the receiver's defaults do not matter."""
+    message = pb.SamplingParams(
+        logit_bias=dict(params.logit_bias),
+        stop_token_ids=params.stop_token_ids,
+        allowed_token_ids=params.allowed_token_ids,
+        bad_words=[pb.TokenSequence(token_ids=word) for word in params.bad_words],
+    )
+    for name in _OPTIONAL_SAMPLING:
+        if (value := getattr(params, name)) is not None:
+            setattr(message, name, value)
+    return message
+
+
+def sampling_from_pb(message: pb.SamplingParams) -> SamplingParams:
+    """Absent fields take the neutral value; bounds are not checked here (see SamplingParams.validate)."""
+    given = {name: getattr(message, name) for name in _OPTIONAL_SAMPLING if message.HasField(name)}
+    return SamplingParams(
+        **given,
+        logit_bias=dict(message.logit_bias),
+        stop_token_ids=tuple(message.stop_token_ids),
+        allowed_token_ids=tuple(message.allowed_token_ids),
+        bad_words=tuple(tuple(word.token_ids) for word in message.bad_words),
+    )
+
+
+def finish_reason_to_pb(reason: FinishReason) -> pb.FinishReason:
+    """Enum to its wire number."""
+    return _FINISH_TO_PB[reason]
+
+
+def finish_reason_from_pb(number: int) -> FinishReason:
+    """An unknown number means a newer peer; it is shown as an error rather than as a normal end."""
+    return _FINISH_FROM_PB.get(number, FinishReason.ERROR)
+
+
+def layout_to_pb(layout: KVLayout) -> pb.KVLayout:
+    """KV geometry for a HELLO."""
+    return pb.KVLayout(
+        model_fingerprint=layout.model_fingerprint,
+        dtype=layout.dtype,
+        num_layers=layout.num_layers,
+        num_kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+        block_size=layout.block_size,
+        tp_size=layout.tp_size,
+        tp_rank=layout.tp_rank,
+    )
+
+
+def layout_from_pb(message: pb.KVLayout) -> KVLayout:
+    """KV geometry of a peer; compare with `KVLayout.mismatch` before using it."""
+    return KVLayout(
+        model_fingerprint=message.model_fingerprint,
+        dtype=message.dtype,
+        num_layers=message.num_layers,
+        num_kv_heads=message.num_kv_heads,
+        head_dim=message.head_dim,
+        block_size=message.block_size,
+        tp_size=message.tp_size,
+        tp_rank=message.tp_rank,
+    )
+
+
+def times_to_pb(times: PhaseTimes) -> pb.PhaseTimes:
+    """Phase seconds to the wire."""
+    return pb.PhaseTimes(
+        prefill_queue_s=times.prefill_queue_s,
+        prefill_s=times.prefill_s,
+        transfer_s=times.transfer_s,
+        decode_queue_s=times.decode_queue_s,
+        decode_s=times.decode_s,
+        router_queue_s=times.router_queue_s,
+        kv_byte_s=times.kv_byte_s,
+        cached=cached_to_pb(times.cached),
+    )
+
+
+def times_from_pb(message: pb.PhaseTimes) -> PhaseTimes:
+    """Phase seconds from the wire."""
+    return PhaseTimes(
+        prefill_queue_s=message.prefill_queue_s,
+        prefill_s=message.prefill_s,
+        transfer_s=message.transfer_s,
+        decode_queue_s=message.decode_queue_s,
+        decode_s=message.decode_s,
+        router_queue_s=message.router_queue_s,
+        kv_byte_s=message.kv_byte_s,
+        cached=cached_from_pb(message.cached),
+    )
+
+
+def cached_to_pb(cached: CachedTokens) -> pb.CachedTokens:
+    """Cached tokens by source to the wire."""
+    return pb.CachedTokens(
+        prefill_pool=cached.prefill_pool,
+        decode_pool=cached.decode_pool,
+        fetched=cached.fetched,
+        host=cached.host,
+        disk=cached.disk,
+    )
+
+
+def cached_from_pb(message: pb.CachedTokens) -> CachedTokens:
+    """Cached tokens by source from the wire."""
+    return CachedTokens(
+        prefill_pool=message.prefill_pool,
+        decode_pool=message.decode_pool,
+        fetched=message.fetched,
+        host=message.host,
+        disk=message.disk,
+    )
+
+
+def logprobs_to_pb(token: SampledToken) -> pb.Logprobs | None:
+    """None when the request asked for none."""
+    if token.logprob is None:
+        return None
+    top = [pb.TokenLogprob(token_id=t.token_id, logprob=t.logprob) for t in token.top_logprobs]
+    return pb.Logprobs(logprob=token.logprob, top=top)
+
+
+def token_from_pb(token_id: int, logprobs: pb.Logprobs | None) -> SampledToken:
+    """One sampled token with its optional logprobs."""
+    if logprobs is None:
+        return SampledToken(token_id=token_id)
+    top = tuple(TokenLogprob(token_id=t.token_id, logprob=t.logprob) for t in logprobs.top)
+    return SampledToken(token_id=token_id, logprob=logprobs.logprob, top_logprobs=top)
+
+
+def failure_to_pb(error: ServingError) -> pb.Failure:
+    """An error as a value on a stream; one that its reader may not know goes as what it is a kind of."""
+    code = next(
+        (kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _SENT_ERRORS), InternalError.__name__
+    )
+    return pb.Failure(code=code, message=error.message, retry_after_s=error.retry_after_s)
+
+
+def failure_from_pb(message: pb.Failure) -> ServingError:
+    """The same class of error again; one that we do not know becomes InternalError."""
+    kind = _ERRORS.get(message.code, InternalError)
+    retry_after_s = message.retry_after_s if message.HasField("retry_after_s") else None
+    return kind(message.message, retry_after_s=retry_after_s)

@@ -1,0 +1,69 @@
+"""TLS 1.3 between the workers of one cluster: both ends show certificates of one private authority.
+
+Names and addresses change from pod to pod and are not looked at. So the authority should sign for workers only.
+"""
+
+import hashlib
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+
+from tandem.errors import ConfigError
+from tandem.rpc.certificates import first_certificate, read_pem, shake_hands, show, trust
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsFiles:
+    """PEM files of one worker: its certificate (and what lies between it and the authority), its key, the authority."""
+
+    cert: Path
+    key: Path
+    ca: Path
+
+
+class MutualTls:
+    """What a worker shows and whom it believes, at both ends of a connection."""
+
+    def __init__(self, files: TlsFiles, setting: str) -> None:
+        """Reads the files and shakes hands with itself. Raises ConfigError that names the file and what is wrong.
+
+        `setting`: the configuration's name of what the files are given for.
+        """
+        self.fingerprint = hashlib.sha256(first_certificate(files.cert, f"{setting}.cert")).digest()
+        """SHA-256 of the certificate that is shown, in DER."""
+        read_pem(files.key, f"{setting}.key")
+        self.server = _context(ssl.PROTOCOL_TLS_SERVER, files, setting)
+        # Tickets would let a peer come back without its certificate being looked at.
+        self.server.num_tickets = 0
+        self.client = _context(ssl.PROTOCOL_TLS_CLIENT, files, setting)
+        try:
+            shake_hands(self.client, self.server)
+        except ssl.SSLCertVerificationError as error:
+            reason = f"{files.cert} is not good for {files.ca}: {error.verify_message}"
+            raise ConfigError(f"{setting}.cert: {reason}") from None
+        except ssl.SSLError as error:
+            raise ConfigError(f"{setting}: no handshake is possible: {error.reason}") from None
+
+
+def peer_fingerprint(sock: ssl.SSLSocket) -> bytes:
+    """SHA-256 of the certificate that the peer has shown, after the handshake."""
+    return hashlib.sha256(sock.getpeercert(binary_form=True) or b"").digest()
+
+
+def tls_reason(error: ssl.SSLError) -> str:
+    """Why a handshake failed, for people."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"the peer's certificate is refused: {error.verify_message}"
+    if error.reason == "TLSV1_ALERT_PROTOCOL_VERSION":
+        return "the peer speaks no TLS 1.3, and transfer.tls is set here"
+    return f"TLS: {error.reason or error}"
+
+
+def _context(protocol: int, files: TlsFiles, setting: str) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    trust(context, files.ca, f"{setting}.ca")
+    show(context, files.cert, files.key, setting)
+    return context

@@ -1,0 +1,212 @@
+"""One connection to Redis whose every wait is bounded, and every answer: the only importer of redis.
+
+What goes wrong becomes a RedisDown, after which the connection is thrown away: a late answer is never taken for
+another's. So is an answer larger than anything that one of us has written. A command that Redis itself refuses is an
+answer like any other, a Refusal. A circuit breaker says when to try again; state changes, not failures, are logged.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from tandem.circuit_breaker import CircuitBreaker
+from tandem.cluster_state.settings import BoardSettings
+from tandem.errors import ConfigError
+from tandem.rpc.bounded_redis_reader import BoundedReader, ReplyTooLarge, most_bytes
+from tandem.rpc.certificates import read_authorities
+
+if TYPE_CHECKING:
+    from redis.asyncio import Connection
+
+_GREETING_BYTES = 1 << 16
+"""Of all that Redis says while a connection is made."""
+_log = logging.getLogger(__name__)
+
+Command = Sequence[str | bytes | int]
+Reply = Any
+"""bytes, int, None, a list of these, or a Refusal."""
+
+
+class RedisDown(Exception):
+    """No answer in time, or no connection; says why."""
+
+
+class RedisSpoilt(RedisDown):
+    """Somebody else's hand: an answer is larger than what we write there can make it."""
+
+
+class Refusal(Exception):
+    """Redis's own error in place of a command's answer. Never raised."""
+
+
+@dataclass(slots=True, kw_only=True)
+class LinkHealth:
+    """How one connection fares: for metrics. Written by its link alone."""
+
+    use: str
+    is_up: bool = False
+    connects: int = 0
+    failures: int = 0
+    reason: str = field(default="not connected yet")
+    """Of the last failure."""
+
+
+class RedisLink:
+    """For one task: commands are sent one batch at a time."""
+
+    def __init__(
+        self, settings: BoardSettings, breaker: CircuitBreaker, *, use: str, clock: Callable[[], float]
+    ) -> None:
+        """`use`: what for, in metrics and logs. Raises ConfigError when redis is not installed."""
+        self.health = LinkHealth(use=use)
+        self._settings = settings
+        self._breaker = breaker
+        self._clock = clock
+        self._connection: Connection | None = None
+        self._errors, self._refusals = _error_classes()
+
+    async def allowed(self) -> None:
+        """Wait until the breaker lets somebody try."""
+        await asyncio.sleep(self._breaker.wait_s(self._clock()))
+
+    async def ask(
+        self,
+        commands: Sequence[Command],
+        *,
+        vital: int = 0,
+        patience_s: float = 0.0,
+        fits: Callable[[Reply], bool] | None = None,
+    ) -> list[Reply]:
+        """Send commands together; their answers, in order. Raises RedisDown.
+
+        `vital`: of so many, the first ones, a refusal means the same as no answer. `patience_s`: how long the server
+        itself may wait before it answers, on top of the usual bound. `fits`: whether an answer that is no refusal is
+        one that Redis would give; another one means the same as none.
+        """
+        replies = await self._bounded(commands, patience_s)
+        if fits is not None and not all(isinstance(reply, Refusal) or fits(reply) for reply in replies):
+            await self.close()
+            raise self._failed("an answer that no Redis gives")
+        await self._judge(replies[:vital])
+        return replies
+
+    async def transact(self, commands: Sequence[Command]) -> list[Reply]:
+        """The same in one MULTI/EXEC, all of it vital."""
+        replies = await self._bounded([("MULTI",), *commands, ("EXEC",)], 0.0)
+        results = replies[-1]
+        if not isinstance(results, list):
+            await self._judge([*replies, Refusal("the transaction was dropped")])
+        results = [Refusal(str(each)) if isinstance(each, self._refusals) else each for each in results]
+        await self._judge(results)
+        return results
+
+    async def close(self) -> None:
+        """Leave."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            await connection.disconnect(nowait=True)
+
+    async def _bounded(self, commands: Sequence[Command], patience_s: float) -> list[Reply]:
+        try:
+            async with asyncio.timeout(self._settings.timeout_s + patience_s):
+                connection = self._connection or await self._connect()
+                replies = await self._exchange(connection, commands)
+        except TimeoutError:
+            await self.close()
+            raise self._failed(f"no answer within {self._settings.timeout_s:g} s") from None
+        except ReplyTooLarge as error:
+            await self.close()
+            raise self._failed(str(error), RedisSpoilt) from None
+        except self._errors as error:
+            await self.close()
+            raise self._failed(str(error) or type(error).__name__) from None
+        except BaseException:
+            await self.close()  # whoever comes next must not get this one's answers
+            raise
+        return replies
+
+    async def _connect(self) -> "Connection":
+        ca = self._settings.ca
+        # In a thread: a file system that hangs must hang nobody but this link. Each time, since authorities change.
+        authorities = None if ca is None else await asyncio.to_thread(read_authorities, Path(ca), "redis.ca")
+        connection = _make_connection(self._settings, authorities)
+        self._connection = connection
+        await connection.connect()  # type: ignore[no-untyped-call]  # of theirs
+        self.health.connects += 1
+        return connection
+
+    async def _exchange(self, connection: "Connection", commands: Sequence[Command]) -> list[Reply]:
+        cast("BoundedReader", connection._reader).allow(most_bytes(commands))
+        await connection.send_packed_command(connection.pack_commands(commands), check_health=False)
+        replies: list[Reply] = []
+        for _ in commands:
+            try:
+                replies.append(await connection.read_response(disable_decoding=True))
+            except self._refusals as refusal:
+                replies.append(Refusal(str(refusal)))
+        return replies
+
+    async def _judge(self, replies: Sequence[Reply]) -> None:
+        """Whether Redis did what it had to. Raises RedisDown."""
+        for reply in replies:
+            if isinstance(reply, Refusal):
+                await self.close()  # after a failover the same address may lead to another server
+                raise self._failed(str(reply))
+        self._breaker.succeeded()
+        if not self.health.is_up:
+            self.health.is_up = True
+            _log.info("Redis at %s answers (%s)", self._settings.place, self.health.use)
+
+    def _failed(self, reason: str, kind: type[RedisDown] = RedisDown) -> RedisDown:
+        self._breaker.failed(self._clock())
+        self.health.failures += 1
+        if self.health.is_up or self.health.failures == 1:
+            _log.warning("Redis at %s fails (%s): %s", self._settings.place, self.health.use, reason)
+        self.health.is_up, self.health.reason = False, reason
+        return kind(reason)
+
+
+def _error_classes() -> tuple[tuple[type[Exception], ...], type[Exception]]:
+    try:
+        from redis.exceptions import RedisError, ResponseError
+    except ImportError as error:
+        raise ConfigError(f"redis.url: {error.name} is not installed: `pip install 'tandem-serve[redis]'`") from None
+    # ValueError, as asyncio's streams raise it for what no Redis would say; RecursionError, for lists within lists.
+    # ConfigError, for a file of authorities that cannot be read now.
+    return (RedisError, OSError, ValueError, EOFError, RecursionError, ConfigError), ResponseError
+
+
+def _make_connection(settings: BoardSettings, authorities: str | None) -> "Connection":
+    """`authorities`: who may have signed the server's certificate, in PEM; None: whom the system believes."""
+    from redis.asyncio import Connection, SSLConnection
+    from redis.asyncio.retry import Retry
+    from redis.backoff import NoBackoff
+
+    options: dict[str, Any] = {
+        "host": settings.host,
+        "port": settings.port,
+        "db": settings.database,
+        "username": settings.username,
+        "password": settings.password,
+        # Ours are the only time-outs, and ours the only retries.
+        "socket_timeout": None,
+        "socket_connect_timeout": None,
+        "retry": Retry(NoBackoff(), 0),
+        "protocol": 2,
+    }
+    kind: Any = SSLConnection if settings.tls else Connection
+    if settings.tls:
+        options["ssl_ca_data"] = authorities
+
+    class Bounded(kind):  # type: ignore[misc]
+        """Gives its parser no more than was asked for."""
+
+        async def _connect(self) -> None:
+            await super()._connect()
+            self._reader: Any = BoundedReader(self._reader)
+            self._reader.allow(_GREETING_BYTES)
+
+    return cast("Connection", Bounded(**options))

@@ -1,0 +1,33 @@
+"""Names of things, as distinct types: a request is never mistaken for a worker, nor a hash for a block."""
+
+import re
+from typing import NewType
+
+RequestId = NewType("RequestId", str)
+"""Minted by the router, one per choice of a client request; a client's own id never travels further."""
+
+WorkerId = NewType("WorkerId", str)
+Incarnation = NewType("Incarnation", int)
+"""Random 63-bit number drawn at process start: a restarted worker is a new peer."""
+
+BlockId = NewType("BlockId", int)
+"""Index of a physical KV block in one worker's pool."""
+
+BlockHash = NewType("BlockHash", bytes)
+"""Sixteen-byte chained, keyed content name of a block; see `tandem.values.block_hash`."""
+
+TransferId = NewType("TransferId", str)
+"""Minted by the router for one hand-off of one request."""
+
+_OF_REQUEST = re.compile(r"(?:read )?(?:\d+:)?([0-9a-f]{32}|[a-z]+-\d+)\b")
+
+
+def request_of(name: str) -> RequestId | None:
+    """The request that a name of a choice, an attempt at it, its reading or its hand-off belongs to, as its router
+    calls it.
+
+    All are made of that: `R-0` is its first choice, `7:R-0` the same in a worker's engine, `R-0.1.9f` a hand-off of
+    it, `R/prompt` its prompt being read. None: of no request, as a fetch for which nobody waits.
+    """
+    found = _OF_REQUEST.match(name)
+    return None if found is None else RequestId(found[1])

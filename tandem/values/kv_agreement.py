@@ -1,0 +1,62 @@
+"""Whether keys and values may go from one worker to another, and why not: what HELLO and the router ask. Pure.
+
+Workers may differ in tensor-parallel size, in block size and in the dtype of their caches, but not in the model.
+"""
+
+from tandem.values.kv_layout import DTYPE_BYTES, QUANTISED_DTYPES, KVLayout
+
+CONVERSIONS = frozenset(
+    pair
+    for plain in DTYPE_BYTES
+    for codes in QUANTISED_DTYPES
+    if plain not in QUANTISED_DTYPES
+    for pair in ((plain, codes), (codes, plain))
+)
+"""(from, to): dtypes that can be made of each other, as `engine/kv_storage/kv_codes.py` defines it.
+Codes never become other codes: that would lose twice."""
+
+
+def cannot_travel_as(source: str, wire: str, destination: str) -> str | None:
+    """Why what is cached in `source` cannot travel in `wire` to be cached in `destination`; None when it can."""
+    for step in ((source, wire), (wire, destination)):
+        if step[0] != step[1] and step not in CONVERSIONS:
+            return f"wire_dtype: no conversion from {step[0]} to {step[1]}"
+    return None
+
+
+def agree(source: KVLayout, destination: KVLayout) -> str | None:
+    """Why cells cannot go from `source` to `destination`, beginning with the field's name; None when they can."""
+    return (
+        _unequal("model_fingerprint", source.model_fingerprint, destination.model_fingerprint)
+        or _unequal("num_layers", source.num_layers, destination.num_layers)
+        or _unequal("num_kv_heads", source.num_kv_heads, destination.num_kv_heads)
+        or _unequal("head_dim", source.head_dim, destination.head_dim)
+        or _bad_dtypes(source.dtype, destination.dtype)
+        or _bad_block_sizes(source.block_size, destination.block_size)
+        or _bad_split("source", source)
+        or _bad_split("destination", destination)
+    )
+
+
+def _unequal(field: str, source: object, destination: object) -> str | None:
+    return None if source == destination else f"{field}: {source} at the source, {destination} at the destination"
+
+
+def _bad_dtypes(source: str, destination: str) -> str | None:
+    if (source == destination and source in DTYPE_BYTES) or (source, destination) in CONVERSIONS:
+        return None
+    return f"dtype: no conversion from {source} to {destination}"
+
+
+def _bad_block_sizes(source: int, destination: int) -> str | None:
+    small, large = sorted((source, destination))
+    if small > 0 and large % small == 0:
+        return None
+    return f"block_size: {source} at the source, {destination} at the destination, neither divides the other"
+
+
+def _bad_split(where: str, layout: KVLayout) -> str | None:
+    heads, ranks = layout.num_kv_heads, layout.tp_size
+    if min(heads, ranks) > 0 and (heads % ranks == 0 or ranks % heads == 0):
+        return None
+    return f"tp_size: {ranks} at the {where} neither divides nor is a multiple of {heads} heads"

@@ -1,0 +1,137 @@
+"""`python -m tandem_bench SUBJECT`: measure Tandem and print the figures. `tandem bench` runs this."""
+
+import argparse
+import asyncio
+import signal
+import sys
+from collections.abc import Callable, Coroutine, Mapping
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from tandem.errors import ConfigError
+from tandem_bench import report
+from tandem_bench.engine import options as engine_options
+from tandem_bench.errors import CannotMeasure
+from tandem_bench.report import Row
+from tandem_bench.router import options as router_options
+from tandem_bench.telemetry import options as telemetry_options
+from tandem_bench.transfer import options as transfer_options
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    made = argparse.ArgumentParser(
+        prog="tandem bench",
+        description="Measure Tandem and print the figures.",
+        epilog="Exit code: 1 when a goal was not met (on a busy machine, perhaps), 2 when something was not measured.",
+    )
+    subjects = made.add_subparsers(dest="subject", required=True)
+    spine = subjects.add_parser("spine", help="parity with transformers, start-up, latency, the model's own gates")
+    scales = spine.add_mutually_exclusive_group()
+    scales.add_argument("--quick", action="store_true", help="a sample of each figure, in under a minute")
+    scales.add_argument("--full", action="store_true", help="parity in every combination; about twice the time")
+    spine.add_argument("--only", nargs="+", metavar="PART", choices=PARTS, help=f"some of: {', '.join(PARTS)}")
+    spine.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file as well")
+    engine = subjects.add_parser("engine", help="speed against this machine's limits, peers, baselines; 55 s at most")
+    engine_options.add_options(engine)
+    transfer = subjects.add_parser("transfer", help="KV between two processes against the machine's limits and peers")
+    transfer_options.add_options(transfer)
+    router = subjects.add_parser("router", help="what the router costs by itself, and what it decides")
+    router_options.add_options(router)
+    telemetry = subjects.add_parser("telemetry", help="what traces, scrapes and logs cost a cluster; 4 minutes")
+    telemetry_options.add_options(telemetry)
+    return made
+
+
+def main() -> int:
+    """Parse the command line, measure, report; 1 when a goal was missed, 2 when something could not be measured."""
+    parsing = parser()
+    options = parsing.parse_args()
+    for file in (options.json, getattr(options, "plot", None)):
+        if file is not None and not file.absolute().parent.is_dir():
+            parsing.error(f"{file}: there is no such folder")
+
+    err = Console(stderr=True, highlight=False)
+    rows: list[Row] = []
+    try:
+        asyncio.run(_ended_by_sigterm(_SUBJECTS[options.subject](options, rows, err)))
+    except (CannotMeasure, ConfigError) as error:
+        err.print(Text(str(error), style="red"), soft_wrap=True)
+        return EXIT_CANNOT_MEASURE
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        return EXIT_INTERRUPTED
+    finally:
+        if options.json is not None:
+            report.write_json(options.json, rows, about=report.circumstances(["tandem", "bench", *sys.argv[1:]]))
+    return 1 if report.num_missed(rows) else 0
+
+
+async def _ended_by_sigterm(work: Coroutine[None, None, None]) -> None:
+    """As Ctrl-C ends it: what was started here must not outlive us."""
+    task = asyncio.current_task()
+    if task is not None:
+        # The loop's own way: it wakes the loop, whatever that is about to wait for.
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    await work
+
+
+async def _spine(options: argparse.Namespace, rows: list[Row], err: Console) -> None:
+    """Adds to `rows` part by part, so that a later part's failure loses nothing."""
+    from tandem_bench.spine.measure import Scale, measure
+
+    scale = Scale.quick() if options.quick else Scale.full() if options.full else Scale()
+    try:
+        async for part in measure(scale, options.only or (QUICK_PARTS if options.quick else PARTS), err):
+            rows += part
+    finally:
+        report.show(_out(), rows)
+
+
+async def _engine(options: argparse.Namespace, rows: list[Row], err: Console) -> None:
+    from tandem_bench.engine.measure import measure
+
+    await measure(options, rows, out=_out(), err=err)
+
+
+async def _transfer(options: argparse.Namespace, rows: list[Row], err: Console) -> None:
+    from tandem_bench.transfer.measure import measure
+
+    await measure(options, rows, out=_out(), err=err)
+
+
+async def _router(options: argparse.Namespace, rows: list[Row], _err: Console) -> None:
+    from tandem_bench.router.measure import measure
+
+    await measure(options, rows, out=_out())
+
+
+async def _telemetry(options: argparse.Namespace, rows: list[Row], err: Console) -> None:
+    from tandem_bench.telemetry.measure import measure
+
+    await measure(options, rows, out=_out(), err=err)
+
+
+def _out() -> Console:
+    out = Console(highlight=False)
+    return out if out.is_terminal else Console(highlight=False, width=WIDTH)
+
+
+EXIT_CANNOT_MEASURE = 2
+EXIT_INTERRUPTED = 130
+WIDTH = 120
+"""Of a table in a file or a pipe."""
+PARTS = ("logits", "gates", "startup", "speed", "parity", "bf16")
+QUICK_PARTS = PARTS[:-1]
+"""bf16 has no goal, and the fewer prompts, the less its rate says."""
+_SUBJECTS: Mapping[str, Callable[[argparse.Namespace, list[Row], Console], Coroutine[None, None, None]]] = {
+    "spine": _spine,
+    "engine": _engine,
+    "transfer": _transfer,
+    "router": _router,
+    "telemetry": _telemetry,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

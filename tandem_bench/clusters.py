@@ -1,0 +1,203 @@
+"""Clusters to be measured, started through the command line on ports of their own and stopped when done with.
+
+`memory` is special: that transport joins two workers of one process, so `tandem_bench.memory_pair` holds both and only
+the router is a process of its own.
+"""
+
+import asyncio
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import IO, Any
+
+import httpx
+import yaml
+
+from tandem_bench.errors import ClusterFailed
+
+COLOCATED = "colocated"
+MEMORY = "memory"
+_START_S = 120.0
+_STOP_S = 60.0
+_PERIOD_S = 0.02
+_LAST_WORDS = 2000
+_PREFILL_IS_LIVE = 'tandem_workers{role="prefill",state="live"} 1.0'
+_PORTS = range(20_000, 32_000)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What kind of cluster: one decode worker and, but for `colocated`, one prefill worker."""
+
+    mode: str
+    """`colocated`, or the name of a KV transport."""
+    dtype: str = "float32"
+    prefill_chunk_tokens: int = 512
+    local_prefill_tokens: int | None = None
+    """None leaves Tandem's default; 0 sends every prompt through both pools."""
+    num_threads: int | None = None
+    model: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """More of the section, and of the next ones."""
+    engine: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    router: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    more: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Sections that nothing else here fills."""
+
+    @property
+    def is_colocated(self) -> bool:
+        """Whether one worker does everything."""
+        return self.mode == COLOCATED
+
+    def config(self, ports: Sequence[int]) -> dict[str, Any]:
+        """The YAML's content; `ports`: HTTP, gRPC, prefill, decode."""
+        router: dict[str, Any] = {"port": ports[0], "grpc_port": ports[1], **self.router}
+        if self.local_prefill_tokens is not None:
+            router |= dict.fromkeys(("local_prefill_tokens", "max_local_prefill_tokens"), self.local_prefill_tokens)
+        engine: dict[str, Any] = {"prefill_chunk_tokens": self.prefill_chunk_tokens, "device": "cpu"}
+        if self.num_threads is not None:
+            engine["num_threads"] = self.num_threads
+        model = {"dtype": self.dtype, **self.model}
+        content: dict[str, Any] = {**self.more, "model": model, "engine": engine | dict(self.engine), "router": router}
+        if self.is_colocated:
+            return content | {"prefill": {"replicas": 0}}
+        if self.mode != MEMORY:
+            content["transfer"] = {"transport": self.mode}
+        else:
+            content |= {
+                "prefill": {"addresses": [f"127.0.0.1:{ports[2]}"]},
+                "decode": {"addresses": [f"127.0.0.1:{ports[3]}"]},
+                "secret": secrets.token_hex(16),
+            }
+        return content
+
+    def commands(self, config: Path) -> list[list[str]]:
+        """The processes to start, after `python -m`."""
+        if self.mode == MEMORY:
+            return [
+                ["tandem_bench.memory_pair", "--config", str(config)],
+                ["cluster.cli.main", "router", "--config", str(config)],
+            ]
+        return [["cluster.cli.main", "up", "--config", str(config)]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningCluster:
+    """Where it serves, and how long it took to do so."""
+
+    url: str
+    started_s: float
+    """On time.monotonic, when its first process was started."""
+    ready_s: float
+    """From then to `/readyz` saying 200."""
+    pids: tuple[int, ...]
+    """Of the processes started here; those have children."""
+
+
+@asynccontextmanager
+async def running(setup: Setup) -> AsyncIterator[RunningCluster]:
+    """A cluster for as long as the context lasts. Raises ClusterFailed."""
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="tandem-bench-")))
+        ports = free_ports(4)
+        config = folder / "cluster.yaml"
+        config.touch(mode=0o600)
+        config.write_text(yaml.safe_dump(setup.config(ports)), encoding="utf-8")
+        log = stack.enter_context((folder / "log").open("w+", encoding="utf-8"))
+        started_s = time.monotonic()
+        processes = []
+        for command in setup.commands(config):
+            process = await _start(command, log)
+            stack.push_async_callback(_stop, process)
+            processes.append(process)
+        url = f"http://127.0.0.1:{ports[0]}"
+        try:
+            await _until(url, _is_ready, processes)
+            ready_s = time.monotonic() - started_s
+            if not setup.is_colocated:
+                # A router is ready once it has a decode worker; its session with the prefill worker may come later.
+                await _until(url, _has_prefill_worker, processes)
+        except ClusterFailed as error:
+            log.seek(0)
+            raise ClusterFailed(f"{error}\n{log.read()[-_LAST_WORDS:]}") from None
+        yield RunningCluster(
+            url=url, started_s=started_s, ready_s=ready_s, pids=tuple(process.pid for process in processes)
+        )
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of the loopback interface that nobody uses now.
+
+    Outside the range from which the kernel serves outgoing connections, or one of those may take a port before its
+    cluster does.
+    """
+    found: list[int] = []
+    with ExitStack() as stack:
+        while len(found) < count:
+            port = _PORTS.start + secrets.randbelow(len(_PORTS))
+            with suppress(OSError):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+                found.append(port)
+    return found
+
+
+async def _start(command: Sequence[str], log: IO[str]) -> asyncio.subprocess.Process:
+    # A user's TANDEM_* settings would overrule the YAML and so change what is measured.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")}
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        *command,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=log,
+        stderr=asyncio.subprocess.STDOUT,
+        env=environment,
+        start_new_session=True,
+    )
+
+
+async def _stop(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is not None:
+        return
+    process.send_signal(signal.SIGTERM)
+    try:
+        async with asyncio.timeout(_STOP_S):
+            await process.wait()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+
+
+async def _until(
+    url: str, holds: Callable[[httpx.AsyncClient], Awaitable[bool]], processes: Sequence[asyncio.subprocess.Process]
+) -> None:
+    deadline_s = time.monotonic() + _START_S
+    async with httpx.AsyncClient(base_url=url, trust_env=False) as http:
+        while not await _asked(holds, http):
+            dead = [process for process in processes if process.returncode is not None]
+            if dead or time.monotonic() > deadline_s:
+                raise ClusterFailed(f"exit code {dead[0].returncode}" if dead else "not ready")
+            # The door of another process: there is no event here to wait on.
+            await asyncio.sleep(_PERIOD_S)
+
+
+async def _asked(holds: Callable[[httpx.AsyncClient], Awaitable[bool]], http: httpx.AsyncClient) -> bool:
+    try:
+        return await holds(http)
+    except httpx.TransportError:
+        return False
+
+
+async def _is_ready(http: httpx.AsyncClient) -> bool:
+    return (await http.get("/readyz")).status_code == httpx.codes.OK
+
+
+async def _has_prefill_worker(http: httpx.AsyncClient) -> bool:
+    return _PREFILL_IS_LIVE in (await http.get("/metrics")).text

@@ -1,0 +1,218 @@
+"""The engines that are measured, all behind one small protocol: Tandem's in process, Tandem's worker, the peers."""
+
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from tandem.config.cluster import EngineConfig
+from tandem_bench.cache import cache_dir
+from tandem_bench.client import Client, Completion
+from tandem_bench.clusters import COLOCATED, RunningCluster, Setup, running
+from tandem_bench.engine.footprint import Footprint, Watch
+from tandem_bench.engine.workload import Job, Outcome, outcome
+from tandem_bench.peers.environments import ENVIRONMENTS, ensure
+from tandem_bench.peers.process import EngineProcess, Launch, Started
+from tandem_bench.prompts import Prompt
+
+TANDEM = "tandem"
+WORKER = "tandem worker"
+PEERS = ("transformers", "vllm", "openvino")
+TAKES_NEWCOMERS = frozenset({TANDEM, "vllm", "openvino"})
+"""Engines whose running batch others can join."""
+_PEER_KV_GIB = 1
+"""More than they need for the largest job here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """The conditions, the same for everybody."""
+
+    model: Path
+    dtype: str
+    num_threads: int
+    device: str
+    max_model_len: int
+    max_num_seqs: int
+    num_blocks: int
+    """Tandem's KV pool."""
+    settings: Mapping[str, Any]
+    """More of Tandem's engine section, by dotted name."""
+
+    def engine_section(self) -> dict[str, Any]:
+        """Of Tandem's configuration."""
+        return {"device": self.device, "num_blocks": self.num_blocks, "num_threads": self.num_threads}
+
+    def overrides(self) -> dict[str, Any]:
+        """Tandem's configuration by dotted names."""
+        engine = {f"engine.{name}": value for name, value in self.engine_section().items()}
+        model = {"model.path": str(self.model), "model.dtype": self.dtype, "model.max_model_len": self.max_model_len}
+        return model | engine | dict(self.settings)
+
+    def peer_options(self) -> dict[str, Any]:
+        """What the peers' adapters understand."""
+        return {
+            "model": str(self.model),
+            "dtype": self.dtype,
+            "num_threads": self.num_threads,
+            "max_model_len": self.max_model_len,
+            "max_num_seqs": self.max_num_seqs,
+            "kv_gib": _PEER_KV_GIB,
+        }
+
+
+class Contestant(Protocol):
+    """One engine; started once, asked many times, stopped."""
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        ...
+
+    async def start(self) -> Started:
+        """Make it ready. Raises CannotMeasure."""
+        ...
+
+    async def run(self, job: Job) -> Outcome:
+        """One job, alone on the machine. Raises CannotMeasure."""
+        ...
+
+    @property
+    def footprint(self) -> Footprint:
+        """Peak memory so far."""
+        ...
+
+    async def stop(self) -> None:
+        """End it."""
+        ...
+
+
+class ProcessContestant:
+    """An engine in a process of its own, driven directly."""
+
+    def __init__(self, name: str, launch: Launch) -> None:
+        self.name = name
+        self._process = EngineProcess(launch)
+        self._watch = Watch()
+
+    async def start(self) -> Started:
+        """See Contestant."""
+        await self._process.spawn()
+        async with self._watch.over(self._process.pid):
+            return await self._process.ready()
+
+    async def run(self, job: Job) -> Outcome:
+        """See Contestant."""
+        message = {"prompts": job.prompts, "num_tokens": job.num_tokens, "newcomers": job.newcomers}
+        async with self._watch.over(self._process.pid):
+            reply = await self._process.run(message)
+        return outcome(job, reply)
+
+    @property
+    def footprint(self) -> Footprint:
+        """See Contestant."""
+        return self._watch.peak
+
+    async def stop(self) -> None:
+        """See Contestant."""
+        await self._process.stop()
+
+
+class WorkerContestant:
+    """A colocated cluster from the command line, asked over HTTP: what a client sees of the same engine."""
+
+    name = WORKER
+
+    def __init__(self, stage: Stage) -> None:
+        # As a user gets it, whatever the other benchmarks prefer.
+        engine = EngineConfig().model_dump() | stage.engine_section()
+        engine |= {name.removeprefix("engine."): value for name, value in stage.settings.items()}
+        model = {"path": str(stage.model), "max_model_len": stage.max_model_len}
+        self._setup = Setup(mode=COLOCATED, dtype=stage.dtype, engine=engine, model=model)
+        self._stack = AsyncExitStack()
+        self._watch = Watch()
+        self._cluster: RunningCluster | None = None
+        self._client: Client | None = None
+
+    async def start(self) -> Started:
+        """See Contestant."""
+        self._cluster = await self._stack.enter_async_context(running(self._setup))
+        self._client = await self._stack.enter_async_context(Client(self._cluster.url))
+        return Started(ready_s=self._cluster.ready_s, load_s=self._cluster.ready_s, about={})
+
+    async def run(self, job: Job) -> Outcome:
+        """See Contestant. Newcomers are not for clients: a job that has some is refused with ValueError."""
+        if self._client is None or self._cluster is None or job.newcomers:
+            raise ValueError("a worker that is not running, or newcomers through HTTP")
+        prompts = [Prompt(token_ids=prompt) for prompt in job.prompts]
+        async with self._watch.over(self._cluster.pids[0]):
+            answers = await self._client.complete_all(prompts, max_tokens=job.num_tokens, concurrency=len(job.prompts))
+        return Outcome(
+            job=job,
+            arrivals_s=tuple(map(arrivals, answers)),
+            tokens=tuple(answer.token_ids for answer in answers),
+        )
+
+    @property
+    def footprint(self) -> Footprint:
+        """See Contestant; router and supervisor included."""
+        return self._watch.peak
+
+    async def stop(self) -> None:
+        """See Contestant."""
+        await self._stack.aclose()
+
+
+def arrivals(answer: Completion) -> tuple[float, ...]:
+    """When each token came, from the gaps; tokens of one message share its gap."""
+    # The first message's tokens came together, and have no gap.
+    missing = len(answer.token_ids) - len(answer.gaps_s)
+    times = [answer.first_token_s] * missing
+    for gap_s in answer.gaps_s:
+        times.append(times[-1] + gap_s)
+    return tuple(times)
+
+
+def tandem(stage: Stage) -> ProcessContestant:
+    """Tandem's engine, in this environment."""
+    # Its modules are found from wherever this one was, installed or not.
+    root = str(Path(__file__).parents[2])
+    return ProcessContestant(
+        TANDEM,
+        Launch(
+            name=TANDEM,
+            python=Path(sys.executable),
+            adapter=str(Path(__file__).with_name("on_tandem.py")),
+            options={"overrides": stage.overrides()},
+            environment={"PYTHONPATH": root},
+        ),
+    )
+
+
+def peer(name: str, stage: Stage, note: Callable[[str], None]) -> ProcessContestant:
+    """A peer in its own environment, which is made when it is missing. Raises PeerNotInstalled."""
+    environment = ENVIRONMENTS[name]
+    python = ensure(environment, note)
+    options = stage.peer_options()
+    variables: dict[str, str] = {}
+    if name == "openvino":
+        options["converted"] = str(cache_dir("openvino") / f"{stage.model.name}-{environment.folder.name}")
+    elif name == "vllm":
+        variables = _vllm_variables(environment.folder, options)
+    return ProcessContestant(
+        name,
+        Launch(name=name, python=python, adapter=f"on_{name}.py", options=options, environment=variables),
+    )
+
+
+def _vllm_variables(folder: Path, options: Mapping[str, Any]) -> dict[str, str]:
+    """As https://docs.vllm.ai/en/latest/getting_started/installation/cpu/ advises; OMP_NUM_THREADS is left alone."""
+    preload = [folder / "lib" / "libiomp5.so", *Path("/usr/lib/x86_64-linux-gnu").glob("libtcmalloc_minimal.so.4")]
+    return {
+        "VLLM_CPU_KVCACHE_SPACE": str(options["kv_gib"]),
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{options['num_threads'] - 1}",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "LD_PRELOAD": ":".join(str(path) for path in preload if path.exists()),
+    }

@@ -1,0 +1,75 @@
+"""What the machine's memory and arithmetic allow a model: the limits that measured rates are held against.
+
+The roofline model (Williams, Waterman and Patterson, 2009) with the two corners that matter here. A decode step must
+read every weight once and every running sequence's keys and values once, so bandwidth bounds it. A prompt costs two
+floating-point operations per weight and token, plus attention's products, so arithmetic bounds it. Activations, norms
+and sampling are left out: they are small, and a limit must never be too low.
+"""
+
+from dataclasses import dataclass
+
+from engine.model.config import ModelConfig
+from tandem.values.kv_layout import DTYPE_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCost:
+    """Bytes and operations of one model, kept and computed in one dtype."""
+
+    streamed_weights: int
+    """Numbers that every step reads: all but an embedding that is not also the head."""
+    layer_weights: int
+    """Numbers in the layers' matrices."""
+    head_weights: int
+    kv_numbers_per_token: int
+    attention_width: int
+    """Query heads times their size, over all layers."""
+    item_bytes: int
+
+    @classmethod
+    def of(cls, config: ModelConfig, dtype: str) -> "ModelCost":
+        """The cost of a model computed in `dtype`, KV cache included."""
+        hidden, width = config.hidden_size, config.num_heads * config.head_dim
+        kv_width = config.num_kv_heads * config.head_dim
+        layer = 2 * hidden * width + 2 * hidden * kv_width + 3 * hidden * config.intermediate_size
+        norms = 2 * hidden + (2 * config.head_dim if config.qk_norm else 0)
+        head = config.vocab_size * hidden
+        return cls(
+            streamed_weights=config.num_layers * (layer + norms) + hidden + head,
+            layer_weights=config.num_layers * layer,
+            head_weights=head,
+            kv_numbers_per_token=2 * config.num_layers * kv_width,
+            attention_width=config.num_layers * width,
+            item_bytes=DTYPE_BYTES[dtype],
+        )
+
+    @property
+    def weights_bytes(self) -> int:
+        """Read by every decode step, however many sequences share it."""
+        return self.streamed_weights * self.item_bytes
+
+    def decode_step_bytes(self, num_seqs: int, context: float) -> float:
+        """Read by one step that adds a token to each of `num_seqs` sequences of `context` tokens."""
+        return self.weights_bytes + num_seqs * context * self.kv_numbers_per_token * self.item_bytes
+
+    def decode_limit(self, num_seqs: int, context: float, bytes_per_s: float) -> float:
+        """Tokens per second of all sequences together, when nothing but reading takes time."""
+        return num_seqs * bytes_per_s / self.decode_step_bytes(num_seqs, context)
+
+    def prompt_flops_per_token(self, length: int) -> float:
+        """Operations per token of a prompt of `length`, causal attention and one row of logits included.
+
+        The token at position p attends to p + 1 tokens, (length + 1) / 2 on average, with two operations each for
+        its score and for its value, per query head and dimension.
+        """
+        attention = 4 * self.attention_width * (length + 1) / 2
+        return 2 * self.layer_weights + attention + 2 * self.head_weights / length
+
+    def prefill_limit(self, length: int, flops_per_s: float) -> float:
+        """Prompt tokens per second, when nothing but arithmetic takes time."""
+        return flops_per_s / self.prompt_flops_per_token(length)
+
+
+def mean_context(prompt_tokens: int, output_tokens: int) -> float:
+    """Tokens that an average decode step finds cached: the prompt and half of the answer."""
+    return prompt_tokens + output_tokens / 2

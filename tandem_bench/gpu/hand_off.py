@@ -1,0 +1,294 @@
+"""KV hand-off between the pools of two processes: every byte compared, and rates.
+
+On GPUs over cuda_ipc and tcp within one, and over torch_dist (NCCL) between two where there are two. On a CPU the same
+is run small, to see that it runs: over tcp and torch_dist (gloo) between pools that claim to be on a device, and over
+shm between pools in host memory.
+
+`python -m tandem_bench.gpu.hand_off TRANSPORT WHERE BLOCKS` is the receiving process. It says its offer and then
+answers each line with one word: `grant` (its pool is blank, and all of it granted) with the grant, `verify FIRST COUNT
+CHECKSUM` and `compare` with a number of chunks or bytes that are wrong. A landing takes each cell once, so every round
+has a grant of its own, as every attempt of a hand-off does.
+"""
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from random import Random
+
+import torch
+from torch import Tensor
+
+from kv_transfer.layout.cell_range import CellRange
+from kv_transfer.layout.pairing import Pairing
+from kv_transfer.memory.landing import Landing
+from kv_transfer.memory.region import KVRegion
+from kv_transfer.memory.shared_memory import SharedPool
+from kv_transfer.memory.torch_pool import TorchPool
+from kv_transfer.protocol.messages import TransferKey, TransportOffer
+from kv_transfer.transports.catalogue import candidates, open_receivers, open_senders
+from kv_transfer.transports.interface import KVReceiver, PeerWriter, WriteOrder
+from tandem.values.ids import BlockId, TransferId
+from tandem.values.kv_layout import KVLayout
+from tandem_bench.errors import CannotMeasure
+from tandem_bench.gpu.stage import Findings, Note, Stage
+from tandem_bench.report import figure
+
+LAYOUT = KVLayout(model_fingerprint="x", dtype="bfloat16", num_layers=32, num_kv_heads=8, head_dim=128, block_size=16)
+"""Of an 8B model: a block is 2 MiB in all layers."""
+NUM_BLOCKS, NUM_BLOCKS_SMALL = 512, 8
+CHUNK_BLOCKS = 4
+ROUNDS = 3
+_HOST = "host"
+"""Where a pool is that others can map; everywhere else it is a device's, or a CPU's that claims to be one."""
+_SEED = 7
+_WAIT_S = 30.0
+_BUSY_CYCLES = 500_000_000
+"""A quarter of a second, many times what is done beside it."""
+_NUM_CHECKSUMS = 40
+_PAIRING = Pairing.of(LAYOUT, LAYOUT, wire_dtype=LAYOUT.dtype)
+
+
+def hand_off(stage: Stage) -> Findings:
+    """Bytes and rates of the transports that reach the stage's pools."""
+    num_blocks = NUM_BLOCKS_SMALL if stage.is_small else NUM_BLOCKS
+    num_gpus = 0 if stage.is_small else torch.cuda.device_count()
+    if num_gpus:
+        pool = TorchPool(_pattern(stage.place, num_blocks), LAYOUT)
+        yield figure("copy on the device", _copy_rate(pool.memory), "GB/s")
+        yield from _beside_an_engine(pool)
+        del pool
+    for name, here, there in _ways(num_gpus):
+        yield from _by(name, _Pool.filled(here, num_blocks), there)
+    yield Note(name="hand-off", text=f"two processes, {num_gpus} GPUs; NCCL needs two")
+
+
+def _ways(num_gpus: int) -> list[tuple[str, str, str]]:
+    """(transport, where the source is, where the destination is)."""
+    if not num_gpus:
+        return [("tcp", "cpu", "cpu"), ("torch_dist", "cpu", "cpu"), ("shm", _HOST, _HOST)]
+    within = [("cuda_ipc", "cuda:0", "cuda:0"), ("tcp", "cuda:0", "cuda:0")]
+    return within if num_gpus < 2 else [*within, ("torch_dist", "cuda:0", "cuda:1")]
+
+
+def _by(name: str, pool: "_Pool", there: str) -> Findings:
+    with _peer(name, pool, there) as peer:
+        peer.round()
+        rounds = [peer.round() for _ in range(ROUNDS)]
+        yield figure(f"{name}: wrong chunks", peer.bad_chunks, "chunks", at_most=0)
+        yield figure(f"{name}: wrong bytes", peer.ask("compare"), "bytes", at_most=0)
+        yield figure(f"{name}: from pool to pool", max(written for written, _ in rounds), "GB/s")
+        yield figure(f"{name}: verified", max(verified for _, verified in rounds), "GB/s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Pool:
+    """`memory`: uint8, the whole region."""
+
+    region: KVRegion
+    memory: Tensor
+
+    @property
+    def num_blocks(self) -> int:
+        return self.region.num_blocks
+
+    @classmethod
+    def blank(cls, where: str, num_blocks: int) -> "_Pool":
+        size = num_blocks * LAYOUT.worker_block_bytes
+        if where != _HOST:
+            memory = torch.zeros(size, dtype=torch.uint8, device=where)
+            return cls(region=KVRegion.on_device(TorchPool(memory, LAYOUT)), memory=memory)
+        shared = SharedPool(size)
+        memory = torch.frombuffer(shared.buffer, dtype=torch.uint8)
+        return cls(region=KVRegion.of(shared.buffer, LAYOUT, fd=shared.fd), memory=memory)
+
+    @classmethod
+    def filled(cls, where: str, num_blocks: int) -> "_Pool":
+        pool = cls.blank(where, num_blocks)
+        pool.memory.copy_(_pattern(pool.memory.device, num_blocks))
+        _await(pool.memory)
+        return pool
+
+
+def _pattern(place: torch.device, num_blocks: int) -> Tensor:
+    """A pool of random bytes, the same in every process that asks on the same kind of device."""
+    generator = torch.Generator(place).manual_seed(_SEED)
+    size = num_blocks * LAYOUT.worker_block_bytes
+    return torch.randint(0, 256, (size,), dtype=torch.uint8, device=place, generator=generator)
+
+
+def _await(memory: Tensor) -> None:
+    """What was asked for so far is in the pool: transports do not wait for the stream that was asked."""
+    if memory.is_cuda:
+        torch.cuda.synchronize(memory.device)
+
+
+def _scattered(num_blocks: int) -> tuple[BlockId, ...]:
+    """Where the receiver has the sender's blocks, in their order."""
+    blocks = [BlockId(block) for block in range(num_blocks)]
+    Random(_SEED).shuffle(blocks)
+    return tuple(blocks)
+
+
+def _copy_rate(memory: Tensor) -> float:
+    other, best_s = torch.empty_like(memory), float("inf")
+    for _ in range(1 + ROUNDS):
+        torch.cuda.synchronize()
+        started_s = time.perf_counter()
+        other.copy_(memory)
+        torch.cuda.synchronize()
+        best_s = min(best_s, time.perf_counter() - started_s)
+    return memory.numel() / best_s / 1e9
+
+
+def _beside_an_engine(pool: TorchPool) -> Findings:
+    """Checksums of chunks while the engine's stream has nothing to do, and while it has a step on it."""
+    source = _PAIRING.at_source(0, 0, tuple(map(BlockId, range(CHUNK_BLOCKS))), pool.num_blocks)
+    reads = source.reads(_cells(0, CHUNK_BLOCKS))
+    rates = []
+    for cycles in (0, 0, _BUSY_CYCLES):  # the first time kernels are loaded
+        torch.cuda.synchronize()
+        torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+        started_s = time.perf_counter()
+        for _ in range(_NUM_CHECKSUMS):
+            pool.checksum(reads)
+        rates.append(_NUM_CHECKSUMS * reads.num_bytes / (time.perf_counter() - started_s) / 1e9)
+        torch.cuda.synchronize()
+    _, alone, beside = rates
+    yield figure("checksum", alone, "GB/s")
+    yield figure("checksum beside a busy stream", beside, "GB/s")
+    yield figure("checksum beside a busy stream: share", beside / alone, "", at_least=0.5)
+
+
+class _Peer:
+    """The receiving process, and the connection to it."""
+
+    def __init__(self, process: "subprocess.Popen[str]", writer: PeerWriter, num_blocks: int) -> None:
+        self.bad_chunks = 0
+        self._process = process
+        self._writer = writer
+        self._num_blocks = num_blocks
+        self._attempt = 0
+
+    def round(self) -> tuple[float, float]:
+        """Write the whole pool under a new grant, then have every chunk verified; GB/s of either."""
+        self._attempt += 1
+        grant = bytes.fromhex(self.told("grant"))
+        started_s = time.perf_counter()
+        firsts = range(0, self._num_blocks, CHUNK_BLOCKS)
+        chunks = [(first, self._writer.write(self._order(first, grant))) for first in firsts]
+        results = [(first, future.result(_WAIT_S)) for first, future in chunks]
+        written_s = time.perf_counter()
+        for first, result in results:
+            self.bad_chunks += self.ask(f"verify {first} {CHUNK_BLOCKS} {result.checksum}")
+        verified_s = time.perf_counter()
+        num_bytes = sum(result.num_bytes for _, result in results)
+        return num_bytes / (written_s - started_s) / 1e9, num_bytes / (verified_s - written_s) / 1e9
+
+    def ask(self, line: str) -> int:
+        """A number from the other process. Raises CannotMeasure when it has ended."""
+        return int(self.told(line))
+
+    def told(self, line: str) -> str:
+        """The other process's answer. Raises CannotMeasure when it has ended."""
+        if self._process.stdin is None or self._process.stdout is None:
+            raise CannotMeasure("the receiving process has no pipes")
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise CannotMeasure("the receiving process has ended")
+        return answer.strip()
+
+    def _order(self, first: int, grant: bytes) -> WriteOrder:
+        blocks = tuple(BlockId(block) for block in range(self._num_blocks))
+        source = _PAIRING.at_source(0, 0, blocks, self._num_blocks)
+        return WriteOrder(key=_key(self._attempt), grant=grant, cells=_cells(first, CHUNK_BLOCKS), source=source)
+
+
+@contextmanager
+def _peer(name: str, pool: _Pool, there: str) -> Iterator[_Peer]:
+    command = [sys.executable, "-m", "tandem_bench.gpu.hand_off", name, there, str(pool.num_blocks)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        words = process.stdout.readline().split() if process.stdout is not None else []
+        if len(words) != 2:
+            raise CannotMeasure(f"{name}: the receiving process did not begin")
+        advert, host_id = words
+        senders = open_senders(pool.region, choice=name, isolated_network=True)
+        offer = TransportOffer(name=name, advert=bytes.fromhex(advert), host_id=bytes.fromhex(host_id[1:]).decode())
+        [(sender, offer)] = candidates([offer], senders)
+        writer = sender.connect(offer, _PAIRING)
+        try:
+            yield _Peer(process, writer, pool.num_blocks)
+        finally:
+            writer.close()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _key(attempt: int) -> TransferKey:
+    return TransferKey(transfer_id=TransferId("gpu"), attempt=attempt)
+
+
+def _cells(first: int, count: int) -> CellRange:
+    heads, layers = LAYOUT.num_kv_heads, LAYOUT.num_layers
+    return CellRange(first_layer=0, num_layers=layers, first_unit=first, num_units=count, first_head=0, num_heads=heads)
+
+
+class _Receiving:
+    """The other process."""
+
+    def __init__(self, receiver: KVReceiver, pool: _Pool) -> None:
+        self._receiver = receiver
+        self._pool = pool
+        self._attempt = 0
+
+    def answer(self, line: str) -> str:
+        """See the module's docstring. Raises ValueError for what is no command."""
+        verb, *numbers = line.split()
+        if verb == "grant":
+            return self._grant().hex()
+        if verb == "verify":
+            first, count, checksum = map(int, numbers)
+            return str(int(not self._receiver.verify(_key(self._attempt), _cells(first, count), checksum)))
+        if verb == "compare":
+            return str(self._num_wrong())
+        raise ValueError(f"{verb!r} is no command")
+
+    def _grant(self) -> bytes:
+        # The round before has been verified, so nothing of it moves any more.
+        self._receiver.revoke(_key(self._attempt))
+        self._attempt += 1
+        self._pool.memory.zero_()
+        _await(self._pool.memory)
+        cells = _PAIRING.at_destination(0, _scattered(self._pool.num_blocks), self._pool.num_blocks)
+        return self._receiver.open_grant(_key(self._attempt), Landing(self._pool.region, cells, _PAIRING))
+
+    def _num_wrong(self) -> int:
+        """Bytes that are not the sender's."""
+        memory, num_blocks = self._pool.memory, self._pool.num_blocks
+        shape = (LAYOUT.num_layers, num_blocks, -1)
+        expected = _pattern(memory.device, num_blocks).view(shape)
+        places = torch.tensor(_scattered(num_blocks), device=memory.device)
+        return int((memory.view(shape)[:, places] != expected).sum().item())
+
+
+def receive(name: str, where: str, num_blocks: int) -> None:
+    """Be the other process, until standard input ends."""
+    pool = _Pool.blank(where, num_blocks)
+    [receiver] = open_receivers(pool.region, choice=name, isolated_network=True)
+    receiver.listen_quiet(lambda _key: None)
+    receiving = _Receiving(receiver, pool)
+    offer = receiver.offer()
+    print(offer.advert.hex(), f"-{offer.host_id.encode().hex()}", flush=True)
+    for line in sys.stdin:
+        print(receiving.answer(line), flush=True)
+    receiver.close()
+
+
+if __name__ == "__main__":
+    receive(sys.argv[1], sys.argv[2], int(sys.argv[3]))

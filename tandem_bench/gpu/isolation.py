@@ -1,0 +1,153 @@
+"""One process per part: a kernel that reads astray spoils its process's CUDA context, a deadlock its thread, no more.
+
+Processes are forked from a server that has imported torch and has never touched a device, so that each starts within
+moments with a context of its own. They tell what they find as lines of JSON through a pipe, at once, so that what was
+found before a crash or the end of the time is kept.
+"""
+
+import importlib
+import json
+import multiprocessing
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from enum import Enum
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from tandem_bench.errors import CannotMeasure
+from tandem_bench.gpu.parts import Part
+from tandem_bench.gpu.stage import Note, Stage
+from tandem_bench.report import Row
+
+_GRACE_S = 2.0
+"""For a process that has said its last word to end."""
+_END_S = 5.0
+"""For a killed process to be gone. One that the driver holds cannot be killed; the others go on without it."""
+_LAST_LINES = 30
+
+
+class Status(Enum):
+    """How a part ended."""
+
+    OK = "ok"
+    LEFT_OUT = "left out"
+    """Something that it needs is not here, or not built; says so itself."""
+    NO_TIME = "no time"
+    """Never begun."""
+    STOPPED = "stopped"
+    """Its time was up."""
+    FAILED = "failed"
+
+
+@dataclass(slots=True, kw_only=True)
+class Result:
+    """What one part found."""
+
+    part: str
+    status: Status
+    seconds: float = 0.0
+    rows: list[Row] = field(default_factory=list)
+    notes: dict[str, str] = field(default_factory=dict)
+    error: str | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the part has said all that it can say here."""
+        return self.status in (Status.OK, Status.LEFT_OUT)
+
+
+class Workshop:
+    """Makes the parts' processes."""
+
+    def __init__(self, preload: tuple[str, ...]) -> None:
+        """`preload`: modules that the server imports once for all; none of them may touch a device when imported."""
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(list(preload))
+
+    def warm(self) -> None:
+        """Have the server started and everything imported, which from a cold disk takes longer than some parts."""
+        process = self._context.Process(target=_nothing)
+        process.start()
+        process.join()
+        process.close()
+
+    def run(self, part: Part, stage: Stage) -> Result:
+        """Run a part until its budget or the stage's deadline is over, whichever is first."""
+        started_s = time.monotonic()
+        deadline_s = min(stage.deadline_s, started_s + part.budget_s)
+        if deadline_s <= started_s:
+            return Result(part=part.name, status=Status.NO_TIME, error="the suite's time was up")
+        mine, theirs = self._context.Pipe(duplex=False)
+        fields = asdict(replace(stage, deadline_s=deadline_s))
+        process = self._context.Process(target=_work, args=(theirs, part.module, part.function, fields))
+        try:
+            process.start()
+        except (OSError, EOFError) as problem:  # the server is gone; it is started anew for the next part
+            mine.close()
+            return Result(part=part.name, status=Status.FAILED, error=f"no process could be had: {problem!r:.200}")
+        finally:
+            theirs.close()  # so that the pipe ends when the process does
+        try:
+            result = _listen(mine, part.name, deadline_s)
+            if result.status is not Status.STOPPED:
+                process.join(_GRACE_S)
+        finally:
+            _end(process)
+            mine.close()
+        if result.status is Status.FAILED and result.error is None:
+            result.error = f"the process ended without a word (exit code {process.exitcode})"
+        result.seconds = time.monotonic() - started_s
+        if process.exitcode is not None:
+            process.close()
+        return result
+
+
+def _end(process: BaseProcess) -> None:
+    if process.is_alive():
+        process.kill()
+    process.join(_END_S)
+
+
+def _nothing() -> None:
+    """A process's whole life."""
+
+
+def _listen(pipe: Connection, name: str, deadline_s: float) -> Result:
+    """Take in what a part says until it ends, by itself or not."""
+    result = Result(part=name, status=Status.FAILED)
+    while True:
+        if not pipe.poll(max(0.0, deadline_s - time.monotonic())):
+            result.status, result.error = Status.STOPPED, "its time was up; what it had found is kept"
+            return result
+        try:
+            message: Mapping[str, Any] = json.loads(pipe.recv_bytes())
+        except (EOFError, OSError):  # its end, perhaps in the middle of a word
+            return result
+        if "row" in message:
+            result.rows.append(Row(**message["row"]))
+        elif "note" in message:
+            result.notes[message["note"]["name"]] = message["note"]["text"]
+        else:
+            result.status, result.error = Status(message["status"]), message["error"]
+            return result
+
+
+def _work(pipe: Connection, module: str, function: str, fields: dict[str, Any]) -> None:
+    """The whole life of a part's process."""
+
+    def say(message: Mapping[str, Any]) -> None:
+        pipe.send_bytes(json.dumps(message).encode())
+
+    status, error = Status.OK, None
+    try:
+        for found in getattr(importlib.import_module(module), function)(Stage(**fields)):
+            say({"note" if isinstance(found, Note) else "row": asdict(found)})
+    except CannotMeasure as reason:
+        status, error = Status.LEFT_OUT, str(reason)
+    except BaseException as problem:  # noqa: BLE001 - the process's outermost frame, and the suite goes on
+        status, error = Status.FAILED, "".join(traceback.format_exception(problem)[-_LAST_LINES:])
+    say({"status": status.value, "error": error})
+    pipe.close()

@@ -1,0 +1,158 @@
+"""An 8B-shaped random model on the whole engine: decode against the bandwidth, prefill against the matrix products."""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+
+import torch
+from torch import Tensor
+
+from engine.kv_storage.paged_cache import PagedKVCache
+from engine.model.decoder import Decoder
+from engine.model.memory_budget import kv_layout
+from engine.runner.model_runner import ModelRunner
+from engine.runner.step_input_builder import build_step_inputs
+from engine.types.request import Batch, BatchItem, BlockTable, Request
+from engine.types.step_inputs import StepInputs
+from tandem.values.ids import BlockHash, BlockId, RequestId
+from tandem.values.sampling import SamplingParams
+from tandem_bench.engine.roofline import ModelCost, mean_context
+from tandem_bench.errors import CannotMeasure
+from tandem_bench.gpu.machine import gemm_flops_per_s, read_bytes_per_s
+from tandem_bench.gpu.serving import BLOCK_SIZE, Limits, Serving, Tokens, pool_blocks, random_prompts
+from tandem_bench.gpu.sources import random_model
+from tandem_bench.gpu.stage import Findings, Note, Stage
+from tandem_bench.gpu.timing import wall_seconds_per_call
+from tandem_bench.report import figure
+
+DECODE_GOALS = {1: 0.85, 16: 0.80, 64: 0.70}
+"""Batch to the least share of the bandwidth roofline (issue 3)."""
+PREFILL_GOAL = 0.60
+"""Of the GEMM rate measured in the same minute (issue 3)."""
+SAME_WITHIN = 0.05
+"""Of the largest logit: a replayed step may split its attention otherwise than a launched one, no more."""
+_REPEATS = 2
+
+
+def decode(stage: Stage) -> Findings:
+    """Tokens per second and share of the roofline by batch; the prompts are computed on the way.
+
+    Judged is the engine as it serves, with its steps recorded; beside it stands the same without.
+    """
+    batches, length, num_tokens = ((1, 2), 20, 4) if stage.is_small else (tuple(DECODE_GOALS), 1024, 96)
+    bytes_per_s = read_bytes_per_s(stage)
+    yield figure("decode.ceiling", bytes_per_s / 1e9, "GB/s")
+    model = random_model(stage.shape, seed=stage.seed, options=stage.backend_options)
+    yield Note(name="backend", text=model.backend.name)
+    cost = ModelCost.of(model.config, stage.dtype)
+    rng = Random(f"decode:{stage.seed}")
+    limits = Limits(
+        num_blocks=pool_blocks(max(batches), length + num_tokens),
+        max_rows=max(batches),
+        max_tokens=max(64, length) * 4,
+        chunk_tokens=max(64, length) * 4,
+        max_model_len=length + num_tokens + 16,
+    )
+    prompts = {batch: random_prompts(rng, batch, length, model.config.vocab_size) for batch in batches}
+    for graphs in (True, False):
+        with Serving(model, replace(limits, graphs=graphs)) as serving:
+            if graphs and model.device.type == "cuda" and not serving.has_graphs:
+                raise CannotMeasure("the engine recorded no graphs")
+            for batch in batches:
+                step_s = _decode_step_s(serving, prompts[batch], num_tokens)
+                limit = cost.decode_limit(batch, mean_context(length, num_tokens), bytes_per_s)
+                name = f"decode.{batch}" if graphs else f"decode.{batch}.eager"
+                goal = stage.goal(DECODE_GOALS[batch]) if graphs and batch in DECODE_GOALS else None
+                yield figure(f"{name}.step", step_s * 1e3, "ms")
+                yield figure(f"{name}.rate", batch / step_s, "tokens/s")
+                yield figure(f"{name}.of_roofline", batch / step_s / limit, "", at_least=goal)
+    del serving
+    yield from _launched_and_replayed(model, batches, length)
+
+
+def _decode_step_s(serving: Serving, prompts: Sequence[Tokens], num_tokens: int) -> float:
+    """Best mean of several rounds. The first also computes the prompts, which the others find in the cache."""
+    rounds = [serving.run(prompts, num_tokens) for _ in range(1 + _REPEATS)]
+    return min(served.decode_step_s(len(prompts)) for served in rounds)
+
+
+@torch.inference_mode()
+def _launched_and_replayed(model: Decoder, batches: tuple[int, ...], length: int) -> Findings:
+    """The model's part of a decode step, without scheduler and sampling: kernel by kernel, and as a recorded graph."""
+    layout = kv_layout(
+        model.config,
+        fingerprint=model.fingerprint,
+        dtype=str(model.dtype).removeprefix("torch."),
+        block_size=BLOCK_SIZE,
+    )
+    blocks_each = -(-length // BLOCK_SIZE)
+    cache = PagedKVCache(layout, num_blocks=blocks_each * max(batches), device=model.device)
+    runner = ModelRunner(model, cache)
+    launched: dict[int, tuple[float, Tensor]] = {}
+    for batch in batches:
+        launched[batch] = _step(runner, decode_inputs(batch, length, blocks_each))
+        yield figure(f"decode.{batch}.model.launched", launched[batch][0] * 1e3, "ms")
+    if model.device.type != "cuda":
+        yield Note(name="decode.graphs", text="none on this device")
+        return
+    runner.record_graphs(max_rows=max(batches), max_length=length)
+    for batch, (launched_s, logits) in launched.items():
+        replayed_s, replayed = _step(runner, decode_inputs(batch, length, blocks_each))
+        yield figure(f"decode.{batch}.model.replayed", replayed_s * 1e3, "ms")
+        yield figure(f"decode.{batch}.model.graph_gain", launched_s / replayed_s, "x")
+        apart = ((replayed - logits).abs().max() / logits.abs().max()).item()
+        yield figure(f"decode.{batch}.model.graph_apart", apart, "of the largest logit", at_most=SAME_WITHIN)
+
+
+def _step(runner: ModelRunner, inputs: StepInputs) -> tuple[float, Tensor]:
+    """Seconds from asking to having, one step asked for after the other, and the logits."""
+    seconds = wall_seconds_per_call(lambda _: runner.compute(inputs), runner.model.device, calls=8)
+    logits = runner.compute(inputs)
+    if logits is None:
+        raise ValueError(f"no logits, though {len(inputs.sample_rows)} rows sample")
+    return seconds, logits.clone()
+
+
+def decode_inputs(batch: int, length: int, blocks_each: int) -> StepInputs:
+    """A step in which each of `batch` sequences computes its last token, and blocks lie in no order."""
+    order = Random(f"decode-inputs:{batch}").sample(range(batch * blocks_each), batch * blocks_each)
+    items = []
+    for i in range(batch):
+        request = Request(
+            request_id=RequestId(f"suite-{i}"),
+            token_ids=array("i", range(length)),
+            num_prompt_tokens=length,
+            params=SamplingParams(temperature=0.0),
+            hash_root=BlockHash(b""),
+            block_table=BlockTable(BlockId(block) for block in order[i * blocks_each : (i + 1) * blocks_each]),
+        )
+        items.append(BatchItem(request=request, start=length - 1, num_tokens=1, samples=True))
+    return build_step_inputs(Batch(items=tuple(items)), BLOCK_SIZE)
+
+
+def prefill(stage: Stage) -> Findings:
+    """One prompt in one step, as a prefill worker of an idle pool has it; best of several."""
+    length = 48 if stage.is_small else 8192
+    rate = gemm_flops_per_s(stage, getattr(torch, stage.dtype))
+    yield figure("prefill.ceiling", rate / 1e12, "TFLOP/s")
+    model = random_model(stage.shape, seed=stage.seed, options=stage.backend_options)
+    cost = ModelCost.of(model.config, stage.dtype)
+    rng = Random(f"prefill:{stage.seed}")
+    limits = Limits(
+        num_blocks=pool_blocks(2, length + 1),
+        max_rows=2,
+        max_tokens=length,
+        chunk_tokens=length,
+        max_model_len=length + 16,
+    )
+    with Serving(model, limits) as serving:
+        rounds = [
+            serving.run(random_prompts(rng, 1, length, model.config.vocab_size), 1).end_s for _ in range(1 + _REPEATS)
+        ]
+    seconds = min(rounds[1:])
+    flops_per_s = cost.prompt_flops_per_token(length) * length / seconds
+    yield figure(f"prefill.{length}.rate", length / seconds, "tokens/s")
+    yield figure(f"prefill.{length}.arithmetic", flops_per_s / 1e12, "TFLOP/s")
+    yield figure(f"prefill.{length}.of_gemm", flops_per_s / rate, "", at_least=stage.goal(PREFILL_GOAL))
+    yield figure(f"prefill.{length}.first", rounds[0], "s")

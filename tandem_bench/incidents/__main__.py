@@ -1,0 +1,67 @@
+"""`python -m tandem_bench.incidents NAME`: an incident on a real cluster here, in trouble and cured, with its pictures.
+
+A cluster for each phase, loaded for some seconds, with a Prometheus that has our rules. Exit code 1: an alarm was not
+raised in trouble, or was without; 2: it could not be measured.
+"""
+
+import argparse
+import asyncio
+import sys
+from pathlib import Path
+
+from tandem_bench.errors import CannotMeasure
+from tandem_bench.incidents.known import INCIDENTS
+from tandem_bench.incidents.pictures import draw
+from tandem_bench.incidents.reproduce import Report, reproduced
+from tandem_bench.incidents.scene import Incident
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    made = argparse.ArgumentParser(prog="python -m tandem_bench.incidents", description=__doc__)
+    made.add_argument("name", choices=[*INCIDENTS], help="which one of docs/walkthroughs.md")
+    made.add_argument("--seconds", type=float, default=40.0, help="of load in each phase")
+    made.add_argument("--picture", type=Path, metavar="FILE.png", help="draw the panels that show it")
+    return made
+
+
+async def _main(incident: Incident, seconds: float, picture: Path | None) -> int:
+    print(incident.story)
+    async with reproduced(incident, seconds) as report:
+        print("\n".join(lines(report)))
+        if picture is not None:
+            draw(incident, report, picture)
+            print(f"drawn: {picture}")
+    return 0 if report.is_shown else 1
+
+
+def lines(report: Report) -> list[str]:
+    """The table: a line for each figure, a column for each phase."""
+    phases = [outcome.phase.name for outcome in report.outcomes]
+    rows = [("", phases)]
+    for name in report.outcomes[0].clients:
+        rows.append((name, [f"{outcome.clients[name]:.4g}" for outcome in report.outcomes]))
+    for name, values in report.figures.items():
+        rows.append((name, ["-" if value is None else f"{value:.3g}" for value in values]))
+    for name, shares in report.held.items():
+        rows.append((name, [f"raised for {share:.0%}" for share in shares]))
+    widths = [max(len(row[1][column]) for row in rows) for column in range(len(phases))]
+    first = max(len(name) for name, _ in rows)
+    return [
+        name.ljust(first) + "  " + "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+        for name, cells in rows
+    ]
+
+
+def main() -> int:
+    """Parse, reproduce, print."""
+    options = parser().parse_args()
+    try:
+        return asyncio.run(_main(INCIDENTS[options.name](), options.seconds, options.picture))
+    except CannotMeasure as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,190 @@
+"""What a router costs by itself: processor time for each request and each streamed token, workers having no model.
+
+Tokenizing is measured apart, against a bare call of the same library on the same text.
+"""
+
+import json
+import os
+import secrets
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import tokenizers
+import yaml
+
+from router.text.chat_template import Message
+from router.text.tokenizer import Tokenizer
+from tandem.model_path import model_directory
+from tandem_bench.errors import CannotMeasure
+
+PROMPT_BYTES = 2048
+ANSWER_TOKENS = 16
+STREAM_TOKENS = 256
+NUM_STREAMS = 64
+NUM_CLIENTS = 32
+_LAST_WORDS = 500
+_START_S = 60.0
+_WORDS = "Once upon a time there was a little girl who had a red ball and a big dog. "
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoorCosts:
+    """Of one round."""
+
+    request_ms: float
+    """Processor time of the router for one non-streaming chat request, tokenization excluded."""
+    tokenize_ms: float
+    bare_tokenize_ms: float
+    requests_per_s: float
+    stream_tokens_per_cpu_s: float
+    stream_tokens_per_s: float
+
+
+def chat_body(*, max_tokens: int, stream: bool) -> dict[str, Any]:
+    """A conversation of one message of PROMPT_BYTES."""
+    text = (_WORDS * (PROMPT_BYTES // len(_WORDS) + 1))[:PROMPT_BYTES]
+    messages = [{"role": "user", "content": text}]
+    return {"messages": messages, "max_tokens": max_tokens, "temperature": 0, "stream": stream}
+
+
+def measure(*, num_requests: int = 3000, num_workers: int = 2) -> DoorCosts:
+    """One round: a router, its workers and a client in processes of their own."""
+    directory = model_directory("builtin")
+    tokenize_ms, bare_ms = tokenizing(directory)
+    with cluster(num_workers=num_workers) as (url, router):
+        body = chat_body(max_tokens=ANSWER_TOKENS, stream=False)
+        run_client(url, body, connections=NUM_CLIENTS, requests=num_requests // 4)
+        before_s = cpu_s(router)
+        plain = run_client(url, body, connections=NUM_CLIENTS, requests=num_requests)
+        request_s = (cpu_s(router) - before_s) / plain["requests"]
+        body = chat_body(max_tokens=STREAM_TOKENS, stream=True)
+        run_client(url, body, connections=NUM_STREAMS, requests=NUM_STREAMS)
+        before_s = cpu_s(router)
+        streamed = run_client(url, body, connections=NUM_STREAMS, requests=2 * NUM_STREAMS)
+        stream_s = cpu_s(router) - before_s
+    num_tokens = streamed["requests"] * STREAM_TOKENS
+    if plain["bad"] or streamed["bad"] or streamed["events"] < num_tokens:
+        raise CannotMeasure(f"the router did not answer everything: {plain}, {streamed}")
+    return DoorCosts(
+        request_ms=1e3 * request_s - tokenize_ms,
+        tokenize_ms=tokenize_ms,
+        bare_tokenize_ms=bare_ms,
+        requests_per_s=plain["requests"] / plain["seconds"],
+        stream_tokens_per_cpu_s=num_tokens / stream_s,
+        stream_tokens_per_s=num_tokens / streamed["seconds"],
+    )
+
+
+def tokenizing(directory: Path, rounds: int = 400) -> tuple[float, float]:
+    """Milliseconds of processor time for the conversation: by Tandem's tokenizer, and by a bare call on its text."""
+    ours, bare = Tokenizer.load(directory), tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    message = chat_body(max_tokens=1, stream=False)["messages"][0]
+    messages = [Message(role=message["role"], content=message["content"])]
+    best = [float("inf"), float("inf")]
+    for _ in range(5):
+        for index in (0, 1):
+            started_s = time.thread_time()
+            for _ in range(rounds // 5):
+                if index:
+                    _ = bare.encode(message["content"]).ids
+                else:
+                    ours.encode_chat(messages, add_generation_prompt=True, max_chars=1 << 20)
+            best[index] = min(best[index], (time.thread_time() - started_s) / (rounds // 5))
+    return 1e3 * best[0], 1e3 * best[1]
+
+
+def cpu_s(process: psutil.Process) -> float:
+    """User and system time so far."""
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def run_client(
+    url: str, body: Mapping[str, Any], *, connections: int, requests: int, salt: str | None = None
+) -> dict[str, Any]:
+    """Its tally. `salt`: each request has a cache salt of its own that begins so."""
+    command = [sys.executable, "-m", "tandem_bench.router.client_process", f"{url}/v1/chat/completions"]
+    command += ["--body", json.dumps(body), "--connections", str(connections), "--requests", str(requests)]
+    command += ["--salt", salt] if salt is not None else []
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    if done.returncode:
+        raise CannotMeasure(f"the client failed: {done.stderr[-_LAST_WORDS:]}")
+    tally: dict[str, Any] = json.loads(done.stdout)
+    return tally
+
+
+@contextmanager
+def cluster(
+    *, num_workers: int, step_ms: float = 10.0, more: Mapping[str, Any] | None = None
+) -> Iterator[tuple[str, psutil.Process]]:
+    """A router over mock workers: its URL and its process. `more`: sections of its configuration."""
+    secret, ports = secrets.token_hex(16), free_ports(num_workers + 2)
+    tokenizer = Tokenizer.load(model_directory("builtin"))
+    says = [str(token_id) for token_id in tokenizer.encode(_WORDS, add_special_tokens=False)]
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-router-")))
+        for index, port in enumerate(ports[2:]):
+            command = [sys.executable, "-m", "tandem_bench.router.mock_worker", "--port", str(port)]
+            command += ["--index", str(index), "--secret", secret, "--vocab-size", str(tokenizer.size), "--says", *says]
+            worker = start(stack, [*command, "--step-ms", str(step_ms)], stdout=subprocess.PIPE)
+            if worker.stdout is None or worker.stdout.readline() != b"ready\n":
+                raise CannotMeasure("a mock worker did not start")
+        config = {
+            "secret": secret,
+            "log_level": "warning",
+            "router": {"port": ports[0], "grpc_port": ports[1], "max_inflight_requests": 4096},
+            "prefill": {"replicas": 0},
+            "decode": {"replicas": num_workers, "addresses": [f"127.0.0.1:{port}" for port in ports[2:]]},
+            **(more or {}),
+        }
+        file = folder / "cluster.yaml"
+        file.write_text(yaml.safe_dump(config))
+        router = _start_router(stack, file)
+        url = f"http://127.0.0.1:{ports[0]}"
+        yield url, psutil.Process(router.pid)
+
+
+def start(stack: ExitStack, command: Sequence[str], **more: Any) -> "subprocess.Popen[bytes]":
+    """A process that is killed when the stack ends."""
+    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, **more)
+
+    def stop() -> None:
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+
+    stack.callback(stop)
+    return process
+
+
+def _start_router(stack: ExitStack, file: Path) -> "subprocess.Popen[bytes]":
+    """Returns when it has said that it serves."""
+    ready, told = os.pipe()
+    stack.callback(os.close, ready)
+    command = [sys.executable, "-m", "router", "--config", str(file), "--ready-fd", str(told)]
+    log = stack.enter_context(file.with_name("router.log").open("w+", encoding="utf-8"))
+    router = start(stack, command, pass_fds=(told,), stderr=log)
+    os.close(told)  # the router's end is the pipe's end, so a router that ends is noticed
+    if not select.select([ready], [], [], _START_S)[0]:
+        raise CannotMeasure(f"the router was not ready in {_START_S:g} s")
+    if not os.read(ready, 1):
+        log.seek(0)
+        raise CannotMeasure(f"the router ended with {router.wait()}: {log.read()[-_LAST_WORDS:]}")
+    return router
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listened on a moment ago."""
+    with ExitStack() as stack:
+        held = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [int(one.getsockname()[1]) for one in held]

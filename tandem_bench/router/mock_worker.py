@@ -1,0 +1,192 @@
+"""`python -m tandem_bench.router.mock_worker ...`: a decode worker without a model, for what a router costs by itself.
+
+It speaks the session protocol over the workers' own classes, and like a real worker it tells of the blocks that it has
+computed. Each "engine step" gives every live request one token, in one message, or holds it back until there are as
+many as the router wants together; or all tokens of a request at once, with `--step-ms 0`.
+"""
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from tandem.protocol.session_versions import SPOKEN
+from tandem.protocol.wire import finish_reason_to_pb
+from tandem.rpc.cluster_grpc import ClusterAuth, listen, make_server
+from tandem.v1 import common_pb2 as common
+from tandem.v1 import session_pb2 as pb
+from tandem.v1.session_pb2_grpc import add_WorkerServicer_to_server
+from tandem.values.block_hash import HASH_BLOCK_TOKENS, BlockHasher
+from tandem.values.ids import BlockHash, Incarnation
+from tandem.values.outputs import FinishReason
+from worker.session_port import SessionPort
+from worker.sessions import WorkerSessions
+
+NUM_BLOCKS = 1 << 16
+MAX_MODEL_LEN = 1 << 14
+
+
+@dataclass(slots=True)
+class _Running:
+    port: SessionPort
+    submit: pb.Submit
+    num_tokens: int = 0
+    num_told: int = 0
+
+
+class MockWorker:
+    """SessionHandler of one decode worker."""
+
+    def __init__(
+        self, *, index: int, vocab_size: int, model_name: str, step_s: float, token_ids: Iterable[int], secret: bytes
+    ) -> None:
+        """`token_ids`: what every answer says, again and again."""
+        self._hasher = BlockHasher(secret)
+        self._cached: set[BlockHash] = set()
+        self._num_events = 0
+        self._index = index
+        self._vocab_size = vocab_size
+        self._model_name = model_name
+        self._step_s = step_s
+        self._says = list(token_ids)
+        self._running: dict[tuple[SessionPort, str], _Running] = {}
+        self._has_work = asyncio.Event()
+
+    def hello(self) -> pb.WorkerHello:
+        """A worker with room for everything."""
+        layout = common.KVLayout(
+            model_fingerprint="mock",
+            dtype="bfloat16",
+            num_layers=1,
+            num_kv_heads=1,
+            head_dim=8,
+            block_size=HASH_BLOCK_TOKENS,
+            tp_size=1,
+        )
+        return pb.WorkerHello(
+            protocol_version=SPOKEN.oldest,
+            newest_version=SPOKEN.newest,
+            worker_id=f"decode-{self._index}",
+            incarnation=Incarnation(self._index + 1),
+            role=pb.WORKER_ROLE_DECODE,
+            model_name=self._model_name,
+            max_model_len=MAX_MODEL_LEN,
+            num_blocks=NUM_BLOCKS,
+            layout=layout,
+            vocab_size=self._vocab_size,
+        )
+
+    def opened(self, port: SessionPort) -> None:
+        """Nothing is cached."""
+        port.send_snapshot(self._num_events, [pb.KVEvent(block_hash=name, stored=True) for name in self._cached])
+
+    def order(self, port: SessionPort, message: pb.RouterMessage) -> None:
+        """Submits and cancels."""
+        kind = message.WhichOneof("kind")
+        if kind == "submit":
+            self._running[port, message.submit.request_id] = _Running(port=port, submit=message.submit)
+            self._compute(port, message.submit)
+            self._has_work.set()
+            if not self._step_s:
+                self._step()
+        elif kind == "cancel":
+            self._running.pop((port, message.cancel.request_id), None)
+
+    def closed(self, port: SessionPort) -> None:
+        """Its requests are over."""
+        self._running = {key: one for key, one in self._running.items() if one.port is not port}
+
+    async def load(self) -> pb.LoadSnapshot:
+        """A quick worker that is nearly empty."""
+        return pb.LoadSnapshot(
+            num_running=len(self._running),
+            num_free_blocks=NUM_BLOCKS,
+            num_total_blocks=NUM_BLOCKS,
+            prefill_tokens_per_s=1e5,
+            decode_step_s=0.01,
+        )
+
+    async def run(self) -> None:
+        """Steps for ever."""
+        while True:
+            await self._has_work.wait()
+            self._has_work.clear()
+            while self._step_s and self._running:
+                await asyncio.sleep(self._step_s)
+                self._step()
+
+    def _compute(self, port: SessionPort, submit: pb.Submit) -> None:
+        """In no time; what is new is cached and told."""
+        names: list[BlockHash] = []
+        self._hasher.extend(BlockHash(submit.hash_root), names, submit.prompt_token_ids)
+        fresh = [name for name in names if name not in self._cached]
+        if fresh:
+            port.send_events(self._num_events, [pb.KVEvent(block_hash=name, stored=True) for name in fresh])
+            self._cached.update(fresh)
+            self._num_events += len(fresh)
+
+    def _step(self) -> None:
+        deltas: dict[SessionPort, list[pb.TokenDelta]] = {}
+        for key, one in list(self._running.items()):
+            wanted = one.submit.sampling.max_tokens
+            one.num_tokens = one.num_tokens + 1 if self._step_s else wanted
+            is_over = one.num_tokens >= wanted
+            if is_over:
+                del self._running[key]
+            if is_over or not one.num_told or one.num_tokens - one.num_told >= one.submit.tokens_per_message:
+                deltas.setdefault(one.port, []).append(self._tell(one, is_over=is_over))
+        for port, told in deltas.items():
+            port.send(pb.WorkerMessage(tokens=pb.StepTokens(deltas=told)))
+
+    def _tell(self, one: _Running, *, is_over: bool) -> pb.TokenDelta:
+        first, one.num_told = one.num_told, one.num_tokens
+        delta = pb.TokenDelta(
+            request_id=one.submit.request_id,
+            attempt=one.submit.attempt,
+            first_index=first,
+            token_ids=[self._says[i % len(self._says)] for i in range(first, one.num_tokens)],
+        )
+        if not first:
+            delta.started.CopyFrom(pb.Started())
+        if is_over:
+            delta.finish.CopyFrom(pb.Finish(reason=finish_reason_to_pb(FinishReason.LENGTH)))
+        return delta
+
+
+async def _serve(options: argparse.Namespace) -> None:
+    worker = MockWorker(
+        index=options.index,
+        vocab_size=options.vocab_size,
+        model_name=options.model,
+        step_s=options.step_ms / 1e3,
+        token_ids=options.says,
+        secret=options.secret.encode(),
+    )
+    sessions = WorkerSessions(worker)
+    server = make_server(ClusterAuth(options.secret.encode()))
+    add_WorkerServicer_to_server(sessions, server)  # type: ignore[no-untyped-call]
+    listen(server, "127.0.0.1", options.port)
+    await server.start()
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(sessions.tell_load())
+        tasks.create_task(worker.run())
+
+
+def main() -> None:
+    """Until killed."""
+    parser = argparse.ArgumentParser(prog="python -m tandem_bench.router.mock_worker", description=__doc__)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--index", type=int, default=0)
+    parser.add_argument("--secret", required=True)
+    parser.add_argument("--model", default="mock")
+    parser.add_argument("--vocab-size", type=int, required=True)
+    parser.add_argument("--step-ms", type=float, default=10.0)
+    parser.add_argument("--says", type=int, nargs="+", default=[5, 6, 7])
+    asyncio.run(_serve(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()

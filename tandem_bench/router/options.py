@@ -1,0 +1,37 @@
+"""The command line of `python -m tandem_bench router`. Imports nothing heavy: help must come at once."""
+
+import argparse
+from pathlib import Path
+
+PARTS = ("doors", "placement", "prefix_map", "redis", "overload")
+PEER_NAMES = ("nginx", "sglang-router")
+ROUNDS = 3
+REPEATS = 30
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare them."""
+    parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", help=f"some of: {', '.join(PARTS)}")
+    parser.add_argument(
+        "--peer", nargs="+", choices=PEER_NAMES, default=[], metavar="PEER", help=f"some of: {', '.join(PEER_NAMES)}"
+    )
+    parser.add_argument(
+        "--rounds", type=_positive, default=ROUNDS, metavar="N", help=f"of doors, of which the best counts; {ROUNDS}"
+    )
+    parser.add_argument(
+        "--repeats", type=_positive, default=REPEATS, metavar="N", help=f"of the others, likewise; {REPEATS}"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file as well")
+
+
+def parts(options: argparse.Namespace) -> tuple[str, ...]:
+    """What is to be measured, in the order of PARTS."""
+    wanted = options.only or PARTS
+    return tuple(part for part in PARTS if part in wanted)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return value

@@ -1,0 +1,134 @@
+"""Peers as proxies before an upstream that does nothing: what they cost by themselves, measured as our doors are.
+
+nginx is what any proxy written in C costs here. sglang's router (Rust) runs with its own defaults.
+"""
+
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+
+from tandem_bench.errors import CannotMeasure
+from tandem_bench.peers.environments import PeerEnvironment, ensure
+from tandem_bench.router import costs as router_costs
+
+_START_S = 20.0
+_SGLANG = PeerEnvironment(name="sglang-router", steps=(("sglang-router==0.3.2",),))
+_CONFIG = """
+daemon off; worker_processes 1; pid {folder}/pid; error_log {folder}/log;
+events {{ worker_connections 1024; }}
+http {{
+  access_log off; client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy;
+  fastcgi_temp_path {folder}/fastcgi; uwsgi_temp_path {folder}/uwsgi; scgi_temp_path {folder}/scgi;
+  keepalive_requests 1000000;
+  upstream worker {{ server 127.0.0.1:{upstream}; keepalive 128; keepalive_requests 1000000; }}
+  server {{
+    listen 127.0.0.1:{port};
+    location / {{
+      proxy_pass http://worker; proxy_http_version 1.1; proxy_set_header Connection ""; proxy_buffering off;
+    }}
+  }}
+}}
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerCosts:
+    """Of one round."""
+
+    request_ms: float
+    stream_events_per_cpu_s: float
+
+
+def measure(name: str, *, num_requests: int = 3000) -> PeerCosts:
+    """One round of a peer. Raises CannotMeasure where it cannot be had."""
+    with _PROXIES[name]() as (url, process):
+        body = router_costs.chat_body(max_tokens=router_costs.ANSWER_TOKENS, stream=False)
+        router_costs.run_client(url, body, connections=router_costs.NUM_CLIENTS, requests=num_requests // 4)
+        before_s = router_costs.cpu_s(process)
+        plain = router_costs.run_client(url, body, connections=router_costs.NUM_CLIENTS, requests=num_requests)
+        request_s = (router_costs.cpu_s(process) - before_s) / plain["requests"]
+        body = router_costs.chat_body(max_tokens=router_costs.STREAM_TOKENS, stream=True)
+        before_s = router_costs.cpu_s(process)
+        streamed = router_costs.run_client(
+            url, body, connections=router_costs.NUM_STREAMS, requests=2 * router_costs.NUM_STREAMS
+        )
+        stream_s = router_costs.cpu_s(process) - before_s
+    if plain["bad"] or streamed["bad"] or streamed["events"] < streamed["requests"] * router_costs.STREAM_TOKENS:
+        raise CannotMeasure(f"{name} did not answer everything: {plain}, {streamed}")
+    return PeerCosts(request_ms=1e3 * request_s, stream_events_per_cpu_s=streamed["events"] / stream_s)
+
+
+@contextmanager
+def _nginx() -> Iterator[tuple[str, psutil.Process]]:
+    """Its URL and its worker process."""
+    nginx = shutil.which("nginx")
+    if nginx is None:
+        raise CannotMeasure("nginx is not installed (Debian: apt-get install nginx-light)")
+    with ExitStack() as stack:
+        folder, upstream, port = _beginning(stack)
+        file = folder / "nginx.conf"
+        file.write_text(_CONFIG.format(folder=folder, upstream=upstream, port=port))
+        process = router_costs.start(
+            stack, [nginx, "-c", str(file), "-e", str(folder / "log")], stderr=subprocess.DEVNULL
+        )
+        url = f"http://127.0.0.1:{port}"
+        _wait(url, process, folder / "log")
+        (worker,) = psutil.Process(process.pid).children()
+        # Its master is killed: it would not outlive the pipe, but it would outlive the master.
+        stack.callback(worker.kill)
+        yield url, worker
+
+
+@contextmanager
+def _sglang_router() -> Iterator[tuple[str, psutil.Process]]:
+    """Its URL and its process."""
+    python = ensure(_SGLANG, lambda _: None)
+    with ExitStack() as stack:
+        folder, upstream, port = _beginning(stack)
+        (metrics,) = router_costs.free_ports(1)
+        log = stack.enter_context((folder / "log").open("wb"))
+        command = [str(python), "-m", "sglang_router.launch_router", "--worker-urls", f"http://127.0.0.1:{upstream}"]
+        command += ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics)]
+        process = router_costs.start(stack, [*command, "--log-level", "warn"], stdout=log, stderr=log)
+        url = f"http://127.0.0.1:{port}"
+        _wait(f"{url}/health", process, folder / "log")
+        yield url, psutil.Process(process.pid)
+
+
+def _beginning(stack: ExitStack) -> tuple[Path, int, int]:
+    """A folder, the port of an upstream that serves, and one for the proxy."""
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-proxy-")))
+    upstream, port = router_costs.free_ports(2)
+    process = router_costs.start(stack, [sys.executable, "-m", "tandem_bench.router.upstream", "--port", str(upstream)])
+    _wait(f"http://127.0.0.1:{upstream}", process, folder / "upstream")
+    return folder, upstream, port
+
+
+def _wait(url: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
+    end_s = time.monotonic() + _START_S
+    while time.monotonic() < end_s:
+        if process.poll() is not None:
+            said = log.read_text()[-500:] if log.exists() else ""
+            raise CannotMeasure(f"{process.args!r:.80} ended with {process.returncode}: {said}")
+        try:
+            if httpx.get(url, trust_env=False).status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.1)  # none of them tells when it serves
+    raise CannotMeasure(f"{process.args!r:.80} was not ready in time")
+
+
+_PROXIES: Mapping[str, Callable[[], AbstractContextManager[tuple[str, psutil.Process]]]] = {
+    "nginx": _nginx,
+    "sglang-router": _sglang_router,
+}

@@ -1,0 +1,54 @@
+"""`python -m tandem_bench.router.upstream --port P`: an HTTP server that thinks of nothing, for peers that are proxies.
+
+It answers each request with a fixed answer, or with a stream of as many events as `max_tokens`, one every 10 ms.
+"""
+
+import argparse
+import asyncio
+import json
+from typing import Any
+
+STEP_S = 0.01
+_CHUNK = b'data: {"choices":[{"index":0,"delta":{"content":" word"},"logprobs":null,"finish_reason":null}]}\n\n'
+_ANSWER = json.dumps({"choices": [{"index": 0, "message": {"role": "assistant", "content": "word " * 16}}]}).encode()
+
+
+async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while True:
+        try:
+            head = (await reader.readuntil(b"\r\n\r\n")).lower()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            writer.close()
+            return
+        _, found, rest = head.partition(b"content-length: ")
+        body = json.loads(await reader.readexactly(int(rest.split(b"\r\n", 1)[0]))) if found else {}
+        if body.get("stream"):
+            await _stream(writer, body)
+        else:
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(_ANSWER), _ANSWER))
+
+
+async def _stream(writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
+    writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
+    # sglang's router passes OpenAI's older field on under its newer name.
+    for _ in range(body.get("max_completion_tokens") or body["max_tokens"]):
+        await asyncio.sleep(STEP_S)
+        writer.write(b"%x\r\n%b\r\n" % (len(_CHUNK), _CHUNK))
+    writer.write(b"0\r\n\r\n")
+
+
+async def _run(port: int) -> None:
+    server = await asyncio.start_server(_serve, "127.0.0.1", port)
+    async with server:
+        await server.serve_forever()
+
+
+def main() -> None:
+    """Until killed."""
+    parser = argparse.ArgumentParser(prog="python -m tandem_bench.router.upstream", description=__doc__)
+    parser.add_argument("--port", type=int, required=True)
+    asyncio.run(_run(parser.parse_args().port))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""A registry of made-up workers, loaded at random, over ports that lead nowhere."""
+
+from collections.abc import Iterator
+from random import Random
+
+from router.types.session_events import Deliver, DeliverRead, Inheritance, PrefillRoute, ReadOrder, SubmitOrder
+from router.types.worker_view import PrefixChange, WorkerInfo, WorkerKey, WorkerLoad
+from router.workers.prefix_map import PrefixMap
+from router.workers.registry import WorkerRegistry
+from tandem.values.ids import BlockHash, Incarnation, RequestId, WorkerId
+from tandem.values.kv_layout import KVLayout
+from tandem.values.prefix_pin import PinKey, PinOrder
+from tandem.values.roles import WorkerRole
+
+LAYOUT = KVLayout(model_fingerprint="m", dtype="bfloat16", num_layers=32, num_kv_heads=8, head_dim=128, block_size=16)
+NUM_BLOCKS = 10_000
+
+
+class NoPort:
+    """A WorkerPort that takes everything and does nothing."""
+
+    def submit(self, order: SubmitOrder, deliver: Deliver) -> None:
+        """See WorkerPort."""
+
+    def adopt(self, request_id: RequestId, attempt: int, *, num_shown: int, deliver: Deliver) -> None:
+        """See WorkerPort."""
+
+    def reroute(self, request_id: RequestId, attempt: int, prefill: PrefillRoute | None) -> None:
+        """See WorkerPort."""
+
+    def cancel(self, request_id: RequestId, attempt: int) -> None:
+        """See WorkerPort."""
+
+    def read(self, order: ReadOrder, deliver: DeliverRead) -> None:
+        """See WorkerPort."""
+
+    def inherit(self, share: Inheritance, *, within_s: float, prefill_tokens_per_s: float) -> None:
+        """See WorkerPort."""
+
+    def settle(self) -> None:
+        """See WorkerPort."""
+
+    def pin(self, order: PinOrder) -> None:
+        """See WorkerPort."""
+
+    def unpin(self, key: PinKey) -> None:
+        """See WorkerPort."""
+
+    def resync(self) -> None:
+        """See WorkerPort."""
+
+
+def names(rng: Random, count: int) -> list[BlockHash]:
+    """Of blocks that nobody else has."""
+    return [BlockHash(rng.randbytes(16)) for _ in range(count)]
+
+
+def stored(blocks: list[BlockHash]) -> PrefixChange:
+    """A snapshot of just these."""
+    return PrefixChange(first_sequence=0, snapshot=True, changes=tuple((name, True) for name in blocks))
+
+
+def info(role: WorkerRole, number: int) -> WorkerInfo:
+    """One worker."""
+    return WorkerInfo(
+        key=WorkerKey(WorkerId(f"{role.value}-{number}"), Incarnation(1)),
+        role=role,
+        model_name="m",
+        max_model_len=1 << 20,
+        num_blocks=NUM_BLOCKS,
+        layout=LAYOUT,
+        handoff_address=f"{role.value}-{number}:1",
+        transports=frozenset({"tcp"}),
+    )
+
+
+def load(rng: Random) -> WorkerLoad:
+    """A busy worker's report."""
+    return WorkerLoad(
+        num_running=rng.randrange(64),
+        num_waiting=rng.randrange(4),
+        backlog_tokens=rng.randrange(20_000),
+        num_free_blocks=rng.randrange(1_000, NUM_BLOCKS),
+        prefill_tokens_per_s=rng.uniform(8_000, 12_000),
+        decode_step_s=rng.uniform(0.01, 0.02),
+        kv_bytes_per_s=rng.uniform(5e9, 1e10),
+    )
+
+
+def registry(rng: Random, *, num_each: int) -> WorkerRegistry:
+    """So many prefill and as many decode workers, each of which has told what it holds (nothing) and its load."""
+    found = WorkerRegistry(prefix_map=PrefixMap(), clock=lambda: 0.0)
+    for one in infos(num_each):
+        found.joined(one, NoPort())
+        found.prefix_changed(one.key, stored([]))
+        found.load_changed(one.key, load(rng))
+    return found
+
+
+def infos(num_each: int) -> Iterator[WorkerInfo]:
+    """Of both pools."""
+    for role in WorkerRole:
+        for number in range(num_each):
+            yield info(role, number)

@@ -1,0 +1,152 @@
+"""The whole of `python -m tandem_bench telemetry`: one cluster, watched and not watched in alternating turns.
+
+What telemetry costs is less than the luck of a process (where its memory lies, how its sets are ordered): two clusters
+of one kind may differ by 16 %. So it is one cluster all the time, and SIGHUP switches it over between turns, in an
+order that moves on by one each round. A round compares each kind with the turn without telemetry, so what slows the
+machine for longer than a round cancels; a second turn without shows what is left. What cannot be switched off is in
+all turns: metrics are counted, and there is somewhere to send spans to.
+"""
+
+import argparse
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+from math import sqrt
+from statistics import median, stdev
+from typing import Any
+
+import psutil
+from rich.console import Console
+
+from tandem_bench.clusters import Setup, running
+from tandem_bench.errors import CannotMeasure
+from tandem_bench.report import Row, figure, show
+from tandem_bench.router import costs as router_costs
+from tandem_bench.telemetry.receiver import span_counter
+from tandem_bench.telemetry.switch import OFF, Kind, switch
+from tandem_bench.telemetry.turns import LOADS, Load, Subject, Turn, processes_of, take_turn
+
+MAX_COST_PERCENT = 3.0
+PRODUCTION_RATIO = 0.01
+_SPANS_AT_LEAST = 3
+"""Of a request that is traced, in the router alone."""
+_FIRST_TURN = 24
+KINDS = (
+    Kind(name="off again", is_watched=False),
+    Kind(name="production", sample_ratio=PRODUCTION_RATIO, goal=MAX_COST_PERCENT),
+    Kind(name="every trace", sample_ratio=1.0),
+)
+Rounds = dict[tuple[Load, Kind], list[Turn]]
+Started = tuple[str, Mapping[str, psutil.Process]]
+"""Its URL, and its processes by role."""
+Part = Callable[[AsyncExitStack, dict[str, Any]], Awaitable[Started]]
+
+
+async def measure(given: argparse.Namespace, rows: list[Row], *, out: Console, err: Console) -> None:
+    """Measure and show."""
+    parts = given.only or list(PARTS)
+    for part in parts:
+        turns: Rounds = {(load, kind): [] for load in LOADS for kind in (OFF, *KINDS)}
+        await _sit(PARTS[part], turns, given.seconds / len(parts), given.turn)
+        err.print(f"{part}: {len(turns[LOADS[0], OFF])} rounds")
+        found = [row for load in LOADS for row in _rows(turns, load, part)]
+        show(out, found)
+        rows += found
+
+
+async def _sit(part: Part, turns: Rounds, rounds_s: float, turn_s: float) -> None:
+    """A cluster, and rounds for so long."""
+    async with AsyncExitStack() as stack:
+        subject = await _start(part, stack)
+        counts = {load: await _turn_size(subject, load, turn_s) for load in LOADS}
+        kinds, end_s = [OFF, *KINDS], time.monotonic() + rounds_s
+        while time.monotonic() < end_s:
+            kinds = [*kinds[1:], kinds[0]]
+            for kind in kinds:
+                await switch(subject.processes, kind)
+                for load, num_requests in counts.items():
+                    turn = await take_turn(subject, load, num_requests, is_scraped=kind.is_watched)
+                    turns[load, kind].append(turn)
+
+
+async def _start(part: Part, stack: AsyncExitStack) -> Subject:
+    counter = await stack.enter_async_context(span_counter())
+    more = {"telemetry": {"otlp_endpoint": counter.url, "sample_ratio": 0.0}, "log_level": "warning"}
+    url, processes = await part(stack, more)
+    return Subject(url=url, processes=processes, spans=counter)
+
+
+async def _whole_cluster(stack: AsyncExitStack, more: dict[str, Any]) -> Started:
+    """The built-in model; every prompt goes through both pools."""
+    setup = Setup(mode="shm", local_prefill_tokens=0, num_threads=1, more=more)
+    cluster = await stack.enter_async_context(running(setup))
+    return cluster.url, processes_of(cluster.pids)
+
+
+async def _router_alone(stack: AsyncExitStack, more: dict[str, Any]) -> Started:
+    """Over workers without a model: what a router can do at most is where telemetry is felt most."""
+    url, router = stack.enter_context(router_costs.cluster(num_workers=1, step_ms=1.0, more=more))
+    return url, {"router": router}
+
+
+PARTS: Mapping[str, Part] = {"router": _router_alone, "cluster": _whole_cluster}
+
+
+async def _turn_size(subject: Subject, load: Load, turn_s: float) -> int:
+    """Requests that take about so long; the cluster is warm afterwards."""
+    rates = [(await take_turn(subject, load, _FIRST_TURN, is_scraped=True)).requests_per_s for _ in range(3)]
+    return max(_FIRST_TURN, int(median(rates) * turn_s))
+
+
+def _rows(turns: Rounds, load: Load, part: str) -> list[Row]:
+    off, title = turns[load, OFF], f"{part}, {load.name}"
+    roles = list(off[0].cpu_ms)
+    rows = [
+        figure(f"{title}: off", median(turn.requests_per_s for turn in off), "requests/s"),
+        figure(f"{title}: off", median(turn.tokens_per_s for turn in off), "tokens/s"),
+    ]
+    rows += [figure(f"{title}: off, {role}", median(t.cpu_ms[role] for t in off), "CPU ms/request") for role in roles]
+    for kind in KINDS:
+        found, name = turns[load, kind], f"{title}: {kind.name}"
+        _check_spans(kind, load, found)
+        rows.append(figure(f"{name}, throughput lost", _cost(off, found, _pace), "%", at_most=kind.goal))
+        rows.append(figure(f"{name}, throughput lost, standard error", _error(off, found, _pace), "%"))
+        rows.append(figure(f"{name}, more CPU", _cost(off, found, lambda t: t.whole_cpu_ms), "%", at_most=kind.goal))
+        rows += [
+            figure(f"{name}, more CPU of {role}", _cost(off, found, partial(_cpu_ms, role)), "%") for role in roles
+        ]
+    return rows
+
+
+def _check_spans(kind: Kind, load: Load, turns: Sequence[Turn]) -> None:
+    """Raises CannotMeasure when what was to be paid for was not there, or was there where it should not be."""
+    num_spans, num_requests = sum(turn.num_spans for turn in turns), sum(turn.num_requests for turn in turns)
+    expected = num_requests * kind.sample_ratio * _SPANS_AT_LEAST
+    # By chance there are fewer, and a turn's last ones may come in the next one.
+    too_few = num_spans < 0.5 * expected - 10 * _SPANS_AT_LEAST
+    if too_few or (not expected and num_spans > 0.1 * num_requests):
+        raise CannotMeasure(f"{kind.name}, {load.name}: {num_spans} spans came, not {expected:.0f}")
+
+
+def _cpu_ms(role: str, turn: Turn) -> float:
+    return turn.cpu_ms[role]
+
+
+def _pace(turn: Turn) -> float:
+    return 1.0 / turn.requests_per_s
+
+
+def _cost(off: Sequence[Turn], found: Sequence[Turn], of: Callable[[Turn], float]) -> float:
+    """Per cent more than without, the median over rounds."""
+    return 100.0 * (median(_ratios(off, found, of)) - 1.0)
+
+
+def _error(off: Sequence[Turn], found: Sequence[Turn], of: Callable[[Turn], float]) -> float:
+    """Per cent, of that median: as of a normal distribution's, sqrt(pi / 2) times that of the mean."""
+    ratios = _ratios(off, found, of)
+    return 125.3 * stdev(ratios) / sqrt(len(ratios)) if len(ratios) > 1 else 0.0
+
+
+def _ratios(off: Sequence[Turn], found: Sequence[Turn], of: Callable[[Turn], float]) -> list[float]:
+    return [of(b) / of(a) for a, b in zip(off, found, strict=True)]

@@ -1,0 +1,216 @@
+"""What the first token of a long prompt waits for, by where the prefix's KV comes from.
+
+`python -m tandem_bench.tiers` serves long prompts on a real engine, one at a time, its pool hardly larger than one of
+them:
+
+- *recompute*: nobody has seen the prompt;
+- *pool*: it was asked just before;
+- *host*: another prompt has pushed it down to host memory since;
+- *disk*: another process computed it; the files are in the system's page cache;
+- *disk, cold*: the system was asked to drop them from it (posix_fadvise), which a virtual disk's host need not have.
+
+The engine decides by itself, from rates that it has measured: a figure counts only when the tokens came from where it
+says, and when the answer is the computed one.
+"""
+
+import argparse
+import os
+import random
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+
+from engine.kv_storage.block_file import SUFFIX
+from engine.kv_storage.disk_store import file_bytes
+from engine.tier_assembly import keep_cached
+from engine.types.tier_counts import TierCounts
+from tandem.errors import ConfigError
+from tandem_bench import report
+from tandem_bench.engine.rig import Rig, assemble_from
+from tandem_bench.engine.workload import Job, Tokens
+from tandem_bench.errors import CannotMeasure
+from tandem_bench.make_model import cached_model
+from tandem_bench.report import Row, figure
+from tandem_bench.shapes import SHAPES, Shape
+
+BLOCK_TOKENS = 16
+SOURCES = ("recompute", "pool", "host", "disk", "disk, cold")
+_KEEP_S = 120.0
+_EXIT_CANNOT_MEASURE = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What is asked of which model."""
+
+    shape: Shape
+    prompt_tokens: int
+    num_prompts: int
+    folder: Path
+
+    @property
+    def prompt_blocks(self) -> int:
+        """That are full, and whose KV can be found."""
+        return (self.prompt_tokens - 1) // BLOCK_TOKENS
+
+    @property
+    def block_bytes(self) -> int:
+        """In bfloat16."""
+        return 2 * 2 * BLOCK_TOKENS * self.shape.num_layers * self.shape.num_kv_heads * self.shape.head_dim
+
+    def prompts(self) -> list[Tokens]:
+        """They share nothing."""
+        draw = random.Random(7)
+        return [
+            tuple(draw.randrange(3, self.shape.vocab_size) for _ in range(self.prompt_tokens))
+            for _ in range(self.num_prompts)
+        ]
+
+    def overrides(self) -> Mapping[str, Any]:
+        """Of the cluster's configuration: a pool for one prompt, host memory for several, a disk for all."""
+        return {
+            "model.path": str(cached_model(self.shape)),
+            "model.dtype": "bfloat16",
+            "model.max_model_len": self.prompt_tokens + 2 * BLOCK_TOKENS,
+            "engine.num_blocks": self.prompt_blocks + 4,
+            "engine.host_cache_bytes": 6 * self.prompt_blocks * self.block_bytes,
+            "engine.disk_cache_bytes": (self.num_prompts + 1) * self.prompt_blocks * file_bytes(self.block_bytes),
+            "engine.disk_cache_path": str(self.folder),
+        }
+
+
+class Server:
+    """One life of an engine over the folder."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._parts = assemble_from(dict(setup.overrides()))
+        self._rig = Rig(self._parts)
+        # The first steps of a process are slower: on a prompt that nobody asks for again.
+        self.ask(tuple(range(3, 3 + 4 * BLOCK_TOKENS)))
+
+    def ask(self, prompt: Tokens) -> tuple[float, tuple[int, ...]]:
+        """Seconds to the first token, and the answer."""
+        outcome = self._rig.run(Job(prompts=(prompt,), num_tokens=2))
+        return outcome.arrivals_s[0][0], outcome.tokens[0]
+
+    def hits(self) -> dict[str, int]:
+        """Blocks found in each tier so far."""
+        counts: Sequence[TierCounts] = self._parts.scheduler.load().tiers
+        return {one.tier: one.hits for one in counts}
+
+    def close(self) -> None:
+        """Leave everything on disk."""
+        self._rig.__exit__()
+        tiers, disk = self._parts.scheduler.tiers, self._parts.disk
+        if tiers is None or disk is None:
+            raise CannotMeasure("the engine has no tiers")
+        keep_cached(tiers, disk, timeout_s=_KEEP_S)
+        disk.close()
+
+
+class Figures:
+    """Times by source, each taken only where the KV came from there."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.times_s: dict[str, list[float]] = {source: [] for source in SOURCES}
+        self._least = setup.prompt_blocks - 4  # the pool may have kept a few
+        self._answers: dict[Tokens, tuple[int, ...]] = {}
+
+    def take(self, source: str, server: Server, prompt: Tokens) -> None:
+        """Ask, and see where the prefix came from. Raises CannotMeasure for another answer or source."""
+        before = server.hits()
+        seconds, answer = server.ask(prompt)
+        found = {tier: hits - before[tier] for tier, hits in server.hits().items()}
+        if self._answers.setdefault(prompt, answer) != answer:
+            raise CannotMeasure(f"{source}: the answer is not the one that was computed")
+        tier = source.split(",", maxsplit=1)[0]
+        if any((found[name] >= self._least) != (name == tier) for name in found):
+            raise CannotMeasure(f"{source}: the prefix came from elsewhere ({found} blocks found)")
+        self.times_s[source].append(seconds)
+
+
+def measure(setup: Setup) -> Figures:
+    """Three lives of an engine: one computes, one reads what the first has left, one reads it cold."""
+    figures, prompts = Figures(setup), setup.prompts()
+    server = Server(setup)
+    for prompt in prompts:
+        figures.take("recompute", server, prompt)
+    server.close()
+    server = Server(setup)
+    for last, prompt in zip((None, *prompts), prompts, strict=False):
+        figures.take("disk", server, prompt)
+        figures.take("pool", server, prompt)
+        if last is not None:
+            figures.take("host", server, last)
+    server.close()
+    _drop_from_page_cache(setup.folder)
+    server = Server(setup)
+    for prompt in prompts:
+        figures.take("disk, cold", server, prompt)
+    server.close()
+    return figures
+
+
+def _drop_from_page_cache(folder: Path) -> None:
+    for path in folder.rglob(f"*{SUFFIX}"):
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)  # pages that are not on the disk yet cannot be dropped
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+
+
+def rows(setup: Setup, figures: Figures) -> list[Row]:
+    """Medians and, of each, the share of computing."""
+    made: list[Row] = []
+    computing_s = median(figures.times_s["recompute"])
+    for source, times_s in figures.times_s.items():
+        name = f"tiers.{source.replace(', ', '_')}"
+        made.append(figure(f"{name}.ttft", 1e3 * median(times_s), "ms"))
+        if source != "recompute":
+            made.append(figure(f"{name}.speedup", computing_s / median(times_s), "x recompute"))
+    made.append(figure("tiers.prefix", setup.prompt_blocks * setup.block_bytes / 2**20, "MiB of KV"))
+    return made
+
+
+def main() -> int:
+    """Print one table; 2 when something could not be measured."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tandem_bench.tiers", description="Time to first token by cache tier."
+    )
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="0.5b", help="model of this geometry")
+    parser.add_argument("--tokens", type=int, default=2048, help="of each prompt")
+    parser.add_argument("--prompts", type=int, default=3, help="how many; medians are over them")
+    parser.add_argument("--folder", type=Path, help="on the disk to be measured; a temporary one when absent")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file as well")
+    options = parser.parse_args()
+    console = Console(highlight=False, width=100)
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        setup = Setup(
+            shape=SHAPES[options.shape],
+            prompt_tokens=options.tokens,
+            num_prompts=options.prompts,
+            folder=Path(folder),
+        )
+        try:
+            found = rows(setup, measure(setup))
+        except (CannotMeasure, ConfigError) as error:
+            console.print(str(error), style="red")
+            return _EXIT_CANNOT_MEASURE
+    report.show(console, found)
+    if options.json is not None:
+        report.write_json(
+            options.json, found, about=report.circumstances(["python", "-m", "tandem_bench.tiers", *sys.argv[1:]])
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

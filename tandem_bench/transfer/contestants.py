@@ -1,0 +1,97 @@
+"""Who moves the bytes: the machine's limits, Tandem's transports, the peers; each a sender and a receiver process."""
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tandem_bench.peers.environments import PeerEnvironment, ensure
+from tandem_bench.transfer import certificates
+from tandem_bench.transfer.options import PEER_NAMES
+
+COPY, COPY_RANGES = "copy", "copy of ranges"
+PLAIN = "plain tcp"
+SHM, SHM_BARE = "shm", "shm bare"
+TCP, TCP_BARE = "tcp", "tcp bare"
+TLS = "tls"
+"""Tandem's; a bare one computes no checksums, which only this benchmark can ask for."""
+_ROOT = Path(__file__).parents[2]
+_HERE = Path(__file__).parent
+_ENDS = _HERE / "ends"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contestant:
+    """How its processes are started."""
+
+    name: str
+    file: Path
+    """Defines `Sender` and, unless it moves everything alone, `Receiver`."""
+    python: Path = Path(sys.executable)
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    environment: Mapping[str, str] = field(default_factory=dict, hash=False)
+    is_alone: bool = False
+    is_whole: bool = False
+    """It moves as many bytes as the case has, but from the pools' beginnings and in one piece."""
+
+
+def limits() -> list[Contestant]:
+    """What nobody can beat on this machine: a copy within a host, a plain pair of sockets over tcp.
+
+    One large copy is faster than the same bytes range by range: beyond glibc's `x86_non_temporal_threshold` memcpy
+    stores past the caches and does not read what it overwrites.
+    """
+    return [
+        Contestant(name=COPY, file=_ENDS / "on_copy.py", options={"is_whole": True}, is_alone=True, is_whole=True),
+        Contestant(name=COPY_RANGES, file=_ENDS / "on_copy.py", options={"is_whole": False}, is_alone=True),
+        Contestant(name=PLAIN, file=_ENDS / "on_plain.py"),
+    ]
+
+
+def ours() -> list[Contestant]:
+    """Tandem's transports in the clear; their options are `our_ends.py`'s."""
+    modes: Mapping[str, Mapping[str, Any]] = {
+        SHM: {"transport": "shm", "checksums": True},
+        SHM_BARE: {"transport": "shm", "checksums": False},
+        TCP: {"transport": "tcp", "checksums": True},
+        TCP_BARE: {"transport": "tcp", "checksums": False},
+    }
+    return [_our(name, options) for name, options in modes.items()]
+
+
+def tls(folder: Path) -> Contestant:
+    """Tandem's `tcp` in TLS 1.3, with certificates made in `folder`. Raises CannotMeasure without trustme."""
+    return _our(TLS, {"transport": "tcp", "checksums": True, "tls": certificates.issue(folder)})
+
+
+def _our(name: str, options: Mapping[str, Any]) -> Contestant:
+    # Its modules are found from wherever this one was, installed or not.
+    return Contestant(name=name, file=_HERE / "our_ends.py", options=options, environment={"PYTHONPATH": str(_ROOT)})
+
+
+PEER_ENVIRONMENTS: Mapping[str, PeerEnvironment] = {
+    environment.name: environment
+    for environment in (
+        # Its Python interface imports torch, first and alone as in tandem_bench/peers/environments.py.
+        PeerEnvironment(name="nixl", steps=(("torch==2.13.0", "numpy==2.4.6"), ("torch==2.13.0", "nixl==1.5.1"))),
+        # Its library is linked with libibverbs.so.1 (Debian: libibverbs1) even where it moves bytes over TCP.
+        PeerEnvironment(name="mooncake", steps=(("mooncake-transfer-engine-non-cuda==0.3.13.post1",),)),
+    )
+}
+"""gloo has none of its own: it is a part of torch."""
+_VARIABLES: Mapping[str, Mapping[str, str]] = {
+    # Over shared memory it would be another contest.
+    "nixl": {"UCX_TLS": "tcp"},
+    "mooncake": {},
+    "gloo": {"GLOO_SOCKET_IFNAME": "lo"},
+}
+
+
+def peer(name: str, note: Callable[[str], None]) -> Contestant:
+    """A peer, its environment made when it is missing. Raises PeerNotInstalled; KeyError for no peer's name."""
+    if name not in PEER_NAMES:
+        raise KeyError(name)
+    environment = PEER_ENVIRONMENTS.get(name)
+    python = ensure(environment, note) if environment else Path(sys.executable)
+    return Contestant(name=name, file=_ENDS / f"on_{name}.py", python=python, environment=_VARIABLES[name])

@@ -1,0 +1,140 @@
+"""Rounds: every contestant moves the same case, one after another, and again with the next case.
+
+A machine's speed drifts by a factor of two within seconds, so rates are only ever compared within one round; the order
+turns by one from round to round, so that nobody always follows the same neighbour. A turn is the best of a few
+transfers, since whatever else the machine does only takes time.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+from tandem_bench.errors import CannotMeasure
+from tandem_bench.transfer.cases import Case
+from tandem_bench.transfer.contestants import Contestant
+from tandem_bench.transfer.pair import Pair
+from tandem_bench.transfer.pools import Pools
+
+REPEATS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One contestant's in one case of one round."""
+
+    contestant: str
+    case: str
+    round_index: int
+    num_bytes: int
+    seconds: float
+    """Of the best of REPEATS transfers."""
+    sender_cpu_s: float = 0.0
+    receiver_cpu_s: float = 0.0
+    """Means over the turn's transfers; what polls is counted too."""
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Of payload."""
+        return self.num_bytes / self.seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Absence:
+    """A peer that could not be measured."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contest:
+    """What is run, how often, and who tells."""
+
+    cases: Sequence[Case]
+    num_rounds: int
+    limit_s: float | None
+    """No round is begun that would probably end later, counted from the first; the first always is."""
+    note: Callable[[str], None]
+
+
+class Field:
+    """Contestants that are running, each frozen but for its turns; a stack's, which stops them."""
+
+    def __init__(self, pools: Pools, stack: AsyncExitStack, note: Callable[[str], None]) -> None:
+        self._pools, self._stack, self._note = pools, stack, note
+        self.pairs: list[Pair] = []
+        self.absent: list[Absence] = []
+
+    async def admit(self, contestant: Contestant, cases: Sequence[Case], *, may_fail: bool) -> None:
+        """Start it and check every byte of each case once. One that `may_fail` is absent then; else CannotMeasure."""
+        pair = Pair(contestant, self._pools)
+        try:
+            self._stack.push_async_callback(pair.stop)
+            about = await pair.start()
+            for case in cases:
+                await pair.prepare(case)
+                self._pools.wipe()
+                await pair.run(case)
+                wanted = [(0, 0, case.num_bytes)] if contestant.is_whole else case.copies()
+                self._pools.check(f"{contestant.name} {case.name}", wanted)
+        except CannotMeasure as error:
+            if not may_fail:
+                raise
+            self.miss(contestant.name, error)
+            await pair.stop()
+        else:
+            pair.freeze()
+            self.pairs.append(pair)
+            told = "".join(f", {key} {value}" for key, value in about.items())
+            self._note(f"{contestant.name}: every byte of {len(cases)} cases arrived{told}")
+
+    def miss(self, name: str, error: CannotMeasure) -> None:
+        """Count a peer as absent."""
+        reason = str(error).splitlines()
+        self.absent.append(Absence(name=name, reason=reason[0]))
+        self._note(f"{name}: absent: {error}")
+
+    async def run(self, contest: Contest) -> list[Turn]:
+        """Every turn, in order. Raises CannotMeasure."""
+        done: list[Turn] = []
+        started_s = time.monotonic()
+        for round_index in range(contest.num_rounds):
+            spent_s = time.monotonic() - started_s
+            if round_index and contest.limit_s is not None and spent_s * (1 + 1 / round_index) > contest.limit_s:
+                contest.note(f"{round_index} rounds took {spent_s:.0f} s: no more; --rounds N runs all of N")
+                break
+            turn = round_index % len(self.pairs)
+            for case in contest.cases:
+                for pair in (*self.pairs[turn:], *self.pairs[:turn]):
+                    done.append(await _turn(pair, case, round_index))
+            contest.note(f"round {round_index + 1}: {told(done, round_index)}")
+        return done
+
+
+async def _turn(pair: Pair, case: Case, round_index: int) -> Turn:
+    pair.thaw()
+    try:
+        before = pair.cpu_s()
+        seconds = min([await pair.run(case) for _ in range(REPEATS)])
+        sender_s, receiver_s = (b - a for a, b in zip(before, pair.cpu_s(), strict=True))
+    finally:
+        pair.freeze()
+    return Turn(
+        contestant=pair.name,
+        case=case.name,
+        round_index=round_index,
+        num_bytes=case.num_bytes,
+        seconds=seconds,
+        sender_cpu_s=sender_s / REPEATS,
+        receiver_cpu_s=receiver_s / REPEATS,
+    )
+
+
+def told(done: Sequence[Turn], round_index: int) -> str:
+    """One line of progress: every contestant's slowest and fastest case."""
+    rates: dict[str, list[float]] = {}
+    for turn in done:
+        if turn.round_index == round_index:
+            rates.setdefault(turn.contestant, []).append(turn.bytes_per_s / 1e9)
+    return ", ".join(f"{name} {min(seen):.2f}-{max(seen):.2f}" for name, seen in rates.items()) + " GB/s"

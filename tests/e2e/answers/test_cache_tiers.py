@@ -1,0 +1,53 @@
+"""A cluster whose pools forget, and whose host memory and disks do not, not even when it is started anew."""
+
+import random
+from itertools import product
+
+import pytest
+
+from tests.support.running_cluster import running
+
+SECRET = "stated, not drawn at start"
+NUM_PROMPTS, LENGTH = 8, 200
+SMALL = {
+    "secret": SECRET,
+    "engine__num_blocks": 20,
+    "engine__host_cache_bytes": 2 << 20,
+    "engine__disk_cache_bytes": 64 << 20,
+}
+
+
+def prompts():
+    draw = random.Random(5)
+    return [[draw.randrange(3, 1000) for _ in range(LENGTH)] for _ in range(NUM_PROMPTS)]
+
+
+async def ask_all(cluster):
+    """What is said, and how many prompt tokens were cached."""
+    answers = [await cluster.complete(prompt, 4) for prompt in prompts()]
+    said = [answer["choices"][0]["token_ids"] for answer in answers]
+    return said, [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
+
+
+@pytest.mark.parametrize("replicas", [0, pytest.param(1, marks=pytest.mark.slow)])
+async def test_a_new_cluster_finds_what_the_last_one_computed(hatchery, tmp_path, replicas):
+    settings = SMALL | {"engine__disk_cache_path": str(tmp_path), "prefill__replicas": replicas}
+    async with running(command=hatchery.command, **settings) as first:
+        said, cached = await ask_all(first)
+        assert not any(cached)
+        again, cached = await ask_all(first)
+        assert again == said
+        assert sum(cached) > 0, "the pool holds one prompt and a half"
+    async with running(command=hatchery.command, **settings) as second:
+        again, cached = await ask_all(second)
+        assert again == said
+        assert sum(cached) > NUM_PROMPTS * LENGTH // 2, "what a slow disk was not ready to take is lost"
+
+        async def counted():
+            return await second.figure("tandem_worker_cache_hits_total", tier="disk") > 0
+
+        await second.until(counted)
+        for tier, name in product(("host", "disk"), ("hits_total", "loaded_bytes_total", "load_seconds_total")):
+            assert await second.figure(f"tandem_worker_cache_{name}", tier=tier) >= 0
+        assert await second.figure("tandem_worker_cache_damaged_total") == 0
+    assert not any(SECRET in path.name for path in tmp_path.rglob("*"))

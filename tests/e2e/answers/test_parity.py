@@ -1,0 +1,81 @@
+"""The same greedy tokens as `transformers` in fp32, through every way a prompt can take."""
+
+import asyncio
+
+import pytest
+import pytest_asyncio
+
+from tests.support.oracle import prompts
+from tests.support.running_cluster import running
+
+MAX_TOKENS = 64
+BATCH = 16
+WAYS = {
+    "shm-512": {"transfer__transport": "shm", "engine__prefill_chunk_tokens": 512},
+    "tcp-64": {"transfer__transport": "tcp", "engine__prefill_chunk_tokens": 64, "transfer__chunk_bytes": 1 << 18},
+    "shm-16": {"transfer__transport": "shm", "engine__prefill_chunk_tokens": 16},
+    "colocated-64": {"prefill__replicas": 0, "engine__prefill_chunk_tokens": 64},
+}
+LONG_WAYS = {
+    "tcp-16": {"transfer__transport": "tcp", "engine__prefill_chunk_tokens": 16},
+    "tcp-512": {"transfer__transport": "tcp", "engine__prefill_chunk_tokens": 512},
+    "shm-64": {"transfer__transport": "shm", "engine__prefill_chunk_tokens": 64},
+    "colocated-16": {"prefill__replicas": 0, "engine__prefill_chunk_tokens": 16},
+    "colocated-512": {"prefill__replicas": 0, "engine__prefill_chunk_tokens": 512},
+}
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(
+    loop_scope="module",
+    scope="module",
+    params=[*WAYS, *(pytest.param(name, marks=pytest.mark.slow) for name in LONG_WAYS)],
+)
+async def cluster(request, hatchery):
+    async with running(command=hatchery.command, **(WAYS | LONG_WAYS)[request.param]) as made:
+        yield made
+
+
+@pytest.fixture(scope="module", params=[12, pytest.param(40, marks=pytest.mark.slow)])
+def asked(request, oracle):
+    """Prompts, and what `transformers` answers."""
+    made = prompts(oracle, request.param)
+    return [(prompt, oracle.tokens(prompt, MAX_TOKENS)) for prompt in made]
+
+
+async def test_the_whole_cluster_says_what_transformers_says(cluster, asked):
+    """Each prompt alone, then again from the prefix caches, then 16 at a time without them."""
+    has_prefill_pool = cluster.local.config.prefill.replicas > 0
+    before = await cluster.disaggregated()
+    salt = f"alone of {len(asked)}"
+    cold = [await cluster.complete(prompt, MAX_TOKENS, cache_salt=salt) for prompt, _ in asked]
+    assert differing(asked, cold) == []
+    assert await cluster.disaggregated() - before == has_prefill_pool * len(asked)
+    assert all(cached(answer) < len(prompt) // 2 + 40 for (prompt, _), answer in zip(asked, cold, strict=True))
+
+    warm = [await cluster.complete(prompt, MAX_TOKENS, cache_salt=salt) for prompt, _ in asked]
+    assert differing(asked, warm) == []
+    assert [cached(answer) for answer in warm] == [(len(prompt) - 1) // 16 * 16 for prompt, _ in asked]
+
+    batch = (asked * (BATCH // len(asked) + 1))[: max(BATCH, len(asked))]
+    limit = asyncio.Semaphore(BATCH)
+
+    async def ask(index, prompt):
+        async with limit:
+            return await cluster.complete(prompt, MAX_TOKENS, cache_salt=f"batch {len(asked)} {index}")
+
+    together = await asyncio.gather(*(ask(index, prompt) for index, (prompt, _) in enumerate(batch)))
+    assert differing(batch, together) == []
+    assert all(cached(answer) == 0 for answer in together)
+    assert await cluster.disaggregated() - before == has_prefill_pool * (len(asked) + len(batch))
+    await cluster.until_idle()
+
+
+def differing(asked, answers):
+    """Which prompts were answered otherwise."""
+    told = [answer["choices"][0]["token_ids"] for answer in answers]
+    return [i for i, ((_, expected), tokens) in enumerate(zip(asked, told, strict=True)) if tokens != expected]
+
+
+def cached(answer):
+    return answer["usage"]["prompt_tokens_details"]["cached_tokens"]

@@ -1,0 +1,40 @@
+"""Pools that cache differently: in blocks of another size the tokens stay the same, in codes they stay sensible."""
+
+import asyncio
+
+import pytest
+
+from tests.support.oracle import prompts
+from tests.support.running_cluster import running
+
+MAX_TOKENS = 24
+LAYERS = {"engine__prefill_chunk_tokens": 64, "transfer__chunk_bytes": 1 << 14}
+"""Several steps for most prompts, and chunks of a few layers."""
+WAYS = {
+    "16-to-32-shm": {"decode__block_size": 32, "transfer__transport": "shm", **LAYERS},
+    "64-to-16-tcp": {"prefill__block_size": 64, "transfer__transport": "tcp", **LAYERS},
+    "16-to-64-tcp-2-ranks": {
+        "decode__block_size": 64,
+        "decode__tensor_parallel_size": 2,
+        "transfer__transport": "tcp",
+        **LAYERS,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "way", ["16-to-32-shm", *(pytest.param(name, marks=pytest.mark.slow) for name in WAYS if name != "16-to-32-shm")]
+)
+async def test_blocks_of_another_size_keep_the_tokens(way, hatchery, oracle):
+    asked = [(prompt, oracle.tokens(prompt, MAX_TOKENS)) for prompt in prompts(oracle, 9, seed=5)]
+    async with running(command=hatchery.command, **WAYS[way]) as cluster:
+        for salt in ("cold", "warm", "warm"):
+            answers = await asyncio.gather(*(cluster.tokens(p, MAX_TOKENS, cache_salt=salt) for p, _ in asked))
+            assert [i for i, (answer, (_, said)) in enumerate(zip(answers, asked, strict=True)) if answer != said] == []
+        assert await cluster.disaggregated() > 0
+        prompt = max((prompt for prompt, _ in asked), key=len)
+        again = await cluster.complete(prompt, MAX_TOKENS, cache_salt="warm")
+        # The router finds what is held whatever the size of the blocks that hold it.
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= len(prompt) - 64
+        assert await cluster.figure("tandem_dispatch_retries_total") == 0, "a hand-off failed"
+        await cluster.until_idle()

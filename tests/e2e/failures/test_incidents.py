@@ -1,0 +1,20 @@
+"""Each walk-through's incident, on a real cluster with a real Prometheus: its alarms are raised by it alone."""
+
+import asyncio
+
+import pytest
+
+from tandem_bench.incidents.known import INCIDENTS
+from tandem_bench.incidents.reproduce import reproduced
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.mark.parametrize("name", list(INCIDENTS))
+def test_it_is_seen_and_its_cure_ends_it(name: str) -> None:
+    async def shown() -> tuple[bool, object]:
+        async with reproduced(INCIDENTS[name](), 40.0) as report:
+            return report.is_shown, report.held
+
+    is_shown, held = asyncio.run(shown())
+    assert is_shown, held

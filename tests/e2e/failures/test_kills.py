@@ -1,0 +1,122 @@
+"""kill -9 and SIGSTOP in the middle of transfers: answers stay right, and blocks come back when that is safe."""
+
+import asyncio
+import os
+import signal
+from itertools import count
+
+import pytest
+import pytest_asyncio
+
+from tests.proofs.kills.campaign import PATIENT, SHAPE, WITHIN, Campaign, Workers
+from tests.proofs.kills.clients import MAX_TOKENS, RIGHT, Clients, known_prompts
+from tests.proofs.kills.table import lines
+from tests.support.running_cluster import running
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+TRIES = 20
+SEED = 3
+
+
+@pytest.fixture(scope="module")
+def prompts(oracle):
+    return known_prompts(oracle, 6, seed=SEED)
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module", params=["shm", "tcp"])
+async def workers(request, hatchery):
+    async with running(command=hatchery.command, policy=PATIENT, transfer__transport=request.param, **SHAPE) as cluster:
+        yield Workers(cluster, hatchery.folder)
+
+
+def transport(workers):
+    return workers.cluster.local.config.transfer.transport
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("num_kills", [4, pytest.param(200, marks=pytest.mark.slow)])
+async def test_killed_at_random_moments_of_transfers(workers, prompts, num_kills):
+    report = await Campaign(workers, prompts, seed=num_kills).run(num_kills)
+    print(transport(workers), *lines(report), sep="\n")
+    assert not report.problems, "\n".join(lines(report))
+    assert len(report.kills) == num_kills
+    assert report.outcomes[RIGHT] > num_kills
+
+
+async def freeze_a_writer(workers, clients, prompts):
+    """Stop a prefill worker with a transfer under way: its name, its state, and the requests that were asked."""
+    asked = []
+    for attempt in range(TRIES):
+        long = sorted(prompts, key=lambda prompt: -len(prompt.token_ids))[:3]
+        asked += [
+            asyncio.ensure_future(clients.ask(prompt, MAX_TOKENS, f"frozen {id(clients)} {attempt} {i}"))
+            for i, prompt in enumerate(long)
+        ]
+        frozen = await workers.look("prefill-0")
+        for _ in range(100):
+            if await held_for(workers, frozen, "streaming"):
+                os.kill(frozen["pid"], signal.SIGSTOP)
+                await asyncio.sleep(0.1)  # what it has said is digested
+                if await held_for(workers, frozen, *WITHIN):
+                    return frozen, asked
+                os.kill(frozen["pid"], signal.SIGCONT)
+                break
+            await asyncio.sleep(0.01)
+        await asyncio.gather(*asked)
+    raise AssertionError(f"{TRIES} times nothing was under way")
+
+
+async def held_for(workers, peer, *states):
+    """Destinations that decode workers keep for a peer's attempts in one of these states."""
+    told = [await workers.look(name) for name in workers.names if name.startswith("decode")]
+    attempts = [a for one in told for a in one["attempts"] if a["peer"] == peer["incarnation"]]
+    return sum(a["blocks"] for a in attempts if a["state"] in states)
+
+
+async def num_quarantines(workers):
+    """So far, on decode workers: a frozen one would not answer."""
+    return sum([(await workers.look(name))["num_quarantined"] for name in workers.names if name.startswith("decode")])
+
+
+async def shown(workers):
+    """Blocks in quarantine as /metrics tells of them: by the engines, and by the fabrics."""
+    figure = workers.cluster.figure
+    return (
+        await figure("tandem_worker_kv_blocks", state="quarantined"),
+        await figure("tandem_worker_transfer_blocks", state="quarantined"),
+    )
+
+
+@pytest.mark.parametrize("ending", [signal.SIGCONT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
+async def test_a_writer_frozen_in_the_middle_of_a_transfer(workers, prompts, ending):
+    clients, cluster = Clients(workers.cluster, prompts, seed=SEED), workers.cluster
+    before, old_pid = await num_quarantines(workers), cluster.pid("prefill-0")
+    frozen, asked = await freeze_a_writer(workers, clients, prompts)
+    try:
+        assert set(await asyncio.gather(*asked)) == {RIGHT}, "the answer goes on elsewhere"
+        if transport(workers) == "tcp":
+            # The receiver takes payload in itself: revoking is proof, and nothing has to wait for the frozen peer.
+            assert await num_quarantines(workers) == before
+            assert not await held_for(workers, frozen, *WITHIN, "aborting", "quarantined")
+        else:
+
+            async def is_shown():
+                return all(await shown(workers))
+
+            await cluster.until(is_shown)
+            held = await held_for(workers, frozen, "quarantined")
+            # More than the whole pool is used meanwhile; nobody is given a block in quarantine.
+            salts = (f"meanwhile {id(clients)} {i}" for i in count())
+            told = await asyncio.gather(*(clients.ask(p, MAX_TOKENS, next(salts)) for p in prompts * 2))
+            assert set(told) == {RIGHT}
+            assert await held_for(workers, frozen, "quarantined") == held > 0
+            assert (await shown(workers))[1] == held
+            for name in ("decode-0", "decode-1"):
+                await workers.look(name, audit=True)
+    finally:
+        os.kill(frozen["pid"], ending)
+    if ending is signal.SIGKILL:
+        await workers.come_back("prefill-0", old_pid)
+    await cluster.until_idle()
+    assert await workers.leftovers() == []
+    assert await shown(workers) == (0, 0)

@@ -1,0 +1,115 @@
+"""`tandem up` with Redis: two routers of one YAML, real workers, a real Redis that ends and comes back."""
+
+import pytest
+import pytest_asyncio
+
+from cluster.control.operations import carry_out
+from cluster.control.wire import RestartAsked, ScaleAsked
+from tandem.client.aio import AsyncClient
+from tandem.client.options import Options
+from tests.e2e.failures.test_router_takeover import second_router
+from tests.support.e2e.emitted import is_of_planner, unknown
+from tests.support.monitoring_files import Said, expressions
+from tests.support.redis_server import RedisServer
+from tests.support.running_cluster import running
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.fixture(scope="module")
+def server():
+    with RedisServer(password="hush-hush") as started:
+        yield started
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def cluster(hatchery, server):
+    board = {"redis__url": server.url, "redis__timeout_s": 0.3, "redis__lease_s": 1.0}
+    # So that it tells of all that boards show.
+    board |= {"engine__host_cache_bytes": 1 << 20, "router__quality__period_s": 3600.0}
+    async with running(command=hatchery.command, **board) as made:
+        yield made
+
+
+def prompt(oracle, number):
+    return oracle.story(number, 160)
+
+
+async def until_known(router, blocks):
+    async def known():
+        return await router.figure("tandem_prefix_map_blocks") >= blocks
+
+    await router.until(known)
+
+
+async def test_two_routers_share_what_one_has_routed_and_redis_may_come_and_go(cluster, server, oracle):
+    async with second_router(cluster) as replica:
+        asked = [prompt(oracle, number) for number in range(4)]
+        expected = [oracle.tokens(ids, 6) for ids in asked]
+        assert await cluster.tokens(asked[0], 6) == expected[0]
+        await until_known(replica, 10)
+        assert await replica.figure("tandem_redis_followed_workers") == 2
+        again = await replica.complete(asked[0], 6)
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 144
+
+        async def has_peer():
+            return await replica.figure("tandem_redis_peer_routers") == 1
+
+        await replica.until(has_peer)
+        server.kill()
+        for router, ids, tokens in ((cluster, asked[1], expected[1]), (replica, asked[2], expected[2])):
+            assert await router.tokens(ids, 6) == tokens
+        server.start()
+        assert await replica.tokens(asked[3], 6) == expected[3]
+
+        async def all_up():
+            ups = [await router.figures("tandem_redis_up") for router in (cluster, replica)]
+            ups.append(await cluster.figures("tandem_worker_redis_up"))
+            return all(values and all(values.values()) for values in ups)
+
+        await cluster.until(all_up)
+        for router in (cluster, replica):
+            await until_known(router, 40)
+            assert await router.figure("tandem_redis_bad_entries_total") == 0
+            assert await router.figure("tandem_worker_redis_states_total") >= 4, "written again by both"
+    assert not [line for line in cluster.logs.lines if "hush" in line]
+    assert [line for line in cluster.logs.lines if "fails (publish)" in line]
+
+
+@pytest.mark.slow
+async def test_a_worker_that_the_file_names_and_redis_tells_of_is_one_worker(cluster, oracle):
+    """`tandem restart` has the routers read the file again (SIGHUP) while Redis tells them of the same workers."""
+    for change in (RestartAsked(roles=("prefill", "decode", "router")), ScaleAsked(decode=2), ScaleAsked(decode=1)):
+        await carry_out(cluster.local, change, cluster.logs.lines.append)
+        await cluster.until_workers(len(cluster.local.workers))
+        await followed(cluster, len(cluster.local.workers))
+        assert await cluster.tokens(prompt(oracle, 9), 6) == oracle.tokens(prompt(oracle, 9), 6)
+
+
+async def followed(cluster, count):
+    """Until the logs of so many workers are followed: of each one once, and of none that has left."""
+
+    async def are_all():
+        return await cluster.figure("tandem_redis_followed_workers") == count
+
+    await cluster.until(are_all)
+
+
+async def test_boards_and_alarms_name_what_this_cluster_tells(cluster, oracle):
+    """Metrics, labels and values of labels: of everything that a panel or a rule names."""
+    await cluster.stream(prompt(oracle, 7), 6)
+    await cluster.tokens(prompt(oracle, 8)[:32], 2)
+    await cluster.tokens(prompt(oracle, 7), 6, ignore_eos=False, structured_outputs={"choice": ["yes", "no"]})
+    async with AsyncClient(cluster.local.grpc_address) as client:
+        await client.generate(prompt(oracle, 7), Options(max_tokens=2))
+
+    async def read_by_both():
+        return len(await cluster.figures("tandem_quality_loss_nats")) == 2
+
+    await cluster.until(read_by_both)
+    # What a planner tells is held against one that runs: test_autoscale.py.
+    said = [one for one in expressions() if not is_of_planner(one)]
+    exposition = (await cluster.http.get("/metrics")).text
+    assert unknown(said, exposition) == []
+    misspelt = [Said("x", one) for one in ("sum by (rle) (tandem_ready)", 'tandem_workers{role="cook"}', "tandem_redy")]
+    assert len(unknown(misspelt, exposition)) == len(misspelt)

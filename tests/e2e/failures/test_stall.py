@@ -1,0 +1,42 @@
+"""A worker whose engine hangs behind sessions that live: its streams go on elsewhere, and it comes back."""
+
+import asyncio
+import os
+import signal
+
+import psutil
+
+from engine.distributed.ranks.processes import RANK_MODULE
+from tests.e2e.answers.test_tensor_parallel import ended
+from tests.support.oracle import prompts
+from tests.support.running_cluster import running
+
+MAX_TOKENS = 24
+STALL_S = 4.0
+
+
+async def test_a_rank_that_is_stopped_ends_its_worker_and_no_stream(oracle):
+    asked = [(prompt, oracle.tokens(prompt, MAX_TOKENS)) for prompt in prompts(oracle, 6, seed=5)]
+    pools = {"prefill__replicas": 0, "decode__replicas": 2, "decode__tensor_parallel_size": 2}
+    async with running(**pools, engine__stall_s=STALL_S) as cluster:
+
+        async def ask(salt: str) -> None:
+            answers = await asyncio.gather(*(cluster.tokens(p, MAX_TOKENS, cache_salt=salt) for p, _ in asked))
+            assert answers == [said for _, said in asked]
+
+        await ask("all is well")
+        leader = psutil.Process(cluster.pid("decode-0"))
+        (follower,) = [child for child in leader.children() if RANK_MODULE in child.cmdline()]
+        group = [os.pidfd_open(process.pid) for process in (leader, follower)]
+        os.kill(follower.pid, signal.SIGSTOP)
+        await ask("one is stopped")
+        await asyncio.gather(*(ended(fd) for fd in group))
+        told = [
+            line for line in cluster.logs.lines if line.startswith("decode-0") and "the engine hangs: a step" in line
+        ]
+        assert len(told) == 1, cluster.logs.lines
+        assert not [line for line in cluster.logs.lines if line.startswith("decode-1") and "hangs" in line]
+        await cluster.local.wait_ready("decode-0", after_pid=leader.pid)
+        await cluster.until_workers(2)
+        await ask("it is back")
+        await cluster.until_idle()

@@ -1,0 +1,98 @@
+"""`tandem up --ray` on a Ray cluster of several nodes that asks for a token: a node dies, the cluster is changed.
+
+Streams go on, token for token, and their clients notice nothing but a pause.
+"""
+
+from time import monotonic
+
+import pytest
+import pytest_asyncio
+
+from tests.support.e2e.ray_nodes import ray_nodes
+from tests.support.e2e.ray_up import (
+    ANSWER,
+    SECRET,
+    STREAMS,
+    asked_all_the_while,
+    doors_of,
+    lose_a_node,
+    says_the_same,
+    tandem,
+    upped_on,
+)
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def nodes():
+    async with ray_nodes() as made:
+        yield made
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def upped(nodes, tmp_path_factory):
+    async with upped_on(nodes, tmp_path_factory.mktemp("ray")) as made:
+        yield made
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def cluster(upped):
+    async with doors_of(upped) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def answers(oracle):
+    prompts = [oracle.story(5000 + i, 120) for i in range(STREAMS)]
+    return prompts, oracle.batch(prompts, ANSWER)
+
+
+async def test_a_node_dies_under_streams_and_none_is_lost(nodes, upped, cluster, answers):
+    print(f"\n{await lose_a_node(nodes.kill_one, upped, cluster, answers)}")
+    await says_the_same(cluster, answers, "again")
+    await cluster.until_idle()
+
+
+async def test_new_workers_join_upon_an_order(upped, cluster, answers):
+    ordered_s = monotonic()
+    await upped.order("scale", "decode=3")
+    await cluster.until_workers(4)
+    print(f"\njoined {monotonic() - ordered_s:.1f} s after the order")
+    await says_the_same(cluster, answers, "grown")
+
+
+async def test_workers_change_pools_and_leave_and_no_request_fails(nodes, upped, cluster, answers):
+    """Restarts take the same steps; `test_ray_bounds` has them."""
+    before = await nodes.workers()
+    async with asked_all_the_while(cluster, answers, clients=1):
+        await upped.order("flip", "prefill")
+        flipped = await nodes.workers()
+        await upped.order("scale", "prefill=1")
+        after = await nodes.workers()
+    assert sorted(before.values()) == ["decode-0", "decode-1", "decode-2", "prefill-0"]
+    assert [name for pid, name in before.items() if pid not in flipped] == ["decode-2"]
+    assert [name for pid, name in flipped.items() if pid not in before] == ["prefill-1"]
+    assert after == {pid: name for pid, name in flipped.items() if name != "prefill-1"}
+    await cluster.until_workers(3)
+    await says_the_same(cluster, answers, "changed")
+
+
+async def test_ray_writes_no_secret_down(nodes, upped):
+    """Of a cluster whose actors have been started, signalled and lost by now."""
+    written = {path: path.read_bytes() for path in nodes.session.rglob("*") if path.is_file()}
+    assert any(b"WorkerHost" in told for told in written.values()), "there is something to look at"
+    assert [path for path, told in written.items() if SECRET.encode() in told] == []
+    assert not any(SECRET in line for line in upped.logs.lines)
+
+
+@pytest.mark.parametrize(
+    ("token", "told"), [("wrong" * 8, "refuses this token"), (None, "no Ray token")], ids=["wrong", "none"]
+)
+async def test_whoever_has_not_the_token_is_told_so(nodes, tmp_path, token, told):
+    environment = nodes.environment | {"HOME": str(tmp_path), "RAY_AUTH_TOKEN": token or ""}
+    process = await tandem(environment, "up", "--ray", nodes.address, "--port", "0", "--grpc-port", "0")
+    out, _ = await process.communicate()
+    assert process.returncode == 2, out.decode()
+    assert out.decode().startswith("error: "), out.decode()
+    assert told in out.decode()

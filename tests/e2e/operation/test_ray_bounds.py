@@ -1,0 +1,181 @@
+"""What `tandem up --ray` promises, on a machine that has nothing else to do; and nodes of which nothing is heard."""
+
+import asyncio
+import json
+from time import monotonic
+
+import psutil
+import pytest
+import pytest_asyncio
+
+from tests.support.e2e.ray_nodes import ray_nodes
+from tests.support.e2e.ray_up import (
+    ANSWER,
+    STREAMS,
+    Upped,
+    asked_all_the_while,
+    doors_of,
+    lose_a_node,
+    says_the_same,
+    tandem,
+    upped_on,
+)
+from tests.support.running_cluster import WAIT_S
+
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1200)]
+JOIN_S, PAUSE_S, REPLACE_S = 10.0, 10.0, 30.0
+SILENCE_S = 8.0
+"""`ray.silence_s` unless told otherwise."""
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def nodes():
+    async with ray_nodes() as made:
+        yield made
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def upped(nodes, tmp_path_factory):
+    async with upped_on(nodes, tmp_path_factory.mktemp("ray")) as made:
+        yield made
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def cluster(upped):
+    async with doors_of(upped) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def answers(oracle):
+    prompts = [oracle.story(5000 + i, 120) for i in range(STREAMS)]
+    return prompts, oracle.batch(prompts, ANSWER)
+
+
+async def test_a_node_is_lost_and_new_workers_join_within_the_bounds(nodes, upped, cluster, answers):
+    lost = await lose_a_node(nodes.kill_one, upped, cluster, answers)
+    print(f"\n{lost}")
+    await cluster.until_idle()
+    ordered_s = monotonic()
+    await upped.order("scale", "decode=3")
+    await cluster.until_workers(4)
+    joined_s = monotonic() - ordered_s
+    print(f"joined {joined_s:.1f} s after the order")
+    await upped.order("scale", "decode=2")
+    assert joined_s <= JOIN_S
+    assert lost.longest_pause_s <= PAUSE_S
+    assert lost.replaced_s <= REPLACE_S
+
+
+async def test_everything_is_restarted_and_no_request_fails(nodes, upped, cluster, answers):
+    async with asked_all_the_while(cluster, answers, clients=4):
+        before = await nodes.workers()
+        await upped.order("restart")
+        after = await nodes.workers()
+    assert len(after) == len(before) == 3
+    assert not after.keys() & before.keys()
+    await cluster.until_workers(3)
+    await says_the_same(cluster, answers, "restarted")
+
+
+async def test_the_planner_grows_the_pool_whose_requests_are_late(upped, cluster, answers):
+    """As a user starts it; it finds the control socket by the door's port and asks the routers."""
+    told = []
+    planning = await tandem(
+        upped.environment,
+        *("autoscale", "--url", f"http://127.0.0.1:{upped.port}", "--json", "--period-s", "0.5", "--start-s", "1"),
+        *("--slo", "ttft=0.05,itl=2", "--most", "4", "--hold-s", "600"),
+    )
+
+    async def listen():
+        async for line in planning.stdout:
+            told.append(line.decode())
+            if any(json.loads(one).get("outcome") == "done" for one in told[-1:] if one.startswith("{")):
+                return
+
+    async with asked_all_the_while(cluster, answers, clients=4):
+        async with asyncio.timeout(3 * WAIT_S):
+            await listen()
+        await cluster.until_workers(4)
+    planning.terminate()
+    await planning.communicate()
+    await upped.order("scale", "prefill=1", "decode=2")
+    await cluster.until_workers(3)
+    await says_the_same(cluster, answers, "planned")
+
+
+async def test_a_head_that_does_not_answer_holds_up_nothing_that_does_not_need_it(nodes, upped, cluster, answers):
+    since = len(upped.logs.lines)
+    await nodes.still_the_head()
+    pid, name = max((await nodes.workers()).items(), key=lambda one: one[1].startswith("decode"))
+    psutil.Process(pid).kill()
+    await upped.says(name, "was ended by SIGKILL", since=since)
+    (router,) = [child for child in psutil.Process(upped.process.pid).children() if "router" in child.cmdline()]
+    router.kill()
+    await upped.says("router", "is back", since=since)
+    assert not any(name in line and "is back" in line for line in upped.logs.lines[since:]), "it needs the head"
+    await nodes.go_on()
+    await upped.says(name, "is back", since=since)
+    await cluster.until_workers(3)
+    await says_the_same(cluster, answers, "the head is back")
+
+
+async def test_a_cluster_waits_for_the_node_that_it_wants(nodes, tmp_path):
+    config = tmp_path / "cluster.yaml"
+    config.write_text("ray: {decode: {resources: {late: 1}}}\n")
+    environment = nodes.environment | {"XDG_RUNTIME_DIR": str(tmp_path), "TANDEM_ENGINE__NUM_THREADS": "1"}
+    sizes = ("--prefill", "0", "--decode", "1", "--port", "0", "--grpc-port", "0")
+    process = await tandem(environment, "up", "--ray", nodes.address, "--config", str(config), *sizes)
+    made = Upped(process, 0, environment)
+    listening = asyncio.ensure_future(made.listen())
+    await made.says("waits for a Ray node with 1 CPU, 1 late free", "and no node is that large")
+    await nodes.add_one_with("late")
+    await made.says("Try it:")
+    process.terminate()
+    async with asyncio.timeout(WAIT_S):
+        await listening
+    assert await process.wait() == 0, made.logs.lines[-40:]
+
+
+async def test_workers_do_not_outlive_the_command(nodes, tmp_path):
+    before = await nodes.workers()
+    environment = nodes.environment | {"XDG_RUNTIME_DIR": str(tmp_path), "TANDEM_ENGINE__NUM_THREADS": "1"}
+    process = await tandem(
+        environment, "up", "--ray", nodes.address, "--port", "0", "--grpc-port", "0", "--prefill", "0"
+    )
+    made = Upped(process, 0, environment)
+    listening = asyncio.ensure_future(made.listen())
+    await made.says("Try it:")
+    assert len(await nodes.workers()) == len(before) + 1
+    process.kill()
+    async with asyncio.timeout(WAIT_S):
+        await listening
+        await process.wait()
+        while await nodes.workers() != before:  # noqa: ASYNC110 - nobody tells of it
+            await asyncio.sleep(0.05)
+
+
+async def test_a_node_of_which_nothing_is_heard_is_lost_and_its_workers_end_when_it_is_back(tmp_path, answers):
+    """Nobody is told of an end there: neither by a connection that is closed nor, for 15 s and more, by Ray."""
+    async with (
+        ray_nodes(is_quick=False) as nodes,
+        upped_on(nodes, tmp_path) as upped,
+        doors_of(upped) as cluster,
+    ):
+        stopped = {}
+
+        async def still():
+            stopped.update(await nodes.still_one())
+            return sorted(stopped.values())
+
+        lost = await lose_a_node(still, upped, cluster, answers)
+        print(f"\nsilent: {lost}")
+        assert any(f"nothing is heard of it for {SILENCE_S:g} s" in line for line in upped.logs.lines)
+        assert lost.longest_pause_s <= PAUSE_S
+        assert lost.replaced_s <= SILENCE_S + REPLACE_S
+        await nodes.go_on()
+        async with asyncio.timeout(WAIT_S):
+            while any(map(psutil.pid_exists, stopped)):  # noqa: ASYNC110 - nobody tells of it
+                await asyncio.sleep(0.05)
+        await cluster.until_workers(3)
+        await says_the_same(cluster, answers, "back")

@@ -1,0 +1,177 @@
+"""Several router processes behind one port: one cluster to its clients, whichever of them answers, whichever dies."""
+
+import asyncio
+import signal
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from tests.support.running_cluster import WAIT_S, body, running
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+ASKED = 24
+LOOKS = 12
+NUM_PROCESSES = 3
+PER_MINUTE = 40
+SETTINGS = {
+    "router__processes": NUM_PROCESSES,
+    "router__api_keys": [
+        {"key": "key-of-all"},
+        {"key": "key-of-operator", "operator": True},
+        {"key": "key-of-few", "tenant": "few"},
+    ],
+    "router__limits": {"tenants": {"few": {"requests_per_minute": PER_MINUTE}}},
+}
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def cluster():
+    async with running(**SETTINGS) as made:
+        yield made
+
+
+async def post(cluster, prompt, num_tokens, key="key-of-all"):
+    """Over a connection of its own: the kernel chooses the process."""
+    headers = {"Authorization": f"Bearer {key}"}
+    async with httpx.AsyncClient(base_url=cluster.local.http_url, timeout=WAIT_S, trust_env=False) as http:
+        return await http.post("/v1/completions", json=body(prompt, num_tokens), headers=headers)
+
+
+async def of_named(cluster, method, name="", **more):
+    """The answer of some process of what is kept by name."""
+    headers = {"Authorization": "Bearer key-of-all"}
+    path = f"/v1beta/{name or 'cachedContents'}"
+    async with httpx.AsyncClient(base_url=cluster.local.http_url, timeout=WAIT_S, verify=False) as http:
+        return await http.request(method, path, headers=headers, **more)
+
+
+async def looks_at(cluster, name=""):
+    """Status and body, as so many connections see it."""
+    looks = await asyncio.gather(*(of_named(cluster, "GET", name) for _ in range(LOOKS)))
+    return [(look.status_code, look.json()) for look in looks]
+
+
+async def chat_with(cluster, name):
+    """The usage of a question behind a named cache."""
+    asked = {"messages": [{"role": "user", "content": "Who are you?"}], "max_tokens": 2, "cached_content": name}
+    headers = {"Authorization": "Bearer key-of-all"}
+    async with httpx.AsyncClient(base_url=cluster.local.http_url, timeout=WAIT_S, verify=False) as http:
+        response = await http.post("/v1/chat/completions", json=asked, headers=headers)
+    assert response.status_code == 200, response.text
+    return response.json()["usage"]
+
+
+async def make_named(cluster):
+    """As it is told to whoever made it."""
+    rules = " ".join(f"Rule {i}: be kind to the fox number {i}." for i in range(8))
+    body = {"model": "tandem-tiny", "systemInstruction": {"parts": [{"text": rules}]}, "ttl": "600s"}
+    made = await of_named(cluster, "POST", json=body)
+    assert made.status_code == 200, made.text
+    return made.json()
+
+
+async def ask(cluster, prompt, num_tokens=8):
+    """The tokens."""
+    response = await post(cluster, prompt, num_tokens)
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0]["token_ids"]
+
+
+async def usage(cluster, key):
+    """What the key's holder may see of what was spent."""
+    headers = {"Authorization": f"Bearer {key}"}
+    async with httpx.AsyncClient(base_url=cluster.local.http_url, timeout=WAIT_S, trust_env=False) as http:
+        return (await http.get("/v1/usage", headers=headers)).json()
+
+
+async def figure(cluster, name, **labels):
+    """As whoever answers tells it."""
+    async with httpx.AsyncClient(base_url=cluster.local.http_url, timeout=WAIT_S, trust_env=False) as http:
+        text = (await http.get("/metrics")).text
+    lines = [line for line in text.splitlines() if line.startswith(name)]
+    return sum(float(line.split()[-1]) for line in lines if all(f'{k}="{v}"' in line for k, v in labels.items()))
+
+
+async def test_the_figures_are_those_of_all(cluster, oracle):
+    prompt = oracle.story(9500, 60)
+    expected = oracle.tokens(prompt, 8)
+    assert await asyncio.gather(*(ask(cluster, prompt) for _ in range(ASKED))) == [expected] * ASKED
+    told = [await figure(cluster, "vllm:request_success_total") for _ in range(6)]
+    assert told == [ASKED] * 6, "whichever process was asked"
+    books = [await usage(cluster, "key-of-operator") for _ in range(6)]
+    assert [book["total"]["requests"] for book in books] == [ASKED] * 6
+    assert (await usage(cluster, "key-of-few"))["total"]["requests"] == 0
+    assert await figure(cluster, "tandem_workers", role="decode", state="live") == 1
+    names = {view.name for view in cluster.local.processes}
+    assert {"router-0", "router-1", "router-2"} <= names
+
+
+async def test_the_status_is_that_of_all(cluster, oracle):
+    async def status(key="key-of-all"):
+        headers = {"Authorization": f"Bearer {key}"}
+        async with httpx.AsyncClient(base_url=cluster.local.http_url, timeout=WAIT_S, trust_env=False) as http:
+            return (await http.get("/status/snapshot", headers=headers)).json()
+
+    prompt = oracle.story(9503, 60)
+    await asyncio.gather(*(ask(cluster, prompt) for _ in range(ASKED)))
+    for _ in range(4):  # whichever process is asked
+        told = await status()
+        assert told["processes"] == NUM_PROCESSES
+        assert [len(pool["workers"]) for pool in told["pools"]] == [1, 1]
+        assert {len(decision["request_id"]) > 30 for decision in told["decisions"]} == {True}
+    assert (await status("key-of-few"))["decisions"] == []
+    # A whole step of the history has to pass: all that was read, by whichever process, is in the curves then.
+    async with asyncio.timeout(WAIT_S):
+        while sum((await status())["curves"]["prompt_tokens_per_s"]) * 5 < ASKED * len(prompt):  # noqa: ASYNC110
+            await asyncio.sleep(0.2)
+
+
+async def test_a_named_cache_is_everybodys(cluster):
+    cache = await make_named(cluster)
+    name, num_tokens = cache["name"], cache["usageMetadata"]["totalTokenCount"]
+    assert await looks_at(cluster, name) == [(200, cache)] * LOOKS
+    used = await asyncio.gather(*(chat_with(cluster, name) for _ in range(LOOKS)))
+    assert min(usage["prompt_tokens_details"]["cached_tokens"] for usage in used) >= num_tokens
+
+    async def one_pin():
+        return await cluster.figure("tandem_worker_pinned_prefixes") == 1
+
+    await cluster.until(one_pin)  # told with the worker's next load report; whichever process renews it, it is one
+    patched = (await of_named(cluster, "PATCH", name, json={"ttl": "1200s"})).json()
+    assert patched["expireTime"] > cache["expireTime"]
+    assert await looks_at(cluster) == [(200, {"cachedContents": [patched]})] * LOOKS
+    assert (await of_named(cluster, "DELETE", name)).json() == {}
+    assert {status for status, _ in await looks_at(cluster, name)} == {404}
+
+
+async def test_one_of_them_dies_and_comes_back(cluster, oracle):
+    cache = await make_named(cluster)
+    prompt, pid = oracle.story(9501, 60), cluster.pid("router-1")
+    expected = oracle.tokens(prompt, 8)
+    cluster.local.kill("router-1", signal.SIGKILL)
+    while cluster.pid("router-1") == pid:  # noqa: ASYNC110 - the supervisor learns of it by itself
+        await asyncio.sleep(0.01)
+    assert await asyncio.gather(*(ask(cluster, prompt) for _ in range(ASKED))) == [expected] * ASKED
+    await cluster.local.wait_ready("router-1", after_pid=pid)
+    assert await asyncio.gather(*(ask(cluster, prompt) for _ in range(ASKED))) == [expected] * ASKED
+    assert await looks_at(cluster, cache["name"]) == [(200, cache)] * LOOKS, "it has learned what the others have"
+
+
+async def test_one_of_them_that_hangs_is_noticed_and_replaced(cluster, oracle):
+    prompt, pid = oracle.story(9502, 60), cluster.pid("router-2")
+    cluster.local.kill("router-2", signal.SIGSTOP)
+    await cluster.local.wait_ready("router-2", after_pid=pid)
+    assert any(line.startswith("router-2: says nothing") for line in cluster.logs.lines)
+    assert await asyncio.gather(*(ask(cluster, prompt) for _ in range(ASKED))) == [oracle.tokens(prompt, 8)] * ASKED
+
+
+async def test_a_limit_is_one_limit_whichever_of_them_is_asked(cluster):
+    served, refused_in_a_row = 0, 0
+    while refused_in_a_row < 4 * NUM_PROCESSES and served < PER_MINUTE * NUM_PROCESSES:
+        response = await post(cluster, (300, 301), 1, key="key-of-few")
+        assert response.status_code in (200, 429), response.text
+        served += response.status_code == 200
+        refused_in_a_row = 0 if response.status_code == 200 else refused_in_a_row + 1
+    # One account, overdrawn by what was asked for before the others had heard of it.
+    assert PER_MINUTE <= served < PER_MINUTE * (NUM_PROCESSES - 1)

@@ -1,0 +1,145 @@
+"""An engine whose ranks are on two nodes: the same tokens, the same KV, and an end when one is gone or frozen."""
+
+import os
+import queue
+import re
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from engine.assembly import EngineParts, assemble
+from engine.distributed.links.heartbeat import SILENCE_S, PulseDesk
+from engine.distributed.links.listener import NodeDoor
+from engine.distributed.links.lost import RankLost
+from engine.distributed.ranks import leader as leading
+from engine.distributed.ranks.leader import Leader
+from engine.distributed.ranks.processes import RANK_MODULE
+from kv_transfer.memory.shared_memory import SharedPool
+from tandem.errors import ConfigError
+from tandem.values.ids import BlockId
+from tandem.values.sampling import SamplingParams
+from tests.integration.engine.test_rank_ends import setup
+from tests.integration.engine.test_ranks import BUILTIN, ODD, OUTPUT, request_of, run_step, say, spec
+from tests.support.certificates import Authority
+from tests.support.node_processes import OTHER_HOST, another_node, group
+
+WAIT_S = 30.0
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process stands for a worker; it must not be ended because a test is slow to close its ranks."""
+    monkeypatch.setattr(leading, "_EXIT_S", 120.0)
+
+
+def ranks_of(starter) -> list[psutil.Process]:
+    """Processes of that node."""
+    return [child for child in psutil.Process(starter.pid).children() if RANK_MODULE in child.cmdline()]
+
+
+def go_on(parts: EngineParts, num_computed_tokens: int) -> list[int]:
+    """What follows a prompt of 37 tokens of which so many are in the cache."""
+    request = request_of(range(3, 40), "on")
+    request.block_table.extend(BlockId(i) for i in range(8))
+    request.num_computed_tokens = num_computed_tokens
+    while request.num_output_tokens < OUTPUT:
+        run_step(parts, [request])
+    return list(request.token_ids)[37:]
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_two_nodes_say_and_keep_what_one_does(size: int, tmp_path: Path) -> None:
+    given = group(size=size, tls=Authority().issue(tmp_path))
+    greedy = SamplingParams(temperature=0.0)
+    alone = assemble(spec(BUILTIN, size), pool=SharedPool)
+    with another_node(given) as starter:
+        together = assemble(spec(BUILTIN, size, nodes=given), pool=SharedPool)
+        try:
+            assert together.budget.num_blocks == alone.budget.num_blocks == 40
+            for params in (greedy, ODD):
+                assert say(together, params) == say(alone, params)
+            mirror = together.ranks.mirror
+            assert mirror is not None
+            assert alone.ranks.mirror is None
+            expected = bytes(alone.kv_memory())
+            assert bytes(together.kv_memory()) != expected, "what the other node has written is there alone"
+            mirror.bring(range(40))
+            assert bytes(together.kv_memory()) == expected
+            # The other way: what a peer has put here, in blocks that it was given, is there before a step reads it.
+            said = go_on(alone, 0)
+            together.kv_memory()[:] = alone.kv_memory()
+            mirror.comes(range(8))
+            assert go_on(together, 36) == said
+            assert len(ranks_of(starter)) == size // 2
+        finally:
+            together.ranks.close()
+            alone.ranks.close()
+
+
+@pytest.mark.slow
+def test_what_the_other_nodes_memory_cannot_hold_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Both are this machine; only rank 0 is told that there is more.
+    monkeypatch.setattr("engine.assembly.free_memory_bytes", lambda: 1 << 60)
+    given = group()
+    with another_node(given), pytest.raises(ConfigError, match=rf"are free at rank 1 \({re.escape(OTHER_HOST)}\)"):
+        assemble(replace(spec(BUILTIN, 2, nodes=given), offload_bytes=1 << 50), pool=SharedPool)
+
+
+@pytest.mark.slow
+def test_a_node_that_freezes_is_noticed_though_no_kernel_tells() -> None:
+    given = group()
+    with another_node(given) as starter:
+        leader = Leader(replace(setup(2), num_nodes=2), given)
+        try:
+            told: queue.SimpleQueue[RankLost] = queue.SimpleQueue()
+            leader.watch(told.put)
+            [rank] = ranks_of(starter)
+            os.kill(rank.pid, signal.SIGSTOP)
+            started = time.monotonic()
+            assert f"rank 1 at {OTHER_HOST}" in str(told.get(timeout=2 * SILENCE_S + WAIT_S))
+            print(f"noticed after {time.monotonic() - started:.1f} s")
+        finally:
+            leader.close()
+
+
+@pytest.mark.slow
+def test_a_death_on_another_node_ends_the_group_and_the_node_comes_to_the_next() -> None:
+    given = group(size=4)
+    with another_node(given) as starter:
+        leader = Leader(replace(setup(4), num_nodes=2), given)
+        try:
+            told: queue.SimpleQueue[RankLost] = queue.SimpleQueue()
+            leader.watch(told.put)
+            before = ranks_of(starter)
+            os.kill(before[1].pid, signal.SIGKILL)
+            # Its neighbour ends with it, at once: either may be seen first.
+            assert f"at {OTHER_HOST}" in str(told.get(timeout=WAIT_S))
+            with pytest.raises(RankLost):
+                leader.group.all_reduce_(torch.ones(4))
+        finally:
+            leader.close()
+        again = Leader(replace(setup(4), num_nodes=2), given)
+        assert not {rank.pid for rank in before} & {rank.pid for rank in ranks_of(starter)}
+        starter.terminate()
+        again.close()
+        assert starter.wait(WAIT_S) == 0
+
+
+@pytest.mark.slow
+def test_a_node_that_knows_another_secret_says_so_and_knocks_on() -> None:
+    given = group()
+    desk = PulseDesk(pytest.fail)
+    door = NodeDoor(given, desk.serve)
+    with another_node(replace(given, secret=b"another secret..")) as starter:
+        said = next(line for line in starter.stderr if "cannot be reached" in line)
+        assert "rank 0 does not know this cluster's secret" in said
+        assert ranks_of(starter), "whoever answered may not be there for long"
+        starter.terminate()
+        assert starter.wait(WAIT_S) == 0
+    door.close()
+    desk.close()

@@ -1,0 +1,64 @@
+"""Who else holds a prompt's prefix is told anew with every route."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from decode_worker.orders import holder_of, route_from_pb
+from kv_transfer.transports.in_process import MemoryFabric
+from router.fleet.session_wire import reroute_to_pb
+from router.types.session_events import PrefillRoute
+from router.types.worker_view import WorkerKey
+from tandem.values.ids import Incarnation, RequestId, TransferId, WorkerId
+from tandem.values.prefix_holder import PrefixHolder
+from tests.integration.handoff.test_failures import all_free, decoding, prefilling, wait_for
+from tests.support.kv_transfer.handoff_fakes import begin, make_job
+
+FIRST, SECOND = (
+    PrefixHolder(worker_id=WorkerId(name), incarnation=Incarnation(7), address=f"{name}:1", num_tokens=32)
+    for name in ("d1", "d2")
+)
+
+
+@asynccontextmanager
+async def once_failed() -> AsyncIterator[tuple[Any, Any, Any, TransferId]]:
+    """A hand-off whose first attempt, with the first holder, has lost its link; nothing is left of it at the end."""
+    fabric = MemoryFabric()
+    async with decoding("memory", fabric=fabric) as (hub, owner), prefilling("memory", fabric=fabric) as worker:
+        worker.owner.gate.clear()
+        transfer = begin(hub, owner, make_job("a", 30, holder=FIRST), worker.route(1))
+        await wait_for(lambda: worker.owner.jobs)
+        for link in list(worker.hub._links):
+            link.close()
+        await owner.until(transfer, lambda r: r.errors)
+        worker.owner.gate.set()
+        yield hub, owner, worker, transfer
+        await hub.drain()
+        await wait_for(lambda: all_free(worker.owner.pool))
+
+
+async def test_the_second_prefill_worker_hears_of_the_second_holder() -> None:
+    async with once_failed() as (hub, owner, worker, transfer):
+        # As the router says it, and as the decode worker reads it.
+        route = PrefillRoute(
+            worker=WorkerKey(WorkerId("p"), worker.incarnation),
+            address=worker.address,
+            transfer_id=transfer,
+            attempt=2,
+            holder=SECOND,
+        )
+        said = reroute_to_pb(RequestId("r"), 1, route).reroute
+        assert holder_of(said) == SECOND
+        hub.reroute(transfer, route_from_pb(said.prefill)[1], holder_of(said))
+        await owner.until(transfer, lambda r: r.committed)
+        assert [job.holder for job in worker.owner.jobs] == [FIRST, SECOND]
+
+
+async def test_a_route_without_a_holder_forgets_the_one_before() -> None:
+    async with once_failed() as (hub, owner, worker, transfer):
+        said = reroute_to_pb(RequestId("r"), 1, None).reroute
+        assert holder_of(said) is None
+        hub.reroute(transfer, worker.route(2), holder_of(said))
+        await owner.until(transfer, lambda r: r.committed)
+        assert [job.holder for job in worker.owner.jobs] == [FIRST, None]
+        assert TransferId("a") == transfer

@@ -1,0 +1,66 @@
+"""Hand-offs whose KV travels in TLS, from the cluster's configuration on."""
+
+from pathlib import Path
+
+import pytest
+
+from kv_transfer.transports.catalogue import open_receivers, open_senders
+from kv_transfer.transports.tcp.settings import PLAIN, TcpSettings
+from tandem.config.cluster import TransferConfig
+from tandem.errors import ConfigError
+from tests.support.certificates import Authority
+from tests.support.kv_transfer.handoff_fakes import Pool, begin, decode_worker, make_job, prefill_worker
+from worker.kv_exchange.config import tcp_settings
+
+LOOPBACK = "127.0.0.1"
+
+
+def configured(at: Path) -> TransferConfig:
+    files = Authority().issue(at)
+    return TransferConfig(tcp_streams=3, tls={"cert": str(files.cert), "key": str(files.key), "ca": str(files.ca)})
+
+
+def sending(tcp: TcpSettings):
+    return prefill_worker(lambda region: open_senders(region, choice="tcp", tcp=tcp), pool=Pool(64))
+
+
+def receiving(tcp: TcpSettings):
+    return decode_worker(lambda region: open_receivers(region, choice="tcp", tcp=tcp), pool=Pool(48))
+
+
+async def test_hand_offs_in_tls_over_several_streams(tmp_path: Path) -> None:
+    tcp = tcp_settings(configured(tmp_path), LOOPBACK)
+    assert tcp.streams == 3
+    async with sending(tcp) as worker, receiving(tcp) as (hub, owner):
+        for index in range(5):
+            transfer = begin(hub, owner, make_job(f"r{index}", 40), worker.route(1))
+            record = await owner.until(transfer, lambda r: r.committed or r.errors)
+            assert record.committed
+            assert not record.errors
+        await hub.drain()
+
+
+@pytest.mark.parametrize("side", ["sender", "receiver"])
+async def test_tls_on_one_side_only_is_an_error_that_says_so(tmp_path: Path, side: str) -> None:
+    tls = tcp_settings(configured(tmp_path), LOOPBACK)
+    async with (
+        sending(tls if side == "sender" else PLAIN) as worker,
+        receiving(tls if side == "receiver" else PLAIN) as (hub, owner),
+    ):
+        transfer = begin(hub, owner, make_job("r", 40), worker.route(1))
+        record = await owner.until(transfer, lambda r: r.errors)
+        assert "transfer.tls is" in record.errors[0].message
+        hub.cancel(transfer)
+        await hub.drain()
+
+
+def test_files_that_are_no_good_end_a_worker_at_its_start(tmp_path: Path) -> None:
+    config = configured(tmp_path)
+    Path(config.tls.key).unlink()
+    with pytest.raises(ConfigError, match=r"transfer\.tls\.key: .*No such file"):
+        tcp_settings(config, LOOPBACK)
+
+
+def test_without_tls_kv_travels_in_the_clear() -> None:
+    assert tcp_settings(TransferConfig(), LOOPBACK).tls is None
+    assert tcp_settings(TransferConfig(), LOOPBACK) == PLAIN

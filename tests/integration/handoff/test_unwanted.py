@@ -1,0 +1,110 @@
+"""What nobody wants any more hurries; and a worker that leaves lends, though it takes no prompts."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from kv_transfer.protocol.messages import Abort, Envelope, Prefill, PrefillJob
+from kv_transfer.session.sender_link import SenderLink
+from kv_transfer.transports.in_process import MemoryFabric
+from tandem.errors import Unavailable
+from tandem.values.ids import BlockHash, TransferId
+from tests.integration.handoff.test_failures import all_free, decoding, prefilling, wait_for
+from tests.support.kv_transfer.handoff_fakes import begin, make_job
+
+NAMES = tuple(BlockHash(bytes([i]) * 16) for i in range(1, 3))
+
+
+def make_fetch(name: str) -> PrefillJob:
+    return make_job(name, 0, token_ids=(), num_prompt_tokens=0, fetch=True, resume=True, names=NAMES)
+
+
+async def test_a_job_that_is_given_up_before_it_was_taken_is_told_so() -> None:
+    fabric = MemoryFabric()
+    async with decoding("memory", fabric=fabric) as (hub, owner), prefilling("memory", fabric=fabric) as worker:
+        submitted, hurried = asyncio.Event(), asyncio.Event()
+        unwanted: list[TransferId] = []
+        take = worker.owner.submit
+
+        async def slow(job: PrefillJob) -> None:
+            submitted.set()
+            await hurried.wait()
+            await take(job)
+
+        def hurry(transfer_id: TransferId) -> None:
+            unwanted.append(transfer_id)
+            hurried.set()
+
+        worker.owner.submit = slow
+        worker.hub.on_unwanted = hurry
+        transfer = begin(hub, owner, make_job("a", 30), worker.route(1))
+        async with asyncio.timeout(20):
+            await submitted.wait()
+        hub.cancel(transfer)
+        await wait_for(lambda: unwanted)
+        await wait_for(lambda: not worker.hub.num_transfers)
+        assert unwanted == [transfer]
+        assert all_free(worker.owner.pool)
+        hurried.clear()
+
+        hurried.set()
+        transfer = begin(hub, owner, make_job("b", 30), worker.route(1))
+        await owner.until(transfer, lambda r: r.committed)
+        await hub.drain()
+        assert unwanted == ["a"], "only who is given up in between"
+
+
+async def test_a_job_that_is_given_up_before_its_task_began_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    fabric = MemoryFabric()
+    async with decoding("memory", fabric=fabric) as (hub, owner), prefilling("memory", fabric=fabric) as worker:
+        deliver = worker.hub._deliver
+
+        def both(link: SenderLink, envelope: Envelope) -> None:
+            deliver(link, envelope)
+            if isinstance(envelope.body, Prefill):  # in the same turn
+                deliver(link, replace(envelope, body=Abort(reason="gone")))
+
+        monkeypatch.setattr(worker.hub, "_deliver", both)
+        transfer = begin(hub, owner, make_job("a", 30), worker.route(1))
+        await wait_for(lambda: worker.hub.stats.started)
+        await wait_for(lambda: not worker.hub.num_transfers)
+        assert not worker.owner.jobs
+        assert all_free(worker.owner.pool)
+        hub.cancel(transfer)
+
+
+async def test_a_worker_that_has_finished_its_prompts_still_lends() -> None:
+    fabric = MemoryFabric()
+    async with decoding("memory", fabric=fabric) as (hub, owner), prefilling("memory", fabric=fabric) as worker:
+        asked: list[PrefillJob] = []
+
+        async def submit(job: PrefillJob) -> None:
+            asked.append(job)
+            raise Unavailable("nothing of it is here")
+
+        worker.owner.gate.clear()
+        first = begin(hub, owner, make_job("a", 30), worker.route(1))
+        await wait_for(lambda: worker.owner.jobs)
+        finishing = asyncio.create_task(worker.hub.finish_prompts())
+        await asyncio.sleep(0)
+        assert not finishing.done(), "a prompt is outstanding"
+
+        worker.owner.submit = submit
+        refused = begin(hub, owner, make_job("b", 30), worker.route(1))
+        record = await owner.until(refused, lambda r: r.errors)
+        assert record.errors[0].message == "prefill worker is draining"
+        lent = begin(hub, owner, make_fetch("c"), worker.route(1))
+        record = await owner.until(lent, lambda r: r.errors)
+        assert record.errors[0].message == "nothing of it is here"
+        assert [job.fetch for job in asked] == [True]
+
+        worker.owner.gate.set()
+        await owner.until(first, lambda r: r.committed)
+        await finishing
+        await worker.hub.drain()
+        over = begin(hub, owner, make_fetch("d"), worker.route(1))
+        record = await owner.until(over, lambda r: r.errors)
+        assert record.errors[0].message == "prefill worker is draining"
+        for transfer in (refused, lent, over):
+            hub.cancel(transfer)

@@ -1,0 +1,399 @@
+"""Workers and routers over a real Redis: what is known where, and what becomes of it when Redis does its worst."""
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from router.process.admission_setup import make_limits
+from router.types.worker_view import WorkerKey
+from router.workers.log_positions import Reload
+from tandem.cluster_state.entries import MAX_CHANGES, BoardCodec, Footprint, Notice, Process, RouterLoad, Share
+from tandem.cluster_state.keys import BoardKeys
+from tandem.config.cluster import RouterConfig
+from tandem.errors import Overloaded, ServingError
+from tandem.values.ids import BlockHash, Incarnation, WorkerId
+from tandem.values.roles import WorkerRole
+from tests.support.fake_worker import SECRET, expected_tokens
+from tests.support.redis_cluster import PublishingWorker, Router, board_at, names_of, router
+from tests.support.redis_server import RedisServer, until
+
+KEYS = BoardKeys("tandem")
+
+
+@pytest.fixture
+def server() -> Iterator[RedisServer]:
+    with RedisServer() as started:
+        yield started
+
+
+def prompt(number: int, length: int = 100) -> tuple[int, ...]:
+    return tuple(Random(number).randrange(900) for _ in range(length))
+
+
+def block(number: int) -> BlockHash:
+    return BlockHash(number.to_bytes(16, "big"))
+
+
+async def two_of_each(stack: AsyncExitStack, server: RedisServer) -> tuple[list[PublishingWorker], list[Router]]:
+    settings = board_at(server)
+    workers = [await stack.enter_async_context(PublishingWorker(f"d{i}", settings)) for i in range(2)]
+    routers = [await stack.enter_async_context(router(i, settings, live=2)) for i in range(2)]
+    return workers, routers
+
+
+async def until_all_agree(workers: list[PublishingWorker], routers: list[Router]) -> None:
+    await until(lambda: all(each.agrees_with(*workers) for each in routers), "all routers know what workers hold")
+
+
+async def test_routers_agree_on_a_prefix_that_only_one_of_them_has_routed(server: RedisServer) -> None:
+    async with AsyncExitStack() as stack:
+        workers, (first, second) = await two_of_each(stack, server)
+        await first.ask(prompt(1))
+        await until_all_agree(workers, [first, second])
+        names = names_of(prompt(1))
+        holder = next(worker for worker in workers if worker.held)
+        assert second.registry.prefix_map.longest_prefix(names) == {holder.worker_id: len(names)}
+        assignment = second.placer.assign(num_tokens=100, names=names)
+        assert assignment.decode.worker_id == holder.worker_id
+        assert assignment.placement.cached_tokens == 96
+        second.placer.release(assignment)
+        holder.store([block(i) for i in range(64)])  # evicts the prompt
+        await until_all_agree(workers, [first, second])
+        assert second.registry.prefix_map.longest_prefix(names) == {}
+
+
+async def test_a_router_that_starts_later_knows_what_happened_before(server: RedisServer) -> None:
+    settings = board_at(server)
+    async with PublishingWorker("d0", settings) as worker:
+        for step in range(300):
+            worker.store([block(i) for i in range(step * 20, step * 20 + 20)])
+            await asyncio.sleep(0)
+        async with router(0, settings, live=1) as late:
+            await until(lambda: late.agrees_with(worker), "state and log")
+            worker.store([block(7)])
+            await until(lambda: late.agrees_with(worker), "the next change")
+            assert late.board.counts.reloads[Reload.GAP.value] == 0
+            assert late.board.links[0].connects == 1
+
+
+async def test_no_log_grows_without_bound(server: RedisServer) -> None:
+    settings = board_at(server)
+    async with PublishingWorker("d0", settings) as worker, router(0, settings, live=1) as reader:
+        log = KEYS.log(worker.process)
+        for step in range(12):
+            worker.store([block(i) for i in range(step * MAX_CHANGES // 2, (step + 1) * MAX_CHANGES // 2)])
+            await until(lambda: reader.agrees_with(worker), "the newest")
+        entries = server.do("XRANGE", log, "-", "+")
+        assert sum(len(fields[b"e"]) for _, fields in entries) < 3 * 4096 * 17 * 2
+        assert worker.publisher is not None
+        assert worker.publisher.report().states >= 2
+
+
+FAULTS = ("killed", "hung", "slow", "flushed", "replica", "no_replicas", "full", "restarted", "lying")
+LIMITS = {"no_replicas": "min-replicas-to-write", "full": "maxmemory"}
+
+
+class Fate:
+    """What becomes of Redis, and how it ends."""
+
+    def __init__(self, server: RedisServer, kind: str) -> None:
+        self._server = server
+        self._kind = kind
+        self._faster = threading.Event()
+        self._brake = threading.Thread(target=self._slow_down, daemon=True)
+
+    def _slow_down(self) -> None:
+        """Answers come, now within the time that is given to them and now later."""
+        rng = Random(1)
+        while not self._faster.is_set():
+            self._server.do("CLIENT", "PAUSE", rng.randrange(20, 500), "ALL")
+
+    def begin(self, workers: list[PublishingWorker]) -> None:
+        server = self._server
+        match self._kind:
+            case "killed":
+                server.kill()
+            case "hung":
+                server.hang()
+            case "slow":
+                self._brake.start()
+            case "flushed":
+                server.do("FLUSHALL")
+            case "replica":
+                server.do("REPLICAOF", "127.0.0.1", "1")
+            case "no_replicas" | "full" as limit:
+                server.do("CONFIG", "SET", LIMITS[limit], "1")
+            case "restarted":
+                server.kill()
+                server.start()
+            case "lying":
+                lie(server, workers)
+
+    def end(self) -> None:
+        server = self._server
+        match self._kind:
+            case "killed":
+                server.start()
+            case "hung":
+                server.go_on()
+            case "slow":
+                self._faster.set()
+                self._brake.join()
+            case "replica":
+                server.do("REPLICAOF", "NO", "ONE")
+            case "no_replicas" | "full" as limit:
+                server.do("CONFIG", "SET", LIMITS[limit], "0")
+
+
+def lie(server: RedisServer, workers: list[PublishingWorker]) -> None:
+    """Everything that somebody without the secret can write."""
+    forger = BoardCodec(b"not the secret at all", "tandem")
+    nobody = Process(WorkerId("d9"), Incarnation(9))
+    soon_ms = 1e3 * time.time() + 60_000  # before everybody else, and not so late that nobody believes it
+    for member in (nobody.mark, "\xff\x00", "@", "d9@zz", "x" * 5000, "99"):
+        server.do("ZADD", KEYS.workers, soon_ms, member)
+        server.do("ZADD", KEYS.routers, soon_ms, member)
+    server.do("SET", KEYS.notice(nobody), forger.seal_notice(notice(nobody)))
+    load = RouterLoad(router=Incarnation(0x99), sequence=1, shares=())
+    server.do("SET", KEYS.load(load.router), forger.seal_load(load))
+    first, second = (worker.process for worker in workers)
+    server.do("SET", KEYS.notice(first), b"garbage")
+    server.do("SET", KEYS.state(first), forger.seal_state(first, 10**6, [block(1)]))
+    server.do(
+        "SET",
+        KEYS.head(first),
+        forger.seal_head(first, Footprint(next_sequence=10**6, state_sequence=0, num_entries=0)),
+    )
+    server.do("XADD", KEYS.log(first), "*", "e", b"garbage")
+    server.do("XADD", KEYS.log(first), f"{(1 << 64) - 1}-1", "f", b"garbage", "g", b"x")
+    for key in (KEYS.log(second), KEYS.state(second)):
+        server.do("DEL", key)
+        server.do("SADD", key, b"not what you think")
+
+
+def notice(process: Process) -> Notice:
+    return Notice(process=process, role=WorkerRole.DECODE, address="127.0.0.1:9")
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+async def test_whatever_becomes_of_redis_no_request_fails_and_all_is_known_again(
+    server: RedisServer, kind: str
+) -> None:
+    async with AsyncExitStack() as stack:
+        workers, routers = await two_of_each(stack, server)
+        await until(lambda: all(each.board.num_followed == 2 for each in routers), "all follow all")
+        asked = 0
+
+        async def ask(count: int) -> None:
+            nonlocal asked
+            for _ in range(count):
+                asked += 1
+                text = prompt(asked % 12)
+                assert await routers[asked % 2].ask(text) == expected_tokens(text, count=8, seed=3)
+                await asyncio.sleep(0.005)
+
+        await ask(20)
+        fate = Fate(server, kind)
+        fate.begin(workers)
+        await ask(40)
+        await asyncio.sleep(0.4)  # beyond time-outs, so that breakers have opened
+        await ask(20)
+        fate.end()
+        await ask(10)
+        await until_all_agree(workers, routers)
+        await until(lambda: all(link.is_up for each in routers for link in each.board.links), "links are up")
+        for each in routers:
+            assert len(each.registry.snapshots()) == 2
+            assert {address.address for address in each.board.directory._addresses} == {w.address for w in workers}
+        if kind in ("replica", "no_replicas"):
+            assert all(each.publisher.report().connects > 1 for each in workers), "another server may be there now"
+        if kind == "lying":
+            assert sum(routers[0].board.counts.bad.values()) > 5
+        await ask(4)
+
+
+async def test_a_crashed_routers_load_disappears_by_itself(server: RedisServer) -> None:
+    async with AsyncExitStack() as stack:
+        workers, (first, second) = await two_of_each(stack, server)
+        for worker in workers:
+            worker.holding, worker.reporting = True, False
+        asked = [asyncio.ensure_future(first.ask(prompt(i))) for i in range(6)]
+
+        def seen() -> int:
+            return sum(snapshot.num_active for snapshot in second.registry.snapshots())
+
+        await until(lambda: seen() == 6, "the other router's requests")
+        assert sum(s.backlog_tokens for s in second.registry.snapshots()) == 600
+        await first.crash()
+        await until(lambda: seen() == 0, "what its lease held")
+        assert second.board.num_peers == 0
+        for worker in workers:
+            worker.holding = False
+        await asyncio.gather(*asked)
+
+
+async def test_a_router_that_stops_takes_its_load_with_it_at_once(server: RedisServer) -> None:
+    settings = board_at(server, lease_s=60.0)
+    async with PublishingWorker("d0", settings), router(0, settings, live=1) as stays:
+        async with router(1, settings, live=1):
+            await until(lambda: stays.board.num_peers == 1, "two routers")
+        await until(lambda: stays.board.num_peers == 0, "one router")
+        assert server.do("ZCARD", KEYS.routers) == 1
+
+
+async def test_a_worker_that_leaves_leaves_nothing_behind(server: RedisServer) -> None:
+    async with PublishingWorker("d0", board_at(server)) as worker:
+        await until(lambda: server.do("DBSIZE") == 4, "notice, head, state, registry")
+        worker.store([block(1)])
+        await until(lambda: server.do("DBSIZE") == 5, "and the log")
+    assert server.do("DBSIZE") == 0
+
+
+async def test_a_worker_restarted_under_its_name_is_another(server: RedisServer) -> None:
+    settings = board_at(server)
+    async with router(0, settings, live=0) as reader:
+        async with PublishingWorker("d0", settings) as former:
+            former.store([block(1), block(2)])
+            await until(lambda: reader.agrees_with(former), "the first life")
+        await until(lambda: not reader.registry.snapshots(), "its end")
+        async with PublishingWorker("d0", settings, incarnation=2) as later:
+            later.store([block(3)])
+            await until(lambda: bool(reader.registry.snapshots()) and reader.agrees_with(later), "the second life")
+            assert reader.registry.prefix_map.longest_prefix([block(1)]) == {}
+
+
+async def test_redis_may_come_later_than_everybody_else() -> None:
+    with RedisServer() as server:
+        server.kill()
+        settings = board_at(server)
+        async with PublishingWorker("d0", settings) as worker, router(0, settings, live=0) as reader:
+            worker.store([block(1)])
+            await asyncio.sleep(0.4)
+            server.start()
+            await until(lambda: reader.agrees_with(worker) and bool(reader.knows(worker)), "found and followed")
+
+
+async def test_a_wrong_password_costs_no_request_and_no_password_is_ever_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    with RedisServer(password="hush-hush") as server:
+        good, bad = board_at(server, password="hush-hush"), board_at(server, password="tell-nobody")
+        async with PublishingWorker("d0", good) as worker, router(0, good, live=1) as reader:
+            async with PublishingWorker("d1", bad), router(1, bad, live=0) as shut_out:
+                await until(lambda: shut_out.board.links[1].failures > 2, "refused")
+                with pytest.raises(ServingError):
+                    await shut_out.ask(prompt(1))
+            assert await reader.ask(prompt(1)) == expected_tokens(prompt(1), count=8, seed=3)
+            await until(lambda: reader.agrees_with(worker), "for those who may")
+    assert "hush" not in caplog.text
+    assert "tell-nobody" not in caplog.text
+    failing = [record for record in caplog.records if "fails (poll)" in record.getMessage()]
+    assert len(failing) == 1, "a change of state is logged, not each failure"
+
+
+async def test_clusters_that_share_a_redis_do_not_meet(server: RedisServer) -> None:
+    ours, theirs = board_at(server), board_at(server, cluster="other")
+    async with PublishingWorker("d0", ours) as worker, PublishingWorker("d0", theirs) as stranger:
+        worker.store([block(1)])
+        stranger.store([block(2)])
+        async with router(0, ours, live=1) as reader:
+            await until(lambda: reader.agrees_with(worker), "its own")
+            assert {a.address for a in reader.board.directory._addresses} == {worker.address}
+
+
+async def test_a_report_tells_what_has_reached_the_worker_and_peers_add_the_rest(server: RedisServer) -> None:
+    async with AsyncExitStack() as stack:
+        workers, (first, second) = await two_of_each(stack, server)
+        for worker in workers:
+            worker.reporting = False
+            worker.report(1000)
+        for each in (first, second):
+            await until(
+                lambda of=each: all(s.load.report_number == 1000 for s in of.registry.snapshots()), "the last report"
+            )
+        key = first.registry.snapshots()[0].info.key
+        sent = first.registry.assign(key, 50)
+        await until(
+            lambda: [s.info.key for s in second.registry.snapshots() if s.backlog_tokens == 50] == [key],
+            "sent since that report",
+        )
+        share: Share = first.registry.in_flight()[0]
+        assert (share.report_number, share.backlog_since) == (1000, 50)
+        sent.end()
+
+
+async def test_a_load_that_cannot_be_told_is_not_told_and_ends_no_router(
+    server: RedisServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with AsyncExitStack() as stack:
+        _, (first, second) = await two_of_each(stack, server)
+        sent = first.registry.assign(first.registry.snapshots()[0].info.key, 50)
+        (told,) = first.registry.in_flight()
+        with monkeypatch.context() as patch:
+            patch.setattr(first.registry, "in_flight", lambda: (replace(told, num_requests=-1),))
+            await until(lambda: "a fault of this router's own" in caplog.text, "the fault is logged")
+            assert await first.ask(prompt(1)) == expected_tokens(prompt(1), count=8, seed=3)
+        more = first.registry.assign(WorkerKey(*told.process), 7)
+        await until(lambda: any(s.backlog_tokens == 57 for s in second.registry.snapshots()), "told again")
+        assert caplog.text.count("a fault of this router's own") == 1
+        for each in (sent, more):
+            each.end()
+
+
+async def test_a_load_from_before_a_router_began_counts_for_nothing_there(server: RedisServer) -> None:
+    """Authentic, and never heard there: somebody kept it."""
+    config = RouterConfig.model_validate({"limits": {"default": {"concurrent_requests": 2}}})
+    limits = [make_limits(config, SECRET, lambda: 0.0) for _ in range(2)]
+    former = Incarnation(1000)
+    async with AsyncExitStack() as stack:
+        settings = board_at(server)
+        await stack.enter_async_context(PublishingWorker("d0", settings))
+        first = await stack.enter_async_context(router(0, settings, live=1, limits=limits[0]))
+        sent = first.registry.assign(first.registry.snapshots()[0].info.key, 50)
+        limits[0].limiter.admit("", 10.0)
+        told = first.board._exchange._sequence
+        await until(lambda: first.board._exchange._sequence > told, "both are told")
+        old = server.do("GET", KEYS.load(former))
+        sent.end()
+        await first.crash()
+        second = await stack.enter_async_context(router(1, settings, live=1, limits=limits[1]))
+        server.do("SET", KEYS.load(former), old)
+        server.do("ZADD", KEYS.routers, 9e15, f"{former:x}")
+        exchange = second.board._exchange
+        await until(lambda: exchange._others == (former,), "it looks as if the other were here")
+        told = exchange._sequence
+        await until(lambda: exchange._sequence > told + 1, "its load is read")
+        assert (second.board.num_peers, limits[1].limiter.num_elsewhere("")) == (0, 0)
+        assert [s.backlog_tokens for s in second.registry.snapshots()] == [0]
+
+
+async def test_routers_share_a_tenants_limits(server: RedisServer) -> None:
+    config = RouterConfig.model_validate({"limits": {"default": {"concurrent_requests": 2}}})
+    limits = [make_limits(config, SECRET, lambda: 0.0) for _ in range(2)]
+    async with AsyncExitStack() as stack:
+        settings = board_at(server)
+        await stack.enter_async_context(PublishingWorker("d0", settings))
+        first = await stack.enter_async_context(router(0, settings, live=1, limits=limits[0]))
+        second = await stack.enter_async_context(router(1, settings, live=1, limits=limits[1]))
+        for _ in range(2):
+            limits[0].limiter.admit("", 10.0)
+        await until(lambda: limits[1].limiter.num_elsewhere("") == 2, "the other router knows")
+        with pytest.raises(Overloaded, match="concurrent_requests"):
+            limits[1].limiter.admit("", 10.0)
+        old = server.do("GET", KEYS.load(Incarnation(1000)))
+        await first.crash()
+        await until(lambda: limits[1].limiter.num_elsewhere("") == 0, "its lease has ended")
+        server.do("SET", KEYS.load(Incarnation(1000)), old)
+        exchange = second.board._exchange
+        told = exchange._sequence
+        await until(lambda: exchange._sequence > told + 1, "its load was put back, and read")
+        assert limits[1].limiter.num_elsewhere("") == 0
+        limits[1].limiter.admit("", 10.0)

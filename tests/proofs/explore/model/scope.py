@@ -1,0 +1,209 @@
+"""How large a world is explored, and the names in it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kv_transfer.layout.cell_range import CellRange
+from kv_transfer.layout.chunk_plan import CellShape, ChunkPlanner
+from kv_transfer.protocol import actions as act
+from kv_transfer.protocol.handoff_retry import Ladder
+from kv_transfer.protocol.messages import Body, Envelope, Prefill, PrefillJob, TransferKey
+from kv_transfer.protocol.sender import SenderPlan
+from kv_transfer.protocol.settings import TransferSettings
+from tandem.values.block_hash import HASH_BLOCK_TOKENS
+from tandem.values.ids import BlockHash, Incarnation, RequestId, TransferId
+from tandem.values.kv_layout import KVLayout
+from tandem.values.sampling import SamplingParams
+from tests.proofs.explore.model.freeze import Interned, Machines
+
+UNIT_TOKENS = HASH_BLOCK_TOKENS
+TAIL = BlockHash(b"right tokens....")
+TRANSFER = TransferId("t")
+"""Each request's own name in its own life; two lives never see each other's messages."""
+
+
+class _Sampling(SamplingParams):
+    """Hashable, as a value in a state must be: every request here samples alike."""
+
+    def __hash__(self) -> int:
+        return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scope:
+    """The bounds of one exploration."""
+
+    steps: tuple[int, ...] = (1,)
+    """Units of the prompt that each step of the prefill worker's engine computes, a layer at a time."""
+    num_layers: int = 2
+    chunk_cells: int = 1
+    """Most cells in one chunk; a cell is one unit in one layer."""
+    units_per_block: int = 1
+    """Of the decode worker."""
+    units_per_source: int = 1
+    """In a block of the prefill workers."""
+    spare_blocks: int = 0
+    """What a decode worker's pool has beyond the blocks of one request: with none, each is reused as soon as it can be,
+    with many, attempts and requests run beside each other."""
+    max_faults: int = 2
+    """Shared by all requests."""
+    max_attempts: int = 1
+    max_rewrites: int = 1
+    write_window: int = 2
+    shared_memory: bool = True
+    """Revocation needs the writer's word and DRAINED is a proof (`shm`); else the reverse (`tcp`)."""
+    remote: bool = False
+    """With `shared_memory`: DRAINED is no proof either, for bytes may still be in the network (RDMA)."""
+    mistakes: bool = False
+    """Whether a prefill worker may compute another prompt than it was asked for."""
+    preempts: bool = False
+    """Whether an engine may throw a prompt out between two steps and compute it again into other blocks."""
+    fetch: bool = False
+    """Whether a held prefix is fetched, of which a prefill worker may have any part, instead of a prompt computed."""
+    bent: bool = False
+    """Whether messages may arrive with other content than was sent: a peer that is broken, or hostile."""
+    only: frozenset[str] | None = None
+    """Kinds of faults to explore; None means all."""
+
+    @property
+    def num_units(self) -> int:
+        """Of the prompt."""
+        return sum(self.steps)
+
+    @property
+    def num_cells(self) -> int:
+        """Of the prompt."""
+        return self.num_units * self.num_layers
+
+    @property
+    def num_blocks(self) -> int:
+        """That the prompt takes on a decode worker."""
+        return -(-self.num_units // self.units_per_block)
+
+    @property
+    def pool_blocks(self) -> int:
+        """Of a decode worker."""
+        return self.num_blocks + self.spare_blocks
+
+    @property
+    def cells(self) -> CellShape:
+        """One byte stands for a cell."""
+        return CellShape(num_layers=self.num_layers, num_heads=1, unit_layer_bytes=1)
+
+    @property
+    def num_chunks(self) -> int:
+        """Most chunks into which one hand-off is cut, however late its reservation comes."""
+        at_once = ChunkPlanner(self.cells, chunk_bytes=self.chunk_cells).plan(self.num_units)
+        planner, ready, chunks = ChunkPlanner(self.cells, chunk_bytes=self.chunk_cells), 0, 0
+        for size in self.steps:
+            for layers in range(1, self.num_layers):
+                chunks += len(planner.plan(ready, coming=ready + size, num_layers=layers))
+            ready += size
+            chunks += len(planner.plan(ready))
+        return max(len(at_once), chunks)
+
+    def slots(self, cells: CellRange, blocks: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+        """(block, position in it) of each cell."""
+        return tuple(
+            (blocks[unit // self.units_per_block], unit % self.units_per_block * self.num_layers + layer)
+            for unit in range(cells.first_unit, cells.first_unit + cells.num_units)
+            for layer in range(cells.first_layer, cells.first_layer + cells.num_layers)
+        )
+
+    def __str__(self) -> str:
+        transport = ("rdma" if self.remote else "shm") if self.shared_memory else "tcp"
+        return (
+            f"{self.num_chunks} chunks of {self.num_units} x {self.num_layers} cells, {self.max_faults} faults, "
+            f"{self.max_attempts} attempts, pool of {self.pool_blocks}, {transport}"
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class Names:
+    """What is numbered, and the caches that all lives share."""
+
+    scope: Scope
+    machines: Machines = field(default_factory=Machines)
+    envelopes: Interned = field(default_factory=Interned)
+    settings: TransferSettings = field(init=False)
+    fresh_ladder: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        scope = self.scope
+        self.settings = TransferSettings(
+            max_rewrites=scope.max_rewrites, write_window=scope.write_window, chunk_bytes=scope.chunk_cells
+        )
+        num_tokens = UNIT_TOKENS * scope.num_units - 1
+        job = PrefillJob(
+            transfer_id=TRANSFER,
+            request_id=RequestId("r"),
+            token_ids=tuple(range(num_tokens)),
+            num_prompt_tokens=num_tokens,
+            held_tokens=0,
+            sampling=_Sampling(),
+            hash_root=BlockHash(bytes(16)),
+            timeout_s=0.5,
+            tail_hash=TAIL,
+        )
+        if scope.fetch:
+            job = replace(job, token_ids=(), tail_hash=None, resume=True, fetch=True, names=self.prefix)
+        layout = KVLayout(
+            model_fingerprint="m",
+            dtype="float32",
+            num_layers=scope.num_layers,
+            num_kv_heads=1,
+            head_dim=1,
+            block_size=UNIT_TOKENS * scope.units_per_block,
+        )
+        ladder = Ladder(job, own=self.decode(0), layout=layout, settings=self.settings)
+        self.fresh_ladder = self.machines.add(ladder)
+
+    @property
+    def prefix(self) -> tuple[BlockHash, ...]:
+        """Names of the units of a prefix that is fetched."""
+        return tuple(BlockHash(b"unit %11d" % unit) for unit in range(self.scope.num_units))
+
+    def prefill(self, at: int, epoch: int) -> Incarnation:
+        """Of a prefill worker's process."""
+        return Incarnation(100 * (at + 1) + epoch)
+
+    def decode(self, epoch: int) -> Incarnation:
+        """Of a decode worker's process."""
+        return Incarnation(1000 + epoch)
+
+    def at(self, incarnation: Incarnation) -> int:
+        """Which prefill worker that is or was."""
+        return incarnation // 100 - 1
+
+    def envelope(self, sender: Incarnation, addressee: Incarnation, key: TransferKey | None, body: Body) -> int:
+        """Number of a message."""
+        return self.envelopes.number(Envelope(incarnation=sender, addressee=addressee, key=key, body=body))
+
+    def sender_plan(self, asked: Envelope) -> SenderPlan:
+        """Of the sender that a PREFILL starts."""
+        if asked.key is None or not isinstance(asked.body, Prefill):
+            raise TypeError(f"{asked} asks for no prefill")
+        return SenderPlan(
+            key=asked.key,
+            own=asked.addressee,
+            peer=asked.incarnation,
+            job=asked.body.job,
+            block_size=UNIT_TOKENS * self.scope.units_per_source,
+            unit_tokens=UNIT_TOKENS,
+            whole_tokens=UNIT_TOKENS * max(self.scope.units_per_source, self.scope.units_per_block),
+            cells=self.scope.cells,
+            lease_s=self.settings.lease_s,
+            stall_s=self.settings.stall_s,
+            queue_s=self.settings.queue_s,
+            chunk_bytes=self.settings.chunk_bytes,
+            write_window=self.settings.write_window,
+            max_rewrites=self.settings.max_rewrites,
+        )
+
+    def compiled(self, actions: act.Actions, envelope: Callable[[Body], int]) -> list[tuple[str, Any]]:
+        """Actions by name; messages by number."""
+        return [
+            ("Send", envelope(action.body)) if isinstance(action, act.Send) else (type(action).__name__, action)
+            for action in actions
+        ]

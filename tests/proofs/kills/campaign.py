@@ -1,0 +1,212 @@
+"""Kills workers at random moments while clients ask, and looks at what becomes of the blocks that they leave behind."""
+
+import asyncio
+import json
+import os
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cluster.supervisor.supervisor import Policy
+from kv_transfer.protocol.leases import LeaseClock
+from tests.proofs.kills.clients import Clients, Prompt
+from tests.support.running_cluster import RunningCluster
+
+PATIENT = Policy(max_rapid_deaths=1_000_000, max_backoff_s=0.05, backoff_s=0.05)
+"""A supervisor that restarts whatever dies, at once and for ever."""
+SHAPE: dict[str, Any] = {
+    "prefill__replicas": 2,
+    "decode__replicas": 2,
+    # Prompts of many chunks, in pools small enough that blocks are soon used again.
+    "engine__prefill_chunk_tokens": 16,
+    "engine__max_batched_tokens": 64,
+    "engine__num_blocks": 300,
+    # Hand-offs are to wait at the workers that are killed.
+    "router__queue__worker_backlog_s": 60.0,
+}
+NUM_CLIENTS = 6
+FREE_WITHIN_S = 2.0
+_GIVE_UP_S = 10.0
+_POLL_S = 0.005
+_MAX_STEP_S = 0.5
+_LONGEST_PAUSE_S = 0.5
+_WAITS_FOR_RETURN = 0.7
+"""Share of the kills after which nothing else is killed until the victim is back."""
+WITHIN = ("reserved", "streaming", "sealed")
+"""A transfer is under way: destinations are granted, nothing is committed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kill:
+    """One kill and what the others saw of it."""
+
+    victim: str
+    hits: Sequence[dict[str, Any]]
+    """Attempts with the victim that were under way, as its peers saw them end."""
+    free_s: float
+    """From the kill until every peer had given back all that it held for the victim."""
+
+    @property
+    def role(self) -> str:
+        """The victim's pool."""
+        return self.victim.partition("-")[0]
+
+    @property
+    def num_blocks(self) -> int:
+        """Held for the victim when its peers learnt of its end."""
+        return sum(hit["blocks"] for hit in self.hits)
+
+
+@dataclass(slots=True)
+class Report:
+    """What a campaign came to."""
+
+    kills: list[Kill] = field(default_factory=list)
+    """Within a transfer."""
+    num_missed: int = 0
+    """Kills outside of every transfer."""
+    outcomes: Counter[str] = field(default_factory=Counter)
+    slowest_s: float = 0.0
+    seconds: float = 0.0
+    problems: list[str] = field(default_factory=list)
+
+
+class Workers:
+    """A cluster's workers, as they show themselves in `folder` (see `tests.proofs.kills.watched`)."""
+
+    def __init__(self, cluster: RunningCluster, folder: Path) -> None:
+        self.cluster = cluster
+        self.names = [view.name for view in cluster.local.workers]
+        self._folder = folder
+
+    async def look(self, name: str, *, since: int = 0, audit: bool = False, freeze: bool = False) -> dict[str, Any]:
+        """One worker now; `freeze`: from now on, until asked otherwise, it stops as soon as blocks of a fetch move.
+
+        Raises OSError or EOFError when it has died.
+        """
+        reader, writer = await asyncio.open_unix_connection(self._folder / f"{name}.sock", limit=1 << 24)
+        try:
+            writer.write(json.dumps({"since": since, "audit": audit, "freeze": freeze}).encode() + b"\n")
+            line = await reader.readline()
+        finally:
+            writer.close()
+        if not line:
+            raise EOFError(f"{name} does not answer")
+        return json.loads(line)
+
+    async def come_back(self, name: str, old_pid: int | None) -> None:
+        """Wait until a killed worker serves again and a router has it. `old_pid`: by the supervisor."""
+        await self.cluster.local.wait_ready(name, after_pid=old_pid)
+        await self.cluster.until(lambda: self.is_here(name))
+
+    async def is_here(self, name: str) -> bool:
+        """Whether a router has it."""
+        return any(name in key for key in await self.cluster.figures("tandem_worker_kv_blocks", state="used"))
+
+    async def leftovers(self) -> list[str]:
+        """What idle workers still hold, after an audit of every block."""
+        found = []
+        for name in self.names:
+            told = await self.look(name, audit=True)
+            found += [f"{name} has attempt {attempt}" for attempt in told["attempts"]]
+            found += [f"{name} has {count} {what}" for what, count in told["engine"].items() if count]
+        return found
+
+
+class Campaign:
+    """Kills until enough of them have hit a transfer."""
+
+    def __init__(self, workers: Workers, prompts: Sequence[Prompt], *, seed: int) -> None:
+        self.report = Report()
+        self._workers = workers
+        self._first_line = len(workers.cluster.logs.lines)
+        self._clients = Clients(workers.cluster, prompts, seed=seed, clock=self._now)
+        self._draw = random.Random(seed)
+        self._clock = LeaseClock(time.monotonic(), max_step_s=_MAX_STEP_S)
+        self._away: set[str] = set()
+        self._returns: set[asyncio.Task[None]] = set()
+
+    async def run(self, count: int) -> Report:
+        """`count` kills within transfers; leaves an idle cluster."""
+        report, started_s = self.report, self._now()
+        async with asyncio.TaskGroup() as tasks:
+            ticking = tasks.create_task(self._tick())
+            async with self._clients.asking(NUM_CLIENTS):
+                await asyncio.sleep(0.5)
+                while len(report.kills) < count and not (report.problems or self._clients.problems):
+                    await self._strike(tasks)
+            await asyncio.gather(*self._returns)
+            await self._workers.cluster.until_idle()
+            ticking.cancel()
+        report.seconds = self._now() - started_s
+        report.outcomes, report.slowest_s = self._clients.outcomes, self._clients.slowest_s
+        report.problems += self._clients.problems
+        report.problems += await self._workers.leftovers()
+        report.problems += self._strange_ends(len(report.kills) + report.num_missed)
+        return report
+
+    async def _tick(self) -> None:
+        while True:
+            self._clock.tick(time.monotonic())
+            await asyncio.sleep(_MAX_STEP_S / 10)
+
+    def _now(self) -> float:
+        """Seconds in which this process was not stopped: what stops it stops its cluster too."""
+        return self._clock.read(time.monotonic())
+
+    async def _strike(self, tasks: asyncio.TaskGroup) -> None:
+        workers, draw = self._workers, self._draw
+        here = [name for name in workers.names if name not in self._away]
+        role = draw.choice(sorted({name.partition("-")[0] for name in here}))
+        victim = draw.choice([name for name in here if name.startswith(role)])
+        told = {name: await workers.look(name) for name in here}
+        await asyncio.sleep(draw.uniform(0.0, _LONGEST_PAUSE_S))
+        old_pid = workers.cluster.pid(victim)
+        killed_s, killed_at_s = self._now(), time.monotonic()
+        os.kill(told[victim]["pid"], signal.SIGKILL)
+        self._away.add(victim)
+        task = tasks.create_task(self._return(victim, old_pid))
+        self._returns.add(task)
+        task.add_done_callback(self._returns.discard)
+        peers = [name for name in here if name != victim]
+        dead = told[victim]["incarnation"]
+        seen = await asyncio.gather(*(self._freed(name, dead, told[name]["num_ends"], killed_s) for name in peers))
+        # Under way when the peer learnt of the end, not ended before for another reason.
+        hits = [e for _, ends in seen for e in ends if e["state"] in WITHIN and e["at_s"] >= killed_at_s]
+        free_s = max((seconds for seconds, _ in seen), default=0.0)
+        if free_s > FREE_WITHIN_S:
+            self.report.problems.append(f"blocks of {victim} were held for {free_s:.2f} s")
+        if hits:
+            self.report.kills.append(Kill(victim=victim, hits=hits, free_s=free_s))
+        else:
+            self.report.num_missed += 1
+        if draw.random() < _WAITS_FOR_RETURN:
+            await task
+        if len(self._away) == len(workers.names):
+            await asyncio.wait(self._returns, return_when=asyncio.FIRST_COMPLETED)
+
+    async def _return(self, name: str, old_pid: int | None) -> None:
+        await self._workers.come_back(name, old_pid)
+        self._away.discard(name)
+
+    async def _freed(self, name: str, dead: int, since: int, killed_s: float) -> tuple[float, list[dict[str, Any]]]:
+        """When a peer held nothing more for a dead worker, in seconds from the kill; what it had under way with it."""
+        while True:
+            told = await self._workers.look(name, since=since)
+            engine, after_s = told["engine"], self._now() - killed_s
+            held = any(attempt["peer"] == dead and attempt["blocks"] for attempt in told["attempts"])
+            if not (held or engine["quarantined"] or engine["unowned_pins"]) or after_s > _GIVE_UP_S:
+                return after_s, [end for end in told["ends"] if end["peer"] == dead]
+            await asyncio.sleep(_POLL_S)
+
+    def _strange_ends(self, num_kills: int) -> list[str]:
+        lines = self._workers.cluster.logs.lines[self._first_line :]
+        found = [line for line in lines if "Traceback" in line or "CRITICAL" in line or "exited with code" in line]
+        if (num_ended := sum("was ended by SIGKILL; restart" in line for line in lines)) != num_kills:
+            found.append(f"{num_ended} workers were ended by a kill, {num_kills} kills")
+        return found

@@ -1,0 +1,73 @@
+"""Whether what boards and alarms name is what a cluster tells."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from kv_transfer.session.stats import Outcome
+from tests.support.monitoring_files import Said, rules
+from tests.support.promql import Matcher, named
+from tests.support.two_releases import GROUPING
+
+ADDED_BY_PROMETHEUS = {"instance", "job", *GROUPING}
+ONLY_IN_TROUBLE = {
+    # These have no samples in a cluster in which nothing goes wrong; their names are told all the same.
+    "tandem_worker_breaker",
+    "tandem_worker_inherited_blocks_total",
+}
+OUTCOMES = {outcome.value for outcome in Outcome}
+"""Of transfers: most of them are seen in trouble alone."""
+
+
+def told(exposition: str) -> dict[str, list[Mapping[str, str]]]:
+    """The labels of all samples by name; of a metric without any, no labels."""
+    found: dict[str, list[Mapping[str, str]]] = {}
+    for family in text_string_to_metric_families(exposition):
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        if not family.samples:
+            found.setdefault(name, [])
+        for sample in family.samples:
+            found.setdefault(sample.name, []).append(sample.labels)
+    return found
+
+
+def is_of_planner(said: Said) -> bool:
+    """Whether it names what a planner tells, which is another process than a router."""
+    return any(selector.name.startswith("tandem_planner_") for selector in named(said.expr).selectors)
+
+
+def unknown(said: Iterable[Said], exposition: str) -> list[str]:
+    """What expressions name and the cluster does not tell: metrics, labels, and values of labels."""
+    metrics = told(exposition)
+    recorded = {rule["record"]: rule["expr"] for rule in rules() if "record" in rule}
+    faults = []
+    for one in said:
+        names = named(one.expr)
+        labels = set(ADDED_BY_PROMETHEUS)
+        for selector in names.selectors:
+            if selector.name in recorded:
+                labels |= named(recorded[selector.name]).grouped_by
+            elif selector.name not in metrics:
+                faults.append(f"{one.where}: no metric {selector.name}")
+            elif samples := metrics[selector.name]:
+                labels |= samples[0].keys()
+                faults += [
+                    f"{one.where}: {selector.name} has no {matcher}"
+                    for matcher in selector.matchers
+                    if matcher.label not in ADDED_BY_PROMETHEUS and not _fits(matcher, samples)
+                ]
+            elif selector.name in ONLY_IN_TROUBLE:
+                labels |= names.grouped_by
+            else:
+                faults.append(f"{one.where}: {selector.name} has no samples")
+        faults += [f"{one.where}: no label {label}" for label in names.grouped_by - labels]
+    return faults
+
+
+def _fits(matcher: Matcher, samples: Sequence[Mapping[str, str]]) -> bool:
+    """Whether each value that it asks for is one that is told."""
+    values = {labels[matcher.label] for labels in samples if matcher.label in labels}
+    if matcher.label == "outcome":
+        values |= OUTCOMES
+    asked = matcher.value.split("|") if matcher.op == "=~" else [matcher.value]
+    return values >= set(asked)

@@ -1,0 +1,90 @@
+"""A worker's pool as nested arrays, and a prompt's cells put there one rank, head and token at a time by indexing."""
+
+import numpy as np
+
+from kv_transfer.layout.cells import TokenBlocks
+from tandem.values.kv_layout import DTYPE_BYTES, KVLayout
+
+
+def layout(dtype="bfloat16", *, tp=1, block_size=16, heads=2, layers=2, head_dim=4, model="m"):
+    return KVLayout(
+        model_fingerprint=model,
+        dtype=dtype,
+        num_layers=layers,
+        num_kv_heads=heads,
+        head_dim=head_dim,
+        block_size=block_size,
+        tp_size=tp,
+    )
+
+
+def splits(tp, heads):
+    """Whether so many heads can be held by so many ranks."""
+    return heads % tp == 0 or tp % heads == 0
+
+
+class Prompt:
+    """Random bytes for every cell: `[layer, k/v, head, token, byte]`, and its scale's."""
+
+    def __init__(self, kv: KVLayout, num_tokens: int, rng: np.random.Generator):
+        shape = (kv.num_layers, 2, kv.num_kv_heads, num_tokens)
+        self.cells = rng.integers(0, 256, (*shape, kv.head_dim * DTYPE_BYTES[kv.dtype]), np.uint8)
+        self.scales = rng.integers(0, 256, (*shape, 4), np.uint8)
+
+
+class PlainWorker:
+    """`region` begins as noise, so that a byte written in passing shows."""
+
+    def __init__(self, kv: KVLayout, *, pool_blocks: int, num_tokens: int, rng: np.random.Generator):
+        self.kv = kv
+        self.heads = max(1, kv.num_kv_heads // kv.tp_size)
+        self.blocks = [int(b) for b in rng.permutation(pool_blocks)[: -(-num_tokens // kv.block_size)]]
+        slots = 2 * self.heads * kv.block_size
+        row = kv.head_dim * DTYPE_BYTES[kv.dtype]
+        self.scales_at = -(-slots * row // 64) * 64
+        size = -(-(self.scales_at + slots * 4) // 64) * 64 if kv.dtype == "int8" else slots * row
+        self.row, self.values_end = row, slots * row
+        self.region = rng.integers(0, 256, (kv.tp_size, kv.num_layers, pool_blocks, size), np.uint8)
+
+    def at(self, first_token: int = 0) -> TokenBlocks:
+        """Its blocks from the one that holds `first_token` on."""
+        first = first_token // self.kv.block_size
+        return TokenBlocks(blocks=tuple(self.blocks[first:]), first_block=first, pool_blocks=self.region.shape[2])
+
+    def ranks_of(self, head: int) -> list[int]:
+        """Who holds it, by counting through the ranks."""
+        copies = self.kv.tp_size * self.heads // self.kv.num_kv_heads
+        held = [
+            h
+            for group in range(0, self.kv.num_kv_heads, self.heads)
+            for h in [range(group, group + self.heads)] * copies
+        ]
+        return [rank for rank, heads in enumerate(held) if head in heads]
+
+    def filled(self, prompt: Prompt, first: int, end: int) -> np.ndarray:
+        """The region with tokens `[first, end)` of the prompt in every rank that holds them."""
+        return self._put(self.region.copy(), prompt.cells, prompt.scales, first, end)
+
+    def touched(self, first: int, end: int) -> np.ndarray:
+        """1 for each byte of the region that those tokens have."""
+        shape = (self.kv.num_layers, 2, self.kv.num_kv_heads, len(self.blocks) * self.kv.block_size)
+        ones = np.ones((*shape, self.row), np.uint8), np.ones((*shape, 4), np.uint8)
+        return self._put(np.zeros_like(self.region), *ones, first, end)
+
+    def _put(self, region, cells, scales, first, end):
+        tokens = np.arange(first, end)
+        size = self.kv.block_size
+        where, offset = np.array(self.blocks)[tokens // size], tokens % size
+        shape = (*region.shape[:3], 2, self.heads, size)
+        parts = [(region[..., : self.values_end].reshape(*shape, self.row, copy=False), cells)]
+        if self.kv.dtype == "int8":
+            end_of_scales = self.scales_at + 2 * self.heads * size * 4
+            parts.append((region[..., self.scales_at : end_of_scales].reshape(*shape, 4, copy=False), scales))
+        for view, values in parts:
+            for head in range(self.kv.num_kv_heads):
+                for rank in self.ranks_of(head):
+                    # [token, layer, k/v, byte]: numpy puts what is indexed by arrays in front.
+                    view[rank][:, where, :, head % self.heads, offset] = values[:, :, head, tokens].transpose(
+                        2, 0, 1, 3
+                    )
+        return region

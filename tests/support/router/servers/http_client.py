@@ -1,0 +1,32 @@
+"""The HTTP door in process, and how its answers are read."""
+
+import json
+from typing import Any
+
+import httpx
+
+from router.http.app import create_app
+from tests.support.router.servers import fakes
+
+CHAT = "/v1/chat/completions"
+PLAIN = "/v1/completions"
+HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+def client_of(parts: fakes.Doors) -> httpx.AsyncClient:
+    app = create_app(parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics)
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    return httpx.AsyncClient(transport=transport, base_url="http://router")
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    body = response.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    return body["error"]

@@ -1,0 +1,319 @@
+"""The loop over a real HTTP router and a scaler that does what it is told: looks, orders, troubles, words, metrics."""
+
+import asyncio
+import http.server
+import json
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from cluster.autoscaler.command import address_of, sizes_of
+from cluster.autoscaler.live import LiveOptions, LivePlanner, autoscale_live
+from cluster.autoscaler.routers import Routers
+from cluster.cli.main import app
+from cluster.planner.load_watch import LoadWatch, Unseen
+from cluster.planner.orders import Order, OrderFailed
+from cluster.planner.speed import SpeedWatch
+from cluster.planner.values import FleetView, Observation, Sizes
+from tandem.errors import ConfigError
+from tests.support.cluster.planned_worker import PROMISE, WORKER
+from tests.support.cluster.router_figures import POLICY, ToldRouter
+from tests.support.http_server import answering
+
+# On a busy machine looks come late, and a hold would begin anew with each.
+QUICK = replace(POLICY, start_s=0.1, hold_s=0.0, flip_hold_s=0.0, cooldown_s=0.0, most_workers=3)
+SHAPE = Sizes(prefill=1, decode=2)
+# Answers take one decode worker, however often looks come: it is prompts that lack one.
+BUSY = {"worker": replace(WORKER, kv_tokens=10**9, max_running=10**6), "promise": replace(PROMISE, itl_s=100.0)}
+
+
+@dataclass
+class Door:
+    """A router's `/metrics`. Before each look it has served what `serve` says."""
+
+    router: ToldRouter = field(default_factory=ToldRouter)
+    num: int = 0
+    key: str | None = None
+    status: int = 200
+    hosts: set[str] = field(default_factory=set)
+    url: str = ""
+
+    def text(self, headers: Any) -> tuple[int, str]:
+        self.hosts.add(headers["Host"])
+        if self.key is not None and headers.get("Authorization") != f"Bearer {self.key}":
+            return 401, "who are you"
+        self.router.serve(self.num, prompt=6000, output=1)
+        return self.status, self.router.text()
+
+
+@contextmanager
+def door(**settings: Any) -> Iterator[Door]:
+    state = Door(**settings)
+    state.router.metrics.workers("prefill", "live", 1)
+    state.router.metrics.workers("decode", "live", 2)
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status, text = state.text(self.headers) if self.path == "/metrics" else (404, "")
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *_: object) -> None:
+            """Nothing."""
+
+    with answering(Handler) as state.url:
+        yield state
+
+
+@dataclass
+class Workers:
+    """A fleet that obeys."""
+
+    can_flip = True
+    sizes: Sizes = SHAPE
+    orders: list[Order] = field(default_factory=list)
+    refusal: str | None = None
+    silence: str | None = None
+
+    async def fleet(self) -> FleetView:
+        if self.silence is not None:
+            raise OrderFailed(self.silence)
+        return FleetView(sizes=self.sizes, starting=Sizes(prefill=0, decode=1))
+
+    async def carry_out(self, order: Order) -> None:
+        self.orders.append(order)
+        if self.refusal is not None:
+            raise OrderFailed(self.refusal)
+        self.sizes = order.after
+
+
+def options(url: str, **changes: Any) -> LiveOptions:
+    plain = LiveOptions(urls=[url], policy=QUICK, period_s=0.05, as_json=True, **BUSY)
+    return replace(plain, **changes)
+
+
+async def run_until(planner: LivePlanner, said: list[str], word: str) -> None:
+    """Until a line has this."""
+    stop = asyncio.Event()
+    running = asyncio.create_task(planner.run(stop))
+    async with asyncio.timeout(60.0):
+        while not any(word in line for line in said) and not running.done():  # noqa: ASYNC110 - lines are no event
+            await asyncio.sleep(0.01)
+    stop.set()
+    await running
+
+
+def lines(said: list[str]) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in said]
+
+
+async def test_a_load_of_long_prompts_has_a_decode_worker_flipped() -> None:
+    said: list[str] = []
+    workers = Workers()
+    with door(num=2) as router:
+        planner = LivePlanner(options(router.url), workers, said.append)
+        await run_until(planner, said, '"done"')
+    told = lines(said)
+    assert told[0]["outcome"] == "unseen"
+    assert [str(order.after) for order in workers.orders] == ["2:1"]
+    [ordered] = [line for line in told if line["outcome"] == "ordered"]
+    assert ordered["actions"] == ["flip decode -> prefill"]
+    assert ordered["order"] == {"prefill": 2, "decode": 1}
+    assert ordered["starting"] == {"prefill": 0, "decode": 1}
+    sample = planner.metrics.registry.get_sample_value
+    assert sample("tandem_planner_actions_total", {"kind": "flip", "pool": "prefill"}) == 1.0
+    assert sample("tandem_planner_orders_total", {"outcome": "done"}) == 1.0
+    assert sample("tandem_planner_wanted_workers", {"pool": "prefill"}) == 2.0
+    assert sample("tandem_planner_requests_per_second") > 0.0
+
+
+async def test_a_dry_run_asks_routers_for_the_fleet_and_touches_nobody() -> None:
+    said: list[str] = []
+    with door(num=2) as router:
+        await run_until(LivePlanner(options(router.url, is_dry_run=True), None, said.append), said, "would_order")
+    told = lines(said)[-1]
+    assert told["sizes"] == {"prefill": 1, "decode": 2}
+    assert told["actions"] == ["flip decode -> prefill"]
+    with pytest.raises(ConfigError, match="--dry-run"):
+        LivePlanner(options(router.url), None, said.append)
+
+
+async def test_an_order_that_fails_is_said_and_tried_again_later() -> None:
+    said: list[str] = []
+    workers = Workers(refusal="no room")
+    with door(num=2) as router:
+        await run_until(LivePlanner(options(router.url), workers, said.append), said, '"waiting"')
+    failures = [line for line in lines(said) if line["outcome"] == "failed"]
+    assert len(failures) == len(workers.orders)
+    assert all("no room" in line["why"][0] for line in failures)
+    assert workers.sizes == SHAPE
+
+
+async def test_whoever_says_that_files_have_changed_ends_no_planner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a unit's reload does; SIGTERM ends it."""
+    reached: list[int] = []
+    before = signal.signal(signal.SIGHUP, lambda number, _frame: reached.append(number))
+    monkeypatch.setattr("tandem.process.hangup.has_terminal", lambda: False)
+    told: list[str] = []
+
+    def say(line: str) -> None:
+        told.append(line)
+        os.kill(os.getpid(), signal.SIGTERM if len(told) > 2 else signal.SIGHUP)
+
+    try:
+        with door() as router:
+            assert await autoscale_live(options(router.url, is_dry_run=True), None, say) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert reached == []
+    assert len(told) >= 3
+
+
+async def test_what_no_scaler_may_raise_ends_the_planner() -> None:
+    class Broken(Workers):
+        async def carry_out(self, order: Order) -> None:
+            raise ZeroDivisionError
+
+    with door(num=2) as router, pytest.raises(ZeroDivisionError):
+        await LivePlanner(options(router.url, turns=200), Broken(), lambda _: None).run(asyncio.Event())
+
+
+async def test_a_fleet_or_a_router_that_is_silent_is_named_and_nothing_is_done() -> None:
+    said: list[str] = []
+    workers = Workers(silence="the socket is gone")
+    with door(num=2) as router:
+        await run_until(LivePlanner(options(router.url, turns=5), workers, said.append), said, "never")
+        router.status = 503
+        await run_until(LivePlanner(options(router.url, turns=2), Workers(), said.append), said, "never")
+        dead = LivePlanner(options("http://127.0.0.1:1", turns=2), Workers(), said.append)
+        await run_until(dead, said, "never")
+    told = lines(said)
+    assert {line["outcome"] for line in told[1:5]} == {"unknown"}
+    assert "the socket is gone" in told[1]["why"][0]
+    assert "answers 503" in told[5]["why"][0]
+    assert "ConnectError" in told[7]["why"][0]
+    assert workers.orders == []
+
+
+async def test_a_key_is_read_anew_and_its_lack_is_named(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("old\n")
+    with door(key="new") as router:
+        async with Routers([router.url], api_key_file=key, tls=None) as routers:
+            assert "--api-key-file" in str((await routers.ask())[router.url])
+            key.write_text("new\n")
+            assert not isinstance((await routers.ask())[router.url], str)
+
+
+async def test_a_router_that_drips_is_given_up_and_the_others_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.autoscaler.routers._WHOLE_S", 0.2)
+
+    hung_up = asyncio.Event()
+
+    async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n# ")
+        with suppress(OSError):
+            while not reader.at_eof():
+                writer.write(b"x")
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(reader.read(4096), 0.01)
+        writer.transport.abort()
+        hung_up.set()
+
+    slow = await asyncio.start_server(drip, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{slow.sockets[0].getsockname()[1]}"
+    async with slow:
+        with door() as router:
+            async with Routers([url, router.url], api_key_file=None, tls=None) as routers:
+                told = await routers.ask()
+        await asyncio.wait_for(hung_up.wait(), 20)
+    assert "more than 0.2 s" in str(told[url])
+    assert not isinstance(told[router.url], str)
+
+
+@pytest.mark.parametrize("text", ["hush\nhush", "hush\u00e9"])
+async def test_a_key_that_is_none_is_not_told(tmp_path: Path, text: str) -> None:
+    (tmp_path / "key").write_text(text)
+    async with Routers(["http://127.0.0.1:1"], api_key_file=tmp_path / "key", tls=None) as routers:
+        [said] = (await routers.ask()).values()
+    assert "holds no key" in str(said)
+    assert "hush" not in str(said)
+
+
+async def test_a_name_stands_for_its_addresses_and_is_still_told() -> None:
+    with door() as router:
+        port = router.url.rpartition(":")[2]
+        async with Routers([f"http://localhost:{port}/v1"], api_key_file=None, tls=None) as routers:
+            [(name, said)] = (await routers.ask()).items()
+        assert name == router.url
+        assert not isinstance(said, str)
+        assert router.hosts == {f"localhost:{port}"}
+        async with Routers(["no-such-host.invalid"], api_key_file=None, tls=None) as routers:
+            [said] = (await routers.ask()).values()
+        assert "name is not known" in str(said)
+
+
+async def test_a_name_that_is_not_resolved_once_costs_no_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = LoadWatch(SpeedWatch(WORKER), ttft_s=PROMISE.ttft_s, forget_s=60.0)
+    with door(num=5) as router:
+        url = router.url.replace("127.0.0.1", "localhost")
+        async with Routers([url], api_key_file=None, tls=None) as routers:
+            assert isinstance(looks.look(0.0, await routers.ask()), Unseen)
+
+            async def fails(*_: object, **__: object) -> None:
+                raise socket.gaierror("no answer")
+
+            with monkeypatch.context() as without_names:
+                without_names.setattr(asyncio.get_running_loop(), "getaddrinfo", fails)
+                told = await routers.ask()
+            for at_s, said in ((15.0, told), (30.0, await routers.ask())):
+                seen = looks.look(at_s, said)
+                assert isinstance(seen, Observation)
+                assert (seen.period_s, seen.demand.num_requests) == (15.0, 5)
+
+
+async def test_words_tell_news_once() -> None:
+    said: list[str] = []
+    with door(num=2) as router:
+        planner = LivePlanner(options(router.url, as_json=False), Workers(refusal="no \x1b[31mroom"), said.append)
+        await run_until(planner, said, "no action yet")
+    assert [line for line in said if "no action yet" in line] == said[-1:]
+    assert any("1:2 ordered: flip decode -> prefill" in line for line in said)
+    assert not any("\x1b" in line for line in said)
+
+
+def test_sizes_and_addresses_are_read_or_refused() -> None:
+    assert sizes_of("1:12") == Sizes(prefill=1, decode=12)
+    assert address_of("9100") == ("127.0.0.1", 9100)
+    assert address_of("[::]:9100") == ("::", 9100)
+    for text in ("", "1", "1:", ":1", "1:x", "1:2:3", "-1:2"):
+        with pytest.raises(ConfigError, match="PREFILL:DECODE"):
+            sizes_of(text)
+    for text in ("", "x", "host:", "host:0", "70000"):
+        with pytest.raises(ConfigError, match="PORT"):
+            address_of(text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--url", "http://elsewhere:8000"], "--socket"),
+        (["--socket", "s", "--kubernetes", "k"], "one of them"),
+        (["--dry-run", "--url", "ftp://x"], "no router's address"),
+        (["--generate", "rate=1,requests=2"], "--dry-run"),
+        (["--least", "0:1", "--dry-run"], "at least one worker"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(arguments: list[str], told: str) -> None:
+    result = CliRunner().invoke(app, ["autoscale", *arguments])
+    assert isinstance(result.exception, ConfigError)
+    assert told in str(result.exception)

@@ -1,0 +1,60 @@
+"""`tandem chat` as a user sees it: a terminal, answers as they come, a history that is nobody else's."""
+
+from pathlib import Path
+
+from tests.support.cluster.fake_router import answer_events, fake_router
+from tests.support.cluster.terminal import terminal
+
+ASKS = "\x1b[?2004h"
+"""What a line's editor says when it has the terminal: keys pressed before may be lost."""
+HISTORY = Path(".local") / "state" / "tandem" / "chat_history"
+
+
+async def test_questions_are_answered_kept_and_found_again(tmp_path: Path) -> None:
+    path = tmp_path / HISTORY
+    path.parent.mkdir(parents=True)
+    path.touch()
+    path.chmod(0o666)  # made by somebody careless
+    async with fake_router(lambda _: answer_events("forty-two", "let me see")) as router:
+        async with terminal("chat", "--url", router.url, HOME=str(tmp_path)) as shown:
+            await shown.shows("fake-model at")
+            await shown.shows(ASKS)
+            shown.press("what is it?\r")
+            await shown.shows("let me see")
+            await shown.shows("forty-two")
+            await shown.shows("tokens in")
+            await shown.shows(ASKS)
+            shown.press("\x04")
+            await shown.ends(0)
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert "+what is it?" in path.read_text()
+        async with terminal("chat", "--url", router.url, HOME=str(tmp_path)) as shown:
+            await shown.shows("fake-model at")
+            await shown.shows(ASKS)
+            shown.press("\x1b[A")
+            await shown.shows("what is it?")
+            shown.press("\r")
+            await shown.shows("forty-two")
+            await shown.shows(ASKS)
+            shown.press("/exit\r")
+            await shown.ends(0)
+    assert [one["messages"][-1]["content"] for one in router.requests] == ["what is it?"] * 2
+
+
+async def test_a_history_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+    other, path = tmp_path / "other", tmp_path / HISTORY
+    other.write_text("not ours")
+    path.parent.mkdir(parents=True)
+    path.symlink_to(other)
+    async with (
+        fake_router(lambda _: answer_events("yes")) as router,
+        terminal("chat", "--url", router.url, HOME=str(tmp_path)) as shown,
+    ):
+        await shown.shows("fake-model at")
+        await shown.shows(ASKS)
+        shown.press("hello\r")
+        await shown.shows("yes")
+        await shown.shows(ASKS)
+        shown.press("/exit\r")
+        await shown.ends(0)
+    assert other.read_text() == "not ours"

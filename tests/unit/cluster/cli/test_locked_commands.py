@@ -1,0 +1,123 @@
+"""Keys from the command line, warnings in the banner, and a chat client that speaks TLS."""
+
+import http.server
+import ssl
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from cluster.cli import banner
+from cluster.cli.demo import demo
+from cluster.cli.main import app
+from cluster.cli.up import serve
+from cluster.doctor.checks import locks
+from cluster.doctor.findings import Status
+from cluster.router_client import ChatClient, ClientError, client_tls
+from router.access.api_keys import ApiKeys
+from tandem.config.cluster import ClusterConfig, RouterConfig
+from tandem.config.source.yaml_file import PlainLoader
+from tandem.errors import ConfigError
+from tests.support.certificates import Authority
+from tests.support.http_server import answering
+
+
+def test_a_new_key_opens_the_door_that_has_its_entry() -> None:
+    told = CliRunner().invoke(app, ["key", "new", "--tenant", "acme"])
+    assert told.exit_code == 0
+    key, entry = (line.partition("): ")[2] for line in told.stdout.splitlines())
+    assert key not in entry
+    # As it would stand in a file.
+    config = RouterConfig(api_keys=[PlainLoader(entry).get_single_data()])
+    assert ApiKeys(config.api_keys).tenant(f"Bearer {key}") == "acme"
+    again = CliRunner().invoke(app, ["key", "digest", "--tenant", "acme"], input=f"{key}\n")
+    assert again.stdout.strip() == entry
+    raised = CliRunner().invoke(app, ["key", "digest", "--operator"], input=f"{key}\n")
+    config = RouterConfig(api_keys=[PlainLoader(raised.stdout).get_single_data()])
+    assert ApiKeys(config.api_keys).caller({"authorization": f"Bearer {key}"}).operator
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given"), [(["digest"], "two words"), (["digest"], ""), (["new", "--tenant", "a b"], "")]
+)
+def test_what_can_be_no_key_gets_no_entry(arguments: list[str], given: str) -> None:
+    told = CliRunner().invoke(app, ["key", *arguments], input=f"{given}\n")
+    assert isinstance(told.exception, ConfigError)
+    assert str(told.exception).startswith("tenant: " if "--tenant" in arguments else "key: ")
+    assert "sha256" not in told.stdout
+
+
+def test_open_and_unencrypted_doors_are_warned_of() -> None:
+    def warned(**router: object) -> list[str]:
+        return banner.warnings(ClusterConfig(router=router))
+
+    digest = "sha256:" + 64 * "0"
+    assert warned() == warned(api_keys=[digest]) == []
+    assert "holds keys themselves" in warned(api_keys=["plain"])[0]
+    assert "everybody who can reach 0.0.0.0" in warned(host="0.0.0.0", allow_open=True)[0]
+    assert "unencrypted" in warned(host="10.0.0.1", api_keys=[digest])[0]
+    assert warned(host="10.0.0.1", api_keys=[digest], tls={"cert": "c", "key": "k"}) == []
+    assert warned(host="::1") == warned(host="localhost") == []
+
+
+def test_the_banner_shows_where_tls_is_spoken() -> None:
+    config = ClusterConfig(router={"tls": {"cert": "c", "key": "k", "client_ca": "a"}})
+    assert banner.curl_line(config, "m").startswith("curl -N https://127.0.0.1:8000/v1/chat/completions ")
+    assert "--cacert ca.pem --cert client.pem" in banner.curl_line(config, "m")
+
+
+def test_the_doctor_looks_at_certificates_and_keys(tmp_path: Path) -> None:
+    files = Authority().issue(tmp_path, name="127.0.0.1")
+    good = {"cert": str(files.cert), "key": str(files.key)}
+    assert [one.status for one in locks(ClusterConfig(router={"tls": good}))] == [Status.OK]
+    bad = locks(ClusterConfig(router={"tls": good | {"key": str(files.ca)}}))
+    assert [one.status for one in bad] == [Status.FAIL]
+    assert "router.tls.key" in bad[0].detail
+    absent = locks(ClusterConfig(router={"api_keys_file": str(tmp_path / "none")}))
+    assert [one.status for one in absent] == [Status.FAIL]
+
+
+@pytest.mark.parametrize(
+    "router",
+    [
+        {"tls": {"cert": "c", "key": "k", "client_ca": "a"}},
+        {"api_keys": ["sha256:" + 64 * "0"]},
+        {"api_keys_file": "f"},
+    ],
+)
+async def test_the_demo_says_that_it_could_not_come_in(router: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="the demo has no"):
+        await demo(ClusterConfig(router=router), out=None, err=None)  # type: ignore[arg-type]
+
+
+async def test_a_chat_client_believes_whom_it_is_told_to(tmp_path: Path) -> None:
+    files = Authority().issue(tmp_path, name="127.0.0.1")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(files.cert, files.key)
+
+    class Models(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = b'{"data": [{"id": "m"}]}'
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            """Nothing."""
+
+    with answering(Models, context) as url:
+        async with ChatClient(url, tls=client_tls(files.ca, None)) as client:
+            assert await client.model() == "m"
+        async with ChatClient(url) as client:
+            with pytest.raises(ClientError, match="--ca"):
+                await client.model()
+    with pytest.raises(ClientError, match="no PEM files"):
+        client_tls(files.key, None)
+
+
+async def test_up_looks_at_the_locks_before_it_starts_anything(tmp_path: Path) -> None:
+    config = ClusterConfig(model={"path": "/nowhere"}, router={"api_keys_file": str(tmp_path / "none")})
+    with pytest.raises(ConfigError, match=r"^router\.api_keys_file: .*/none: No such file or directory$"):
+        await serve(config, out=Console(), err=Console())

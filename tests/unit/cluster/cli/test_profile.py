@@ -1,0 +1,79 @@
+"""`tandem profile`, against a door that answers as it is told."""
+
+import gzip
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from cluster.cli.main import app
+from tests.support.http_server import answering
+
+
+@dataclass
+class Door:
+    """Answers every request alike, and keeps what was asked."""
+
+    url: str = ""
+    answer: tuple[int, bytes, dict[str, str]] = (200, b"a flame", {})
+    asked: list[str] = field(default_factory=list)
+
+
+@pytest.fixture
+def door() -> Iterator[Door]:
+    made = Door()
+
+    class Answering(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            made.asked.append(self.path)
+            status, content, headers = made.answer
+            self.send_response(status)
+            for name, value in {**headers, "Content-Length": str(len(content))}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: object) -> None:
+            """Nothing."""
+
+    with answering(Answering) as made.url:
+        yield made
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["profile", *arguments])
+
+
+def test_what_is_recorded_is_written(door: Door, tmp_path: Path) -> None:
+    flame = run("--router", "--out", str(tmp_path / "f.svg"), "--url", f"{door.url}/v1")
+    assert (flame.exit_code, (tmp_path / "f.svg").read_bytes()) == (0, b"a flame")
+    door.answer = (200, gzip.compress(b"{}"), {"X-Tandem-Steps": "7"})
+    trace = run("--worker", "decode-0", "--steps", "7", "--out", str(tmp_path / "t.json"), "--url", door.url)
+    assert trace.output.endswith("t.json: 7 steps\n")
+    assert (tmp_path / "t.json").read_bytes() == b"{}"
+    assert door.asked == [
+        "/debug/profile/router?seconds=10.0&format=svg",
+        "/debug/profile/worker?seconds=10.0&worker=decode-0&steps=7",
+    ]
+
+
+def test_where_nothing_can_be_written_nothing_is_recorded(door: Door, tmp_path: Path) -> None:
+    lost = run("--router", "--out", str(tmp_path / "nowhere" / "f.svg"), "--url", door.url)
+    assert lost.exit_code == 2
+    assert "there is no folder" in lost.output
+    assert door.asked == []
+    (tmp_path / "f.svg").mkdir()
+    in_the_way = run("--router", "--out", str(tmp_path / "f.svg"), "--url", door.url)
+    assert (in_the_way.exit_code, in_the_way.output.partition(":")[0]) == (1, "error")
+
+
+def test_a_refusal_and_an_absence_are_one_line(door: Door, tmp_path: Path) -> None:
+    where = ("--router", "--out", str(tmp_path / "f.svg"), "--url")
+    door.answer = (401, b'{"error": {"message": "no"}}', {})
+    refused = run(*where, door.url)
+    assert (refused.exit_code, refused.output) == (1, "error: 401: no (--api-key-file names the file of one)\n")
+    nobody = run(*where, "http://127.0.0.1:9")
+    assert nobody.output.startswith("error: no cluster answers at http://127.0.0.1:9: start one with")

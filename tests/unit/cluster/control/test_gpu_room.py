@@ -1,0 +1,58 @@
+"""What fits on this machine's GPUs beside the workers that are there."""
+
+import sys
+
+import pytest
+import torch
+
+from cluster.control.gpu_room import crowded, has_room
+from cluster.supervisor.process_view import ProcessView
+from cluster.supervisor.supervisor import ProcessState, Role
+from tandem.config.cluster import load
+
+ON_TWO = {"num_gpus": 2, "weights_bytes": 100, "kv_bytes": 60}
+
+
+def view(name, ready):
+    return ProcessView(name=name, role=Role.DECODE, state=ProcessState.READY, pid=1, address="127.0.0.1:1", ready=ready)
+
+
+@pytest.mark.parametrize(
+    ("free", "fits"),
+    [([100, 100], True), ([100, 99], False), ([99, 100], False), ([100, 100, 0], True), ([1000], False), ([], False)],
+)
+def test_a_successor_is_to_get_what_the_worker_has_on_each_of_its_gpus(free, fits):
+    assert has_room(ON_TWO, load(None), free) is fits
+
+
+def test_memory_that_was_stated_is_what_a_worker_takes():
+    config = load(None, {"engine.memory_bytes": 400})
+    assert has_room(ON_TWO, config, [200, 200])
+    assert not has_room(ON_TWO, config, [200, 199])
+
+
+def test_a_successor_needs_the_whole_share_on_the_gpus_that_the_worker_names():
+    ready = ON_TWO | {"gpus": [3, 1], "gpu_sharers": 2, "memory_bytes": 240}
+    assert has_room(ready, load(None), [0, 120, 0, 120])
+    assert not has_room(ready, load(None), [120, 119, 120, 120])
+    assert not has_room(ready, load(None), [120, 120, 120])
+
+
+async def test_gpus_are_asked_only_where_somebody_computes_there_and_what_they_do_not_say_changes_nothing(tmp_path):
+    asked = tmp_path / "asked"
+    command = (sys.executable, "-c", f"open({str(asked)!r}, 'w'); print([99, 300])")
+    config = load(None)
+    assert await crowded([view("a", {}), view("b", {"num_gpus": 0})], config, command) == frozenset()
+    assert not asked.exists()
+    small = {"num_gpus": 1, "weights_bytes": 50, "kv_bytes": 20}
+    assert await crowded([view("a", ON_TWO), view("b", small), view("c", {})], config, command) == {"a"}
+    assert asked.exists()
+    for answer in ("raise SystemExit(1)", "print('none')", "print(5)"):
+        assert await crowded([view("a", ON_TWO)], config, (sys.executable, "-c", answer)) == frozenset()
+
+
+@pytest.mark.slow
+async def test_torch_is_asked_for_what_a_worker_would_see():
+    """Without a GPU here that is nothing, in which a worker on one has no room."""
+    full = await crowded([view("a", {"num_gpus": torch.cuda.device_count() + 1})], load(None))
+    assert full == {"a"}

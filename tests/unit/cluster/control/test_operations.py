@@ -1,0 +1,271 @@
+"""A local cluster of tiny processes is scaled, flipped and replaced while it runs."""
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from cluster.control.gpu_room import crowded
+from cluster.control.operations import carry_out
+from cluster.control.wire import FlipAsked, RestartAsked, ScaleAsked
+from cluster.processes.launcher import LocalLauncher
+from cluster.processes.local_cluster import LocalCluster
+from cluster.supervisor.failures import ChangeFailed, ClusterFailed
+from cluster.supervisor.process_view import SilentWatcher
+from cluster.supervisor.rollout import ChangeRefused, Rollout, Step
+from cluster.supervisor.supervisor import Policy, ProcessState
+from tandem.config.cluster import load
+from tandem.rpc.hosts import hold
+from tests.support.cluster.fake_cluster import fake_command, fake_config
+from tests.unit.worker.test_gpus import FakeHost
+
+POLICY = Policy(stop_early_s=0.5, backoff_s=0.01, max_rapid_deaths=2, start_timeout_s=30)
+
+
+@pytest.fixture
+def journal(tmp_path):
+    return tmp_path / "journal"
+
+
+def make(journal, modes=None, **counts):
+    return LocalCluster(fake_config(**counts), command=fake_command(journal, modes), policy=POLICY)
+
+
+def names(cluster):
+    assert {view.state for view in cluster.processes} == {ProcessState.READY}
+    return sorted(view.name for view in cluster.processes)
+
+
+def events(journal):
+    return [" ".join(line.split()[:2]) for line in journal.read_text().splitlines()]
+
+
+def seats(cluster):
+    """Which GPU each worker was given, as one of how many on it."""
+    argv = {view.name: Path(f"/proc/{view.pid}/cmdline").read_text().split("\0") for view in cluster.workers}
+    told = ("--gpus", "--gpu-sharers")
+    return {name: " of ".join(words[words.index(option) + 1] for option in told) for name, words in argv.items()}
+
+
+def stated(cluster):
+    """What routers read."""
+    config = load(cluster.config_path)
+    return sorted(config.prefill.addresses), sorted(config.decode.addresses)
+
+
+async def test_it_grows_and_shrinks_and_routers_read_of_it(journal):
+    told = []
+    async with make(journal) as cluster:
+        before = stated(cluster)
+        await carry_out(cluster, ScaleAsked(prefill=2, decode=3), told.append)
+        assert names(cluster) == ["decode-0", "decode-1", "decode-2", "prefill-0", "prefill-1", "router"]
+        listed = stated(cluster)
+        assert [len(pool) for pool in listed] == [2, 3]
+        assert sorted(view.address for view in cluster.workers) == sorted(listed[0] + listed[1])
+        assert load(cluster.config_path).decode.replicas == 3
+        await carry_out(cluster, ScaleAsked(prefill=1, decode=1), told.append)
+        assert names(cluster) == ["decode-0", "prefill-0", "router"]
+        assert stated(cluster) == before
+        assert told[-1] == "decode-1 has left"
+        await carry_out(cluster, ScaleAsked(), told.append)
+        assert cluster.failure is None
+    assert events(journal).count("router started") == 1
+
+
+async def test_whoever_leaves_for_a_change_is_told_of_once(journal):
+    notes, told = [], []
+    watcher = SilentWatcher()
+    watcher.on_note = lambda note: notes.append(f"{note.name} {note.text}")
+    command = fake_command(journal, None)
+    async with LocalCluster(fake_config(decode=2), command=command, policy=POLICY, watcher=watcher) as cluster:
+        await carry_out(cluster, ScaleAsked(decode=1), told.append)
+    assert [*notes, *told].count("decode-1 has left") == 1
+
+
+async def test_a_flip_starts_the_one_before_the_other_leaves(journal):
+    async with make(journal, prefill=2) as cluster:
+        await carry_out(cluster, FlipAsked(to="decode"), [].append)
+        assert names(cluster) == ["decode-0", "decode-1", "prefill-0", "router"]
+        assert [len(pool) for pool in stated(cluster)] == [1, 2]
+        with pytest.raises(ChangeRefused, match="no decode worker to spare"):
+            await carry_out(make(journal), FlipAsked(to="prefill"), [].append)
+    seen = events(journal)
+    assert seen.index("decode-1 started") < seen.index("prefill-1 term")
+
+
+async def test_a_restart_replaces_every_process_behind_its_successor(journal):
+    async with make(journal, decode=2) as cluster:
+        before = {view.pid for view in cluster.processes}
+        await carry_out(cluster, RestartAsked(), [].append)
+        after = [view.pid for view in cluster.processes]
+        assert len(after) == len(before)
+        assert before.isdisjoint(after)
+        assert [len(pool) for pool in stated(cluster)] == [1, 2]
+    seen = events(journal)[:-4]  # the last are those of the stop
+    balance = 0
+    for event in seen:
+        balance += {"started": 1, "term": -1, "hup": 0}[event.split()[1]]
+        assert balance <= 5
+        assert "term" not in event or balance >= 4
+
+
+async def test_what_does_not_start_ends_the_change_and_the_old_one_stays(journal):
+    async with make(journal, {"decode-1": "fail"}) as cluster:
+        before = {view.pid for view in cluster.processes}
+        listed = stated(cluster)
+        with pytest.raises(ChangeFailed, match=r"decode-1 exited with code 3 before it was ready.*directory is empty"):
+            await carry_out(cluster, RestartAsked(roles=("decode", "router")), [].append)
+        assert {view.pid for view in cluster.processes} == before
+        assert stated(cluster) == listed
+        await carry_out(cluster, RestartAsked(roles=("prefill",)), [].append)
+
+
+async def test_in_place_each_worker_leaves_before_its_successor_starts(journal, monkeypatch):
+    told, named = [], []
+    async with make(journal, {"decode-0": "later"}, decode=2) as cluster:
+        name_workers = cluster.shared.name_workers
+
+        def note(**pools):
+            named.extend((view.name, view.state) for view in cluster.processes if view.address in pools["decode"])
+            return name_workers(**pools)
+
+        monkeypatch.setattr(cluster.shared, "name_workers", note)
+        before = {view.pid for view in cluster.processes}
+        await carry_out(cluster, RestartAsked(in_place=True), told.append)
+        assert names(cluster) == ["decode-0", "decode-1", "prefill-0", "router-1"]
+        assert before.isdisjoint(view.pid for view in cluster.processes)
+        assert [len(pool) for pool in stated(cluster)] == [1, 2]
+        assert cluster.failure is None
+    assert ("decode-1", ProcessState.STARTING) in named, "routers expect a successor as soon as it is started"
+    assert told[0].startswith("in place, as was asked: decode-0, decode-1, prefill-0;")
+    seen = [event for event in events(journal) if event.startswith("decode") and not event.endswith("hup")]
+    died_once = ["decode-0 term", "decode-0 started", "decode-0 started"]
+    assert seen[2:-2] == [*died_once, "decode-1 term", "decode-1 started"]
+    assert events(journal).index("router-1 started") < events(journal).index("router term"), "routers always have room"
+
+
+def no_room(monkeypatch, *, free_bytes):
+    """Of the machine's one GPU."""
+    told = (sys.executable, "-c", f"print([{free_bytes}])")
+    monkeypatch.setattr("cluster.control.operations.crowded", partial(crowded, command=told))
+
+
+async def test_a_worker_whose_gpu_is_full_leaves_first_unless_it_is_the_only_one_that_answers(journal, monkeypatch):
+    async with make(journal, {"decode-0": "gpu", "decode-1": "gpu"}) as cluster:
+        no_room(monkeypatch, free_bytes=124)
+        with pytest.raises(ChangeRefused, match=r"no room for another worker beside decode-0, .*--in-place"):
+            await carry_out(cluster, RestartAsked(roles=("decode",)), [].append)
+        told = []
+        await carry_out(cluster, RestartAsked(roles=("decode",), in_place=True), told.append)
+        assert (
+            "decode-0 is the only decode worker: until its successor serves streams wait, and what is new as well"
+            in told[1]
+        )
+        await carry_out(cluster, ScaleAsked(decode=2), [].append)
+        told.clear()
+        await carry_out(cluster, RestartAsked(roles=("decode", "prefill")), told.append)
+        assert told[0].startswith("in place, since their GPUs have no room for both: decode-0, decode-1;")
+        assert names(cluster) == ["decode-0", "decode-1", "prefill-1", "router"]
+        no_room(monkeypatch, free_bytes=125)
+        await carry_out(cluster, RestartAsked(roles=("decode",)), [].append)
+        assert "decode-2" in names(cluster)
+
+
+async def test_a_successor_computes_where_the_one_did_that_it_replaces(journal):
+    launcher = LocalLauncher(fake_command(journal), gpus=FakeHost(2))
+    async with LocalCluster(fake_config(), launcher=launcher, policy=POLICY) as cluster:
+        assert seats(cluster) == {"prefill-0": "0 of 1", "decode-0": "1 of 1"}
+        for successor in ("decode-1", "decode-0"):
+            await carry_out(cluster, RestartAsked(roles=("decode",)), [].append)
+            assert seats(cluster) == {"prefill-0": "0 of 1", successor: "1 of 1"}
+        await carry_out(cluster, RestartAsked(roles=("decode",), in_place=True), [].append)
+        assert seats(cluster) == {"prefill-0": "0 of 1", "decode-0": "1 of 1"}
+
+
+async def test_a_stop_ends_a_change(journal):
+    cluster = make(journal, {"decode-1": "slow"})
+    told = []
+
+    def tell(text):
+        told.append(text)
+        cluster.request_stop()
+
+    async with cluster:
+        with pytest.raises(ChangeFailed, match="the cluster is stopping"):
+            await carry_out(cluster, ScaleAsked(decode=2), tell)
+
+
+@pytest.mark.parametrize("decode", [1, 2])
+async def test_one_that_was_given_up_leaves_and_a_scale_replaces_it(journal, decode):
+    told = []
+    async with make(journal, {"decode-0": "once"}, decode=2) as cluster:
+        await give_up(cluster, "decode-0")
+        await carry_out(cluster, ScaleAsked(decode=decode), told.append)
+        assert "decode-0 has left" in told
+        assert "decode-0" not in names(cluster)
+        assert len(stated(cluster)[1]) == decode
+        await carry_out(cluster, RestartAsked(roles=("router",)), told.append)
+        assert len(names(cluster)) == len(cluster.processes)
+        assert cluster.failure is None
+
+
+async def test_what_all_read_is_written_again_where_somebody_tidied_it_away(journal):
+    async with make(journal, decode=2) as cluster:
+        cluster.config_path.unlink()
+        cluster.config_path.parent.rmdir()
+        before = cluster.workers[1]
+        cluster.kill(before.name)
+        await cluster.wait_ready(before.name, after_pid=before.pid)
+        assert [len(pool) for pool in stated(cluster)] == [1, 2]
+        assert cluster.config_path.parent.stat().st_mode & 0o077 == 0
+
+
+async def test_one_that_was_given_up_comes_back_with_a_restart_and_a_scale_of_the_other_pool_leaves_it(journal):
+    async with make(journal, {"decode-1": "once"}, decode=2) as cluster:
+        await give_up(cluster, "decode-1")
+        await carry_out(cluster, ScaleAsked(prefill=2), [].append)
+        assert "decode-1" in [view.name for view in cluster.processes]
+        await carry_out(cluster, RestartAsked(roles=("decode",)), [].append)
+        assert len(names(cluster)) == 5
+        assert load(cluster.config_path).decode.replicas == 2
+
+
+async def test_where_nothing_can_be_written_who_is_to_leave_still_finishes_its_work(journal):
+    async with make(journal, decode=2) as cluster:
+        changes = cluster.change(Rollout([Step(retire="decode-1")]), [].append)
+        place = cluster.config_path.parent
+        kept = place.rename(journal.parent / "moved")
+        place.write_text("in the way")
+        await changes
+        place.unlink()
+        kept.rename(place)
+        assert names(cluster) == ["decode-0", "prefill-0", "router"]
+    assert "decode-1 term" in events(journal)
+
+
+async def give_up(cluster, name):
+    """Have it die until nobody starts it again."""
+    pid = next(view.pid for view in cluster.processes if view.name == name)
+    cluster.kill(name)
+    with pytest.raises(ClusterFailed):
+        await cluster.wait_ready(name, after_pid=pid)
+
+
+async def test_workers_over_nodes_leave_before_their_successors_and_do_not_change_sides(journal):
+    config = fake_config(decode=2)
+    with hold("127.0.0.1", 0) as held:
+        spread = {"tensor_parallel_size": 2, "nodes": 2, "rank_port": held.getsockname()[1]}
+    config = config.model_copy(update={"decode": config.decode.model_copy(update=spread)})
+    async with LocalCluster(config, command=fake_command(journal), policy=POLICY) as cluster:
+        told = []
+        await carry_out(cluster, RestartAsked(roles=("decode", "prefill")), told.append)
+        assert told[0].startswith("in place, since ranks on other nodes follow one worker at a time")
+        assert "decode-0, decode-1;" in told[0]
+        # Each at the index that the nodes' ranks know; the other pool as ever.
+        assert names(cluster) == ["decode-0", "decode-1", "prefill-1", "router"]
+        with pytest.raises(ChangeRefused, match="ranks on other nodes follow workers of their own pool"):
+            await carry_out(cluster, FlipAsked(to="prefill"), [].append)
+        await carry_out(cluster, ScaleAsked(decode=1), [].append)
+        with pytest.raises(ChangeRefused, match="or its nodes have no room for another worker beside decode-0"):
+            await carry_out(cluster, RestartAsked(roles=("decode",)), [].append)

@@ -1,0 +1,79 @@
+"""What `tandem doctor` says of the dtype, and of who gets which GPU."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cluster.doctor import software
+from cluster.doctor.checks import examine
+from cluster.doctor.findings import Status
+from tandem.config.cluster import load
+from tests.unit.worker.test_gpus import FakeHost
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 90,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+}
+
+
+def dtype_of(**overrides):
+    (finding,) = software.dtype(load(None, {name.replace("__", "."): value for name, value in overrides.items()}))
+    return finding
+
+
+def test_doctor_tells_what_auto_stands_for() -> None:
+    found = dtype_of()
+    assert (found.status, found.detail) == (Status.OK, "float32 (auto: the built-in model's)")
+    assert found in examine(load(None))
+    assert dtype_of(model__dtype="float32").detail == "float32"
+
+
+def test_doctor_tells_when_a_resumed_text_may_differ(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"dtype": "bfloat16"}))
+    found = dtype_of(model__path=str(tmp_path))
+    assert found.status is Status.INFO
+    assert found.detail.startswith("bfloat16 (auto: the checkpoint's): a text resumed after a failover may differ")
+    assert "engine.deterministic" in found.hint
+    exact = dtype_of(model__path=str(tmp_path), engine__deterministic=True)
+    assert (exact.status, exact.detail) == (Status.OK, "bfloat16 (auto: the checkpoint's)")
+
+
+@pytest.mark.parametrize("raw", [{"dtype": "float64"}, {}])
+def test_doctor_fails_where_auto_stands_for_nothing(tmp_path: Path, raw: dict[str, str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | raw))
+    found = dtype_of(model__path=str(tmp_path))
+    assert (found.status, found.hint) == (Status.FAIL, "state model.dtype")
+    assert dtype_of(model__path=str(tmp_path), model__dtype="float16").status is Status.INFO
+
+
+def test_doctor_says_nothing_of_a_model_that_is_not_here_yet() -> None:
+    assert software.dtype(load(None, {"model.path": "org/model"})) == []
+
+
+def test_doctor_shows_which_worker_gets_which_gpu() -> None:
+    (found,) = software.gpu_table(load(None, {"decode.replicas": 2, "decode.gpus": [2, 0]}), FakeHost(3))
+    assert (found.status, found.detail) == (
+        Status.OK,
+        "3 visible: prefill-0 on GPU 1; decode-0 on GPU 2; decode-1 on GPU 0",
+    )
+    (found,) = software.gpu_table(load(None), FakeHost(1))
+    assert found.detail == (
+        "1 visible: prefill-0 on GPU 0; decode-0 on GPU 0; workers on one GPU divide 80 % of its memory"
+    )
+    (found,) = software.gpu_table(load(None), FakeHost(4))
+    assert (found.status, found.hint.partition(":")[0]) == (Status.INFO, "GPU 2, 3 would idle")
+
+
+def test_doctor_fails_for_gpus_that_are_not_there() -> None:
+    (found,) = software.gpu_table(load(None, {"prefill.gpus": [1]}), FakeHost(1))
+    assert (found.status, found.detail) == (
+        Status.FAIL,
+        "prefill.gpus names GPU 1: the last visible one is GPU 0",
+    )
+    assert software.gpu_table(load(None, {"prefill.gpus": [1], "engine.device": "cpu"}), FakeHost(1)) == []
+    assert software.gpu_table(load(None, {"prefill.gpus": [1]}), FakeHost(0)) == []

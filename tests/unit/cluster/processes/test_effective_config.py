@@ -1,0 +1,260 @@
+"""From the user's configuration to the one that runs."""
+
+import io
+import json
+import shlex
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from cluster.cli import banner
+from cluster.processes.effective_config import (
+    child_environment,
+    make_effective,
+    module_command,
+    plan_processes,
+    resolve_model,
+    written,
+)
+from cluster.supervisor.process_view import ProcessView
+from cluster.supervisor.supervisor import ProcessPlan, ProcessState, Role
+from tandem.config.cluster import ClusterConfig, ModelConfig, RouterConfig, load
+from tandem.config.pools import PoolConfig
+from tandem.errors import ConfigError
+from tandem.rpc.hosts import hold, split
+from tests.unit.cluster.doctor.test_doctor import LLAMA
+
+FREE = RouterConfig(port=0, grpc_port=0)
+
+
+def test_everything_left_open_is_filled_in_and_survives_the_file(tmp_path):
+    asked = ClusterConfig(router=FREE, prefill=PoolConfig(replicas=2))
+    effective = make_effective(asked)
+    ports = [int(a.rpartition(":")[2]) for a in effective.prefill.addresses + effective.decode.addresses]
+    assert len({*ports, effective.router.port, effective.router.grpc_port} - {0}) == 5
+    assert len(effective.secret.get_secret_value()) >= 32
+    assert make_effective(asked).secret != effective.secret
+    with written(effective, tmp_path) as path:
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert load(path) == effective
+    assert not path.exists()
+
+
+def test_what_the_user_gave_stays():
+    config = ClusterConfig(router=FREE, secret="0123456789abcdef")
+    effective = make_effective(config)
+    again = make_effective(effective)
+    assert again == effective
+    assert effective.secret == config.secret
+
+
+def test_a_taken_port_is_named_before_anything_starts():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            ConfigError, match=rf"router.port: cannot listen on 127.0.0.1:{port}: Address already in use"
+        ):
+            make_effective(ClusterConfig(router=RouterConfig(port=port, grpc_port=0)))
+
+
+@pytest.mark.parametrize(
+    ("decode", "message"),
+    [
+        (PoolConfig(replicas=1, addresses=("127.0.0.1:4001", "127.0.0.1:4002")), "names 2 workers"),
+        (PoolConfig(replicas=1, host="203.0.113.1"), "decode.host: cannot listen on 203.0.113.1"),
+    ],
+)
+def test_contradictions_are_refused(decode, message):
+    with pytest.raises(ConfigError, match=message):
+        make_effective(ClusterConfig(router=FREE, decode=decode))
+
+
+def test_two_workers_that_listen_for_ranks_at_one_port_are_refused_before_anything_starts():
+    with hold("127.0.0.1", 0) as held:
+        port = held.getsockname()[1]
+    spread = {"tensor_parallel_size": 2, "nodes": 2}
+    prefill = PoolConfig(replicas=2, rank_port=port, **spread)
+    with pytest.raises(ConfigError, match=rf"decode.rank_port: cannot listen on 127.0.0.1:{port + 1}"):
+        make_effective(ClusterConfig(router=FREE, prefill=prefill, decode=PoolConfig(rank_port=port + 1, **spread)))
+
+
+def test_addresses():
+    assert split("127.0.0.1:80") == ("127.0.0.1", 80)
+    assert split("[::1]:80") == ("::1", 80)
+
+
+def test_a_worker_that_waits_for_ranks_of_other_nodes_is_not_late_by_that():
+    spread = PoolConfig(tensor_parallel_size=2, nodes=2, rank_port=7100, join_s=1200.0)
+    plans = plan_processes(ClusterConfig(prefill=spread, decode=PoolConfig(join_s=1200.0)))
+    assert [plan.join_s for plan in plans] == [1200.0, 0.0, 0.0]
+
+
+def test_the_plan_and_its_commands():
+    prefill = PoolConfig(replicas=2, addresses=("127.0.0.1:4000", "127.0.0.1:4001"))
+    plans = plan_processes(ClusterConfig(prefill=prefill))
+    assert [plan.name for plan in plans] == ["prefill-0", "prefill-1", "decode-0", "router"]
+    command = module_command(plans[1], Path("/run/c.yaml"), 7)
+    place = ["--config", "/run/c.yaml", "--index", "1", "--address", "127.0.0.1:4001"]
+    assert command[1:] == ["-m", "prefill_worker", *place, "--ready-fd", "7"]
+    assert "--address" not in module_command(plans[2], Path("/run/c.yaml"), 7), "it turns out when it serves"
+    router = module_command(ProcessPlan(name="router", role=Role.ROUTER), Path("/run/c.yaml"), 7)
+    assert router[1:] == [
+        "-m",
+        "router",
+        "--config",
+        "/run/c.yaml",
+        "--index",
+        "0",
+        "--siblings",
+        "/run",
+        "--ready-fd",
+        "7",
+    ]
+
+
+def test_children_inherit_no_settings():
+    environment = child_environment({"TANDEM_SECRET": "x", "HOME": "/root", "PYTHONPATH": "/mine"})
+    assert "TANDEM_SECRET" not in environment
+    assert environment["HOME"] == "/root"
+    assert environment["PYTHONPATH"].endswith("/mine")
+
+
+def test_models(tmp_path, monkeypatch):
+    builtin = ClusterConfig()
+    assert resolve_model(builtin) is builtin
+    (tmp_path / "my-model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"no config\.json and no tokenizer\.json"):
+        resolve_model(ClusterConfig(model=ModelConfig(path="my-model")))
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / "my-model" / name).write_text("{}")
+    resolved = resolve_model(ClusterConfig(model=ModelConfig(path="my-model")))
+    assert resolved.model.path == str(tmp_path / "my-model")
+    assert resolved.model.name == "my-model"
+    with pytest.raises(ConfigError, match="neither a directory nor a hub id"):
+        resolve_model(ClusterConfig(model=ModelConfig(path="./nothing-here")))
+
+
+def show(asked, effective, views, width=120):
+    console = Console(width=width, record=True, file=io.StringIO())
+    banner.show(console, asked, effective, views)
+    return console.export_text()
+
+
+def make_views(effective):
+    ready = {
+        "worker_id": "d-1",
+        "num_blocks": 512,
+        "block_size": 16,
+        "kv_bytes": 3 << 20,
+        "weights_bytes": 9 << 20,
+        "model": "tandem-tiny",
+        "max_model_len": 2048,
+        "load_s": 0.44,
+    }
+    common = {"state": ProcessState.READY, "pid": 77}
+    return [
+        ProcessView(name="decode-0", role=Role.DECODE, address=effective.decode.addresses[0], ready=ready, **common),
+        ProcessView(name="router", role=Role.ROUTER, address="127.0.0.1:8000", **common),
+    ]
+
+
+def test_the_banner_shows_what_runs_and_hides_secrets():
+    asked = ClusterConfig(
+        router=RouterConfig(port=0, grpc_port=0, host="0.0.0.0", api_keys=("key-of-a-user",)), secret="0123456789abcdef"
+    )
+    effective = make_effective(asked)
+    text = show(asked, effective, make_views(effective))
+    for expected in (
+        "tandem-tiny",
+        "2048 tokens",
+        "512 × 16",
+        "3.0 MiB",
+        "9.0 MiB",
+        "decode-0 (d-1)",
+        effective.decode.addresses[0],
+        f"http://127.0.0.1:{effective.router.port}/metrics",
+        f"127.0.0.1:{effective.router.grpc_port}",
+        "router.host",
+        "a second Ctrl-C kills",
+    ):
+        assert expected in text
+    assert "key-of-a-user" not in text
+    assert "0123456789abcdef" not in text
+    assert text.count("(hidden)") == 2
+
+
+def test_what_auto_stands_for_is_written_for_all_workers(tmp_path):
+    """A worker of the version before knows no `auto`."""
+    assert make_effective(ClusterConfig()).model.dtype == "float32"
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"dtype": "bfloat16"}))
+    assert make_effective(load(None, {"model.path": str(tmp_path)})).model.dtype == "bfloat16"
+    assert make_effective(load(None, {"model.path": str(tmp_path), "model.dtype": "float16"})).model.dtype == "float16"
+    assert make_effective(load(None, {"model.path": "org/model"})).model.dtype == "auto"
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        make_effective(load(None, {"model.path": str(tmp_path)}))
+
+
+def test_the_banner_shows_what_auto_stands_for_and_when_a_resumed_text_may_differ():
+    def banner_of(dtype, deterministic=False, reported="bfloat16"):
+        asked = load(None, {"model.dtype": dtype, "engine.deterministic": deterministic})
+        effective = make_effective(asked)
+        views = [replace(view, ready={**view.ready, "dtype": reported}) for view in make_views(effective)]
+        return show(asked, effective, views, width=80)
+
+    assert "builtin · bfloat16 (auto)" in banner_of("auto")
+    assert banner.FAILOVER_NOTE in banner_of("auto")
+    assert banner.FAILOVER_NOTE not in banner_of("auto", deterministic=True)
+    assert "builtin · float32 (auto)" in banner_of("auto", reported="float32")
+    assert banner.FAILOVER_NOTE not in banner_of("auto", reported="float32")
+    stated = banner_of("float16", reported="float16")
+    assert "float16" in stated
+    assert "(auto)" not in stated
+    assert banner.FAILOVER_NOTE in stated
+
+
+def test_the_banner_shows_gpus_where_there_are_any():
+    effective = make_effective(ClusterConfig())
+    views = make_views(effective)
+    assert "GPU" not in show(ClusterConfig(), effective, views, width=80)
+    worker = replace(views[0], ready=views[0].ready | {"gpus": [3], "gpu_sharers": 2}, pid=4194303)
+    ranks = replace(views[0], name="decode-1", ready=views[0].ready | {"gpus": [4, 5], "gpu_sharers": 1})
+    text = show(ClusterConfig(), effective, [worker, ranks, views[1]], width=80)
+    for expected in ("GPU", "3 1/2", "4,5", "4194303", "512 × 16", "3.0 MiB", "9.0 MiB"):
+        assert expected in text
+    assert "…" not in text
+
+
+def test_in_a_narrow_terminal_nothing_is_cut_off():
+    effective = make_effective(ClusterConfig())
+    views = [replace(view, pid=4194303) for view in make_views(effective)]
+    text = show(ClusterConfig(), effective, views, width=80)
+    for expected in ("4194303", effective.decode.addresses[0], "512 × 16", "3.0 MiB", "9.0 MiB"):
+        assert expected in text
+    assert "…" not in text
+
+
+def test_the_curl_line_survives_a_shell():
+    config = ClusterConfig(router=RouterConfig(port=9000))
+    words = shlex.split(banner.curl_line(config, "it's"))
+    assert words[:3] == ["curl", "-N", "http://127.0.0.1:9000/v1/chat/completions"]
+    body = json.loads(words[-1])
+    assert body["model"] == "it's"
+    assert body["stream"] is True
+
+
+def test_defaults_are_not_settings_and_bytes_have_units():
+    assert banner.changed_settings(ClusterConfig(), ClusterConfig()) == {}
+    changed = banner.changed_settings(load(None, {"decode.replicas": 3, "model.dtype": "bfloat16"}), ClusterConfig())
+    assert changed == {"decode.replicas": "3", "model.dtype": "bfloat16"}
+    absent_by_default = load(None, {f"transfer.tls.{name}": f"{name}.pem" for name in ("cert", "key", "ca")})
+    assert banner.changed_settings(absent_by_default, ClusterConfig()) == {
+        "transfer.tls.cert": "cert.pem",
+        "transfer.tls.key": "key.pem",
+        "transfer.tls.ca": "ca.pem",
+    }
+    assert [banner.format_bytes(n) for n in (12, 1536, 5 << 30, 3 << 40)] == ["12 B", "1.5 KiB", "5.0 GiB", "3.0 TiB"]

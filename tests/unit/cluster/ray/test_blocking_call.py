@@ -1,0 +1,89 @@
+"""What a blocking call makes is ended by another, whatever happens meanwhile, and the loop goes on."""
+
+import asyncio
+import threading
+
+import pytest
+
+from cluster.ray.blocking_call import held
+
+WAIT_S = 20.0
+
+
+class Room:
+    """Something that is made and ended by calls that block until the test lets them."""
+
+    def __init__(self):
+        self.may_be_made, self.may_end = threading.Event(), threading.Event()
+        self.asked, self.ending, self.ended = threading.Event(), threading.Event(), threading.Event()
+
+    def make(self):
+        self.asked.set()
+        assert self.may_be_made.wait(WAIT_S)
+        return self
+
+    def end(self, room):
+        assert room is self
+        self.ending.set()
+        assert self.may_end.wait(WAIT_S)
+        self.ended.set()
+
+    async def use(self, end_s=WAIT_S):
+        async with held(self.make, self.end, end_s=end_s) as room:
+            assert room is self
+
+
+async def happens(event):
+    """Wait for a thread, while the loop runs."""
+    assert await asyncio.to_thread(event.wait, WAIT_S)
+
+
+async def test_it_is_made_held_and_ended():
+    room = Room()
+    room.may_be_made.set()
+    room.may_end.set()
+    await room.use()
+    assert room.ended.is_set()
+
+
+async def test_who_is_cancelled_while_it_is_made_leaves_nothing_behind():
+    room = Room()
+    room.may_end.set()
+    user = asyncio.ensure_future(room.use())
+    await happens(room.asked)
+    user.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await user
+    assert not room.ended.is_set()
+    room.may_be_made.set()
+    await happens(room.ended)
+
+
+async def test_an_end_that_takes_long_is_not_waited_for_for_ever():
+    room = Room()
+    room.may_be_made.set()
+    await room.use(end_s=0.01)
+    assert not room.ended.is_set()
+    room.may_end.set()
+    await happens(room.ended)
+
+
+async def test_who_is_cancelled_while_it_is_ended_ends_it_nevertheless():
+    room = Room()
+    room.may_be_made.set()
+    user = asyncio.ensure_future(room.use())
+    await happens(room.ending)
+    user.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await user
+    room.may_end.set()
+    await happens(room.ended)
+
+
+async def test_what_cannot_be_made_says_why():
+    def refuse():
+        raise OSError("no")
+
+    with pytest.raises(OSError, match="no"):
+        async with held(refuse, lambda _: None, end_s=1.0):
+            pass

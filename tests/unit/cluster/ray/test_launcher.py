@@ -1,0 +1,317 @@
+"""What becomes of a worker on a Ray cluster that a test plays: found room, told of, signalled, lost."""
+
+import asyncio
+import signal
+from contextlib import asynccontextmanager
+
+import pytest
+import yaml
+
+from cluster.processes.child import Callbacks
+from cluster.processes.launcher import EXIT_NOT_STARTED
+from cluster.processes.shared_config import SharedConfig
+from cluster.ray import launcher as ray_launcher
+from cluster.ray.launcher import RayLauncher
+from cluster.ray.session import NodeLost, connect
+from cluster.supervisor.failures import ChangeFailed
+from cluster.supervisor.ray_placement import Node
+from cluster.supervisor.supervisor import ProcessPlan, Role
+from tandem.config.cluster import load
+from tandem.errors import ConfigError
+from tests.support.cluster.clock_that_jumps import ClockThatJumps
+
+WAIT_S = 20.0
+ROOM = {"CPU": 8.0}
+NODES = [Node(node_id=name, host=host, total=ROOM, free=ROOM) for name, host in (("a", "10.0.0.1"), ("b", "fd00::2"))]
+PLAN = ProcessPlan(name="decode-1", role=Role.DECODE, index=1, address="10.0.0.9:1234")
+
+
+class FakeHost:
+    """An actor; what it has to tell is put into `words`, an exception is raised."""
+
+    def __init__(self, node):
+        self.node = node
+        self.words = asyncio.Queue()
+        self.started = self.config = None
+        self.signals = asyncio.Queue()
+        self.listens = asyncio.Event()
+
+    async def where(self):
+        return self.node.node_id, self.node.host
+
+    async def start(self, role, index, address, config):
+        self.started, self.config = (role, index, address), yaml.safe_load(config)
+        return 4711
+
+    async def configure(self, config):
+        self.config = yaml.safe_load(config)
+
+    async def listen(self):
+        self.listens.set()
+        told = await self.words.get()
+        if isinstance(told, Exception):
+            raise told
+        return told
+
+    async def send(self, signum):
+        self.signals.put_nowait(signum)
+
+
+class FakeSession:
+    """Gives an actor on the node that is asked for, as soon as there is room."""
+
+    def __init__(self, *, has_room=True):
+        self.hosts = asyncio.Queue()
+        self.room = asyncio.Event()
+        if has_room:
+            self.room.set()
+        self.open = 0
+
+    async def nodes(self):
+        return NODES
+
+    @asynccontextmanager
+    async def host(self, what, bundle, near, lease_s):
+        self.open += 1
+        try:
+            await self.room.wait()
+            host = FakeHost(near)
+            self.hosts.put_nowait(host)
+            yield host
+        finally:
+            self.open -= 1
+
+
+class Heard:
+    """What the callbacks were told, in order."""
+
+    def __init__(self):
+        self.told = []
+        self.room = []
+        self.logged, self.ended = asyncio.Event(), asyncio.Event()
+
+    def callbacks(self):
+        def put(kind):
+            return lambda *value: self.told.append((kind, *value))
+
+        def logged(line):
+            self.told.append(("log", line))
+            self.logged.set()
+
+        def ended(status):
+            self.told.append(("exit", status))
+            self.ended.set()
+
+        return Callbacks(
+            on_loading=lambda report: self.told.append(("loading", report.share)),
+            on_ready=put("ready"),
+            on_beat=put("beat"),
+            on_news=put("news"),
+            on_log=logged,
+            on_exit=ended,
+            on_room=self.room.append,
+        )
+
+    async def exit(self):
+        async with asyncio.timeout(WAIT_S):
+            await self.ended.wait()
+        return self.told[-1][1]
+
+
+def launcher_of(session, **overrides):
+    launcher = RayLauncher(session)
+    launcher.config = load(None, {name.replace("__", "."): value for name, value in overrides.items()})
+    return launcher
+
+
+async def started(session, launcher):
+    heard = Heard()
+    process = launcher.start(PLAN, heard.callbacks())
+    async with asyncio.timeout(WAIT_S):
+        host = await session.hosts.get()
+        await host.listens.wait()
+    return process, host, heard
+
+
+async def test_a_worker_listens_where_its_node_is_and_is_told_of_to_its_end():
+    session = FakeSession()
+    process, host, heard = await started(session, launcher_of(session, secret="s" * 20))
+    assert host.started == ("decode", 1, "10.0.0.1:0"), "never where an earlier life of it was"
+    assert host.config["secret"] == "s" * 20
+    assert process.pid == 4711
+    host.words.put_nowait([("log", "hello"), ("loading", {"share": 0.5, "left_s": None}), ("ready", {"address": "x"})])
+    host.words.put_nowait([])
+    host.words.put_nowait([("news", {"reaches": []}), ("beat", None), ("log", "bye"), ("exit", 0)])
+    assert await heard.exit() == 0
+    assert heard.told == [
+        ("log", "hello"),
+        ("loading", 0.5),
+        ("ready", {"address": "x"}),
+        ("news", {"reaches": []}),
+        ("beat",),
+        ("log", "bye"),
+        ("exit", 0),
+    ]
+    assert session.open == 0
+
+
+async def test_a_worker_whose_node_is_gone_has_ended_and_goes_elsewhere():
+    session = FakeSession()
+    launcher = launcher_of(session)
+    _, host, heard = await started(session, launcher)
+    host.words.put_nowait(NodeLost("the node has died"))
+    assert await heard.exit() == -signal.SIGKILL
+    assert heard.told[0] == ("log", "lost with its node: the node has died")
+    _, again, _ = await started(session, launcher)
+    assert (host.node.node_id, again.node.node_id) == ("a", "b")
+    assert again.started == ("decode", 1, "[fd00::2]:0")
+    again.words.put_nowait([("exit", 0)])
+
+
+async def test_a_worker_of_which_nothing_is_heard_is_lost():
+    session = FakeSession()
+    launcher = launcher_of(session)
+    impatient = launcher.config.ray.model_copy(update={"silence_s": 0.05})
+    launcher.config = launcher.config.model_copy(update={"ray": impatient})
+    _, _, heard = await started(session, launcher)
+    assert await heard.exit() == -signal.SIGKILL
+    assert heard.told[0] == ("log", "lost with its node: nothing is heard of it for 0.05 s")
+    assert session.open == 0
+
+
+async def test_signals_go_to_the_process_and_a_new_configuration_goes_before_its_signal():
+    session = FakeSession()
+    launcher = launcher_of(session)
+    process, host, heard = await started(session, launcher)
+    launcher.config = launcher.config.model_copy(update={"log_level": "debug"})
+    process.send(signal.SIGHUP)
+    process.send(signal.SIGTERM)
+    async with asyncio.timeout(WAIT_S):
+        sent = {await host.signals.get() for _ in range(2)}
+    assert sent == {signal.SIGHUP, signal.SIGTERM}
+    assert host.config["log_level"] == "debug"
+    host.words.put_nowait([("exit", 0)])
+    assert await heard.exit() == 0
+    process.send(signal.SIGKILL)  # it has ended: nothing happens
+    assert not process._orders
+
+
+async def test_one_that_finds_no_room_says_so_more_than_once_and_ends_at_once_when_told(monkeypatch):
+    monkeypatch.setattr(ray_launcher, "_ROOM_S", 0.01)
+    session, heard = FakeSession(has_room=False), Heard()
+    process = launcher_of(session, ray__decode__cpus=64.0).start(PLAN, heard.callbacks())
+    for _ in range(2):
+        async with asyncio.timeout(WAIT_S):
+            await heard.logged.wait()
+        heard.logged.clear()
+    line = (
+        " WARNING waits for a Ray node with 64 CPU free (10.0.0.1 has 8 CPU; fd00::2 has 8 CPU),"
+        " and no node is that large"
+    )
+    assert heard.told[:2] == [("log", line), ("log", line)]
+    process.send(signal.SIGTERM)
+    assert await heard.exit() == -signal.SIGKILL
+    assert heard.room == [False]
+    assert session.open == 0
+
+
+async def test_one_that_has_found_room_says_so_and_complains_no_more(monkeypatch):
+    monkeypatch.setattr(ray_launcher, "_ROOM_S", 0.01)
+    session, heard = FakeSession(has_room=False), Heard()
+    process = launcher_of(session).start(PLAN, heard.callbacks())
+    async with asyncio.timeout(WAIT_S):
+        await heard.logged.wait()
+        session.room.set()
+        host = await session.hosts.get()
+        await host.listens.wait()
+    assert heard.room == [False, True]
+    assert process.pid == 4711
+    host.words.put_nowait([("exit", 0)])
+    assert await heard.exit() == 0
+
+
+async def test_one_that_is_told_to_end_before_it_could_begin_tells_of_its_end():
+    session, heard = FakeSession(), Heard()
+    launcher_of(session).start(PLAN, heard.callbacks()).send(signal.SIGTERM)
+    assert await heard.exit() == -signal.SIGKILL
+    assert heard.told == [("exit", -signal.SIGKILL)]
+    assert session.hosts.empty()
+
+
+async def test_trouble_that_nobody_foresaw_is_an_end_too(monkeypatch):
+    async def refuse(*_):
+        raise LookupError("Ray has a new word")
+
+    monkeypatch.setattr(FakeHost, "where", refuse)
+    session, heard = FakeSession(), Heard()
+    launcher_of(session).start(PLAN, heard.callbacks())
+    assert await heard.exit() == -signal.SIGKILL
+    assert heard.told[0] == ("log", "is lost to trouble with Ray: LookupError: Ray has a new word")
+    assert session.open == 0
+
+
+def test_time_in_which_this_process_stood_still_is_nobodys_silence():
+    async def scenario():
+        loop = asyncio.get_running_loop()
+        process, host, heard = await started(session := FakeSession(), launcher_of(session))
+        for _ in range(3):
+            loop.away_s += 60.0
+            # What waited to be read comes behind the timers, which are all due at once.
+            passed = loop.create_future()
+            loop.call_later(0, loop.call_soon, passed.set_result, None)
+            await passed
+            host.words.put_nowait([("log", "still here")])
+            async with asyncio.timeout(WAIT_S):
+                await heard.logged.wait()
+            heard.logged.clear()
+        assert heard.told == [("log", "still here")] * 3
+        host.words.put_nowait([("exit", 0)])
+        assert await heard.exit() == 0
+        assert process.pid == 4711
+
+    with asyncio.Runner(loop_factory=ClockThatJumps) as runner:
+        runner.run(scenario())
+
+
+async def test_one_that_cannot_start_says_why(monkeypatch):
+    async def refuse(*_):
+        raise ConfigError("model.path: /m is neither a directory nor a hub id")
+
+    monkeypatch.setattr(FakeHost, "start", refuse)
+    session, heard = FakeSession(), Heard()
+    launcher_of(session).start(PLAN, heard.callbacks())
+    assert await heard.exit() == EXIT_NOT_STARTED
+    assert heard.told[0] == ("log", "cannot start: model.path: /m is neither a directory nor a hub id")
+
+
+def test_addresses_that_are_stated_contradict_ray():
+    config = load(None, {"router.port": 0, "router.grpc_port": 0, "decode.addresses": ["10.0.0.1:9000"]})
+    with pytest.raises(ConfigError, match=r"decode\.addresses: with Ray"):
+        RayLauncher(FakeSession()).settle(config)
+
+
+def test_the_secret_is_drawn_once():
+    settled = RayLauncher(FakeSession()).settle(load(None, {"router.port": 0, "router.grpc_port": 0}))
+    assert settled.secret is not None
+    assert settled.router.port > 0
+    assert settled.decode.addresses == ()
+
+
+def test_what_cannot_be_written_changes_nothing():
+    """Nodes take their bundles after it."""
+    launcher = RayLauncher(FakeSession())
+    shared = SharedConfig(launcher, load(None, {"router.port": 0, "router.grpc_port": 0, "decode.replicas": 1}))
+    launcher.open(shared.config)
+    try:
+        launcher.config_path.unlink()
+        launcher.config_path.parent.chmod(0o777)  # others could have written there
+        with pytest.raises(ChangeFailed, match="cannot be written"):
+            shared.resize({Role.DECODE: 2})
+        assert (launcher.config.decode.replicas, shared.config.decode.replicas) == (1, 1)
+    finally:
+        launcher.close()
+
+
+def test_rays_client_is_refused_by_name():
+    with pytest.raises(ConfigError, match="ray:// is for interactive clients"):
+        connect("ray://head:10001", {})

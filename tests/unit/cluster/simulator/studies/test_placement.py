@@ -1,0 +1,33 @@
+"""Placement on a small load: nearly what one shared cache finds, and less queueing than under least backlog."""
+
+import pytest
+
+from cluster.simulator.model.report import Report
+from cluster.simulator.studies.placement import PlacementCase, PlacementResult, compare_placement, placement_table
+from tests.support.cluster.small_clusters import load
+
+CASE = PlacementCase(num_workers=4, num_blocks=3_000)
+
+
+@pytest.fixture(scope="module")
+def result() -> PlacementResult:
+    trace = load(500, rate=20.0, prefix=256, prompt=400.0, turns=5.0)
+    return compare_placement(trace, CASE, ("random", "least_load", "tandem"), seed=1)
+
+
+def of(result: PlacementResult, policy: str) -> Report:
+    return next(report for report in result.reports if report.policy == policy)
+
+
+def test_ours_finds_nearly_all_that_one_shared_cache_would(result: PlacementResult) -> None:
+    assert result.share_of_ideal(of(result, "tandem")) >= 0.97
+    assert result.share_of_ideal(of(result, "random")) < 0.8
+
+
+def test_nobody_queues_longer_than_under_least_backlog(result: PlacementResult) -> None:
+    assert of(result, "tandem").queue_ms.p99 <= of(result, "least_load").queue_ms.p99
+
+
+def test_the_table_names_every_policy(result: PlacementResult) -> None:
+    lines = placement_table(result).splitlines()
+    assert [line.split()[0] for line in lines[1:]] == ["shared", "random", "least_load", "tandem"]

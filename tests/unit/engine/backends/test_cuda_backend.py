@@ -1,0 +1,173 @@
+"""The CUDA backend in Triton's interpreter, on CPU tensors: the torch backend's tokens in float32, in every mode."""
+
+import random
+from itertools import pairwise
+
+import pytest
+import torch
+
+from tests.unit.engine.kernels.triton_interpreter import interpreted  # isort: skip
+from engine.backends.cuda.attention import CudaAttention, StepLayout, upload
+from engine.backends.cuda.backend import CudaBackend
+from engine.backends.cuda.graphs import DecodeGraphs, graph_batch_sizes
+from engine.backends.options import BackendOptions
+from engine.model.loader import load_model
+from engine.runner.step_input_builder import build_step_inputs
+from engine.types.request import Batch, BatchItem
+from tandem.errors import ConfigError
+from tandem.values.sampling import SamplingParams
+from tests.support.engine.paged_harness import Session, random_tokens, reference_logits, reference_model, save_and_load
+
+__all__ = ["interpreted"]
+
+CPU = torch.device("cpu")
+
+
+def backend(**options):
+    return CudaBackend(BackendOptions(device=CPU, num_threads=1, **{"dtype": "float32", **options}))
+
+
+@pytest.fixture(scope="module", params=["MistralForCausalLM", "Qwen3ForCausalLM"])
+def case(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp(request.param)
+    is_qwen = request.param == "Qwen3ForCausalLM"
+    own = {"tie_word_embeddings": True} if is_qwen else {"sliding_window": 12, "num_attention_heads": 6}
+    reference = reference_model(request.param, num_hidden_layers=2, **own)
+    return reference, path, save_and_load(reference, path)
+
+
+def test_logits_are_transformers(case):
+    reference, path, _ = case
+    model = load_model(path, backend=backend())
+    tokens = random_tokens(random.Random(0), 24)
+    expected = reference_logits(reference, tokens)
+    for cuts in ([24], [13, 7, 1, 3]):
+        session = Session(model, block_size=16)
+        request = session.request(tokens)
+        ours = torch.cat([session.logits(request, n) for n in cuts])
+        assert (ours - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_tokens_are_torchs_in_any_company(case, deterministic):
+    """Greedy and drawn, in mixed batches of chunks and single rows."""
+    _, path, plain = case
+    answers = []
+    for model in (plain, load_model(path, backend=backend(deterministic=deterministic))):
+        session = Session(model, num_blocks=40, block_size=16)
+        params = [SamplingParams(temperature=t, top_k=20, top_p=0.9, seed=9) for t in (0.0, 0.8, 1.0)]
+        requests = [session.request(random_tokens(random.Random(i), 5 + 9 * i), p) for i, p in enumerate(params)]
+        session.run(requests, 6, chunk=9, rng=random.Random(1))
+        answers.append([list(r.token_ids) for r in requests])
+    assert answers[0] == answers[1]
+
+
+def test_deterministic_means_the_same_bits(case):
+    """Logits and KV of a token are the same however the sequence was cut: decode-made KV is recomputed KV."""
+    _, path, _ = case
+    model = load_model(path, backend=backend(deterministic=True))
+    assert model.backend.name == "triton-deterministic"
+    tokens = random_tokens(random.Random(2), 20)
+    seen = []
+    for cuts in ([20], [9, 1, 1, 9]):
+        session = Session(model, block_size=16)
+        request = session.request(tokens)
+        logits = torch.cat([session.logits(request, n) for n in cuts])
+        blocks = torch.tensor(list(request.block_table.ids))
+        seen.append((logits, session.cache.tensor[:, blocks].clone()))
+    assert torch.equal(seen[0][0], seen[1][0])
+    assert torch.equal(seen[0][1], seen[1][1])
+
+
+class EagerRecorder:
+    """Stands in for CUDA graphs: repeats the work into the same memory, as they do."""
+
+    def __init__(self):
+        self.replays = 0
+
+    def record(self, work):
+        work()
+
+        def replay():
+            self.replays += 1
+            work()
+
+        return replay
+
+
+def decoding(session, requests):
+    items = tuple(BatchItem(request=r, start=r.num_tokens - 1, num_tokens=1, samples=True) for r in requests)
+    return build_step_inputs(Batch(items=items), session.cache.block_size)
+
+
+def replayed(graphs, inputs):
+    """Token ids come from the device, whatever the host believes them to be; rows in the batch's order."""
+    token_ids = torch.from_numpy(inputs.token_ids.copy())
+    inputs.token_ids[:] = 0
+    return graphs.logits(inputs, token_ids, torch.from_numpy(inputs.sample_rows))
+
+
+@torch.inference_mode()
+def test_padded_replays_are_the_eager_step(case):
+    _, path, _ = case
+    model = load_model(path, backend=backend())
+    session = Session(model, num_blocks=40, block_size=16)
+    requests = [session.request(random_tokens(random.Random(i), 4 + 9 * i)) for i in range(3)]
+    session.step([(r, r.num_tokens) for r in requests])
+    recorder = EagerRecorder()
+    attention = CudaAttention(model.attention_spec, session.cache, model.backend._table)
+    before = session.cache.tensor.clone()
+    graphs = DecodeGraphs(model, attention, recorder, batch_sizes=(1, 4), max_length=64, block_size=16)
+    assert replayed(graphs, decoding(session, requests)) is None  # nothing captured yet
+    graphs.capture()
+    assert torch.equal(session.cache.tensor, before)
+    for company in (requests, requests[:1], requests[1:]):
+        inputs = decoding(session, company)
+        before = session.cache.tensor.clone()
+        expected = session.runner.compute(inputs).clone()
+        kv = session.cache.tensor.clone()
+        session.cache.tensor.copy_(before)
+        logits = replayed(graphs, inputs)
+        torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(session.cache.tensor, kv, atol=1e-5, rtol=1e-5)
+    assert recorder.replays == 3
+    ids = torch.zeros(3, dtype=torch.int64)
+    places = [graphs.logits(decoding(session, requests[:n]), ids[:n], None).data_ptr() for n in (1, 3)]
+    assert places[0] == places[1], "graphs of all sizes take the memory of the largest"
+    many = decoding(session, [requests[0]] * 5)
+    assert replayed(graphs, many) is None
+    chunk = Batch(items=(BatchItem(request=requests[1], start=0, num_tokens=3, samples=False),))
+    assert replayed(graphs, build_step_inputs(chunk, 16)) is None
+
+
+def test_packed_steps_hold_what_was_packed(case):
+    _, _, plain = case
+    session = Session(plain, num_blocks=40, block_size=4)
+    requests = [session.request(random_tokens(random.Random(i), 11), capacity=12) for i in range(3)]
+    spans = ((10, 1), (2, 5), (0, 3))
+    items = tuple(
+        BatchItem(request=r, start=start, num_tokens=count, samples=False)
+        for r, (start, count) in zip(requests, spans, strict=True)
+    )
+    inputs = build_step_inputs(Batch(items=items), 4)
+    step = StepLayout(num_rows=12, num_seqs=4).views(*upload(inputs, StepLayout(num_rows=12, num_seqs=4), CPU))
+    assert step.slots.tolist() == [*inputs.slots.tolist(), -1, -1, -1]
+    assert step.token_ids.tolist() == [*inputs.token_ids.tolist(), 0, 0, 0]
+    assert step.positions.tolist() == [*inputs.positions.tolist(), 0, 0, 0]
+    assert step.lengths.tolist() == [*inputs.lengths.tolist(), 0]
+    assert step.starts.tolist() == [*inputs.starts.tolist(), 0]
+    assert step.row_starts[inputs.num_single : 4].tolist() == [0, 5, 8]
+    assert step.tables.tolist() == inputs.tables.tolist()
+
+
+def test_batch_sizes_pad_little():
+    assert graph_batch_sizes(1) == (1,)
+    assert graph_batch_sizes(20) == (1, 2, 4, 8, 16, 20)
+    sizes = graph_batch_sizes(256)
+    assert sizes[-1] == 256
+    assert all(later - earlier <= max(8, later // 3) for earlier, later in pairwise(sizes[3:]))
+
+
+def test_unknown_quantization_is_refused():
+    with pytest.raises(ConfigError, match="quantization"):
+        backend(quantization="int8")

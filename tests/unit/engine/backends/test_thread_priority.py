@@ -1,0 +1,92 @@
+"""An engine's thread gives way to event loops, and nobody else does."""
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from engine.backends import thread_priority
+from engine.backends.thread_priority import NICENESS, session_niceness, step_back
+from tests.unit.engine.kernels.test_cpu_threads import in_a_thread
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="priorities belong to processes there")
+
+
+def niceness() -> int:
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+
+def test_a_thread_and_those_it_starts_step_back_alone():
+    before = niceness()
+
+    def work():
+        step_back()
+        return niceness(), in_a_thread(niceness)
+
+    lowered = max(before, NICENESS)
+    assert in_a_thread(work) == (lowered, lowered)
+    assert niceness() == in_a_thread(niceness) == before
+
+
+def test_who_is_nicer_already_stays_so():
+    nicer = max(niceness(), NICENESS + 3)
+
+    def work():
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nicer)
+        step_back()
+        return niceness()
+
+    assert in_a_thread(work) == nicer
+
+
+STEPS_BACK = """
+from engine.backends.thread_priority import session_niceness, step_back
+step_back()
+print(session_niceness())
+"""
+
+
+def niceness_of_a_session(*, leads: bool) -> str:
+    """After a process of it has stepped back."""
+    command = [sys.executable, "-c", STEPS_BACK]
+    done = subprocess.run(command, start_new_session=leads, capture_output=True, text=True, check=True, timeout=60)
+    return done.stdout.strip()
+
+
+def test_a_session_steps_back_whose_leader_does():
+    before = session_niceness()
+    # A new session begins as nice as nobody is, where the system divides its processors between sessions at all.
+    stepped_back = {f"{NICENESS}"} if before is not None else {f"{NICENESS}", "None"}
+    assert niceness_of_a_session(leads=True) in stepped_back
+    assert niceness_of_a_session(leads=False) == f"{before}"
+
+
+@pytest.mark.parametrize("told", ["", "\n", None])
+def test_a_session_without_an_autogroup_is_left_alone(monkeypatch, tmp_path, told):
+    autogroup = tmp_path / "autogroup"
+    if told is not None:
+        autogroup.write_text(told, encoding="ascii")
+    monkeypatch.setattr(thread_priority, "_AUTOGROUP", autogroup)
+    thread_priority._session_steps_back()
+    assert session_niceness() is None
+    assert (autogroup.read_text(encoding="ascii") if autogroup.exists() else None) == told
+
+
+def test_a_system_that_lets_one_session_be_set_at_a_time_is_asked_again(monkeypatch):
+    written = []
+
+    class Autogroup:
+        def read_text(self, *, encoding):
+            return "/autogroup-7 nice 0"
+
+        def write_text(self, text, *, encoding):
+            written.append(text)
+            if len(written) < 3:
+                raise BlockingIOError
+
+    monkeypatch.setattr(thread_priority, "_AUTOGROUP", Autogroup())
+    monkeypatch.setattr(thread_priority, "_BETWEEN_TRIES_S", 0.0)
+    thread_priority._session_steps_back()
+    assert written == [f"{NICENESS}"] * 3

@@ -1,0 +1,120 @@
+"""Whoever hears nothing of the other end gives it up; what ranks leave for each other reaches all of them."""
+
+import queue
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from engine.distributed.links import heartbeat as pulses
+from engine.distributed.links.channel import Channel, Kind
+from engine.distributed.links.heartbeat import Pulse, PulseDesk
+from engine.distributed.links.lost import RankLost
+from engine.distributed.links.rendezvous import KeyBoard, RemoteKeys
+
+WAIT_S = 20.0
+SILENCE_S = 0.2
+
+
+@pytest.fixture
+def ends():
+    here, there = socket.socketpair()
+    pair = Channel(here, "rank 1"), Channel(there, "rank 0")
+    yield pair
+    for channel in pair:
+        channel.close()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulses, "PULSE_S", 0.01)
+    monkeypatch.setattr(pulses, "_EXIT_S", 0.0)
+
+
+def test_a_rank_that_falls_silent_is_given_up(ends) -> None:
+    told = queue.SimpleQueue()
+    desk = PulseDesk(told.put, silence_s=SILENCE_S)
+    desk.serve(ends[0])
+    RemoteKeys(ends[1], silence_s=WAIT_S).pulse()
+    assert "rank 1 does not answer" in str(told.get(timeout=WAIT_S))
+    desk.close()
+    assert told.empty()
+
+
+def test_a_rank_that_never_begins_is_given_up(ends) -> None:
+    told = queue.SimpleQueue()
+    desk = PulseDesk(told.put, silence_s=WAIT_S, start_s=SILENCE_S)
+    desk.serve(ends[0])
+    assert "rank 1 does not answer" in str(told.get(timeout=WAIT_S))
+    desk.close()
+
+
+def test_a_rank_gives_up_a_leader_that_falls_silent(ends) -> None:
+    ended = queue.SimpleQueue()
+    Pulse(ends[1], silence_s=SILENCE_S, end_process=ended.put)
+    assert ended.get(timeout=WAIT_S) == 1
+
+
+def test_both_live_on_while_both_speak(ends) -> None:
+    told, ended = queue.SimpleQueue(), queue.SimpleQueue()
+    asked = threading.Semaphore(0)
+    desk = PulseDesk(told.put)
+    answer = desk.keys.answer
+    desk.keys.answer = lambda question: (asked.release(), answer(question))[1]
+    desk.serve(ends[0])
+    Pulse(ends[1], end_process=ended.put)
+    for _ in range(5):
+        assert asked.acquire(timeout=WAIT_S)
+    assert told.empty()
+    assert ended.empty()
+    desk.close()
+    assert ended.get(timeout=WAIT_S) == 1, "an end that is wanted ends the others"
+    assert told.empty(), "nobody is told of an end that is wanted"
+
+
+@pytest.mark.parametrize("question", [b'{"op": "format the disk"}', b"{", b"[]", b'{"op": "set", "key": 1}'])
+def test_nonsense_is_the_end(ends, question: bytes) -> None:
+    told = queue.SimpleQueue()
+    desk = PulseDesk(told.put)
+    desk.serve(ends[0])
+    ends[1].send(Kind.ASK, question)
+    assert "asks what nobody" in str(told.get(timeout=WAIT_S))
+    desk.close()
+
+
+def test_what_one_leaves_another_finds(ends) -> None:
+    desk = PulseDesk(pytest.fail)
+    desk.serve(ends[0])
+    keys = RemoteKeys(ends[1], silence_s=WAIT_S)
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(keys.get, "address", WAIT_S)
+        desk.keys.set("address", b"\x00\xff")
+        assert waiting.result(timeout=WAIT_S) == b"\x00\xff"
+        keys.set("mine", b"1")
+        assert desk.keys.get("mine", 0.0) == b"1"
+    assert [keys.add("count", 2), desk.keys.add("count", 1)] == [2, 3]
+    assert (keys.has("count"), keys.has("nothing")) == (True, False)
+    assert keys.get("nothing", 0.01) is None
+    assert (keys.count(), keys.delete("mine"), keys.delete("mine"), desk.keys.count()) == (3, True, False, 2)
+    desk.hang_up()
+
+
+def test_a_board_that_closes_lets_go_of_whoever_waits() -> None:
+    board = KeyBoard()
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(board.get, "never", WAIT_S)
+        board.close()
+        assert waiting.result(timeout=WAIT_S) is None
+
+
+def test_a_channel_without_descriptors_is_as_good(ends) -> None:
+    here, there = socket.socketpair()
+    one, other = (Channel(end, "peer", carries_descriptors=False, most_bytes=100) for end in (here, there))
+    one.send(Kind.STEP, b"abc")
+    assert bytes(other.expect(Kind.STEP)[0]) == b"abc"
+    one.send(Kind.STEP, bytes(101))
+    with pytest.raises(RankLost, match="announces 101 bytes"):
+        other.receive()
+    one.close()
+    other.close()

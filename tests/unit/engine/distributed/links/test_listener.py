@@ -1,0 +1,368 @@
+"""Ranks of other nodes come in, and nobody else does: by TLS, by the secret, by what they say they are."""
+
+import logging
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from engine.distributed.links import joining
+from engine.distributed.links import listener as doors
+from engine.distributed.links.channel import Channel, Kind
+from engine.distributed.links.handshake import Caller, Purpose, too_early
+from engine.distributed.links.heartbeat import PulseDesk
+from engine.distributed.links.joining import RankLink, knock
+from engine.distributed.links.listener import NodeDoor
+from engine.distributed.links.lost import RankLost
+from engine.distributed.links.node_group import NodeGroup
+from tandem.errors import ConfigError
+from tandem.rpc.mutual_tls import MutualTls
+from tests.support.certificates import Authority
+from tests.support.node_processes import OTHER_HOST, group
+
+WAIT_S = 20.0
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that knocks in vain knocks again at once."""
+    monkeypatch.setattr(joining, "_AGAIN_S", 0.01)
+
+
+@pytest.fixture
+def lost() -> list[RankLost]:
+    return []
+
+
+@pytest.fixture
+def desk(lost: list[RankLost]) -> Iterator[PulseDesk]:
+    made = PulseDesk(lost.append)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def authority() -> Authority:
+    return Authority()
+
+
+@pytest.fixture
+def given(authority: Authority, tmp_path: Path) -> NodeGroup:
+    return group(size=4, num_nodes=2, tls=authority.issue(tmp_path))
+
+
+@pytest.fixture
+def door(given: NodeGroup, desk: PulseDesk) -> Iterator[NodeDoor]:
+    made = NodeDoor(given, desk.serve)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def turned_away() -> Iterator[threading.Semaphore]:
+    """One more whenever a door says that it has turned somebody away."""
+    told = threading.Semaphore(0)
+
+    class Told(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "is turned away" in record.getMessage():
+                told.release()
+
+    watcher = Told()
+    logging.getLogger("engine.distributed.links.listener").addHandler(watcher)
+    yield told
+    logging.getLogger("engine.distributed.links.listener").removeHandler(watcher)
+
+
+class Guests:
+    """Ranks that come, and both ends of what they opened, which are closed in the end."""
+
+    def __init__(self, given: NodeGroup) -> None:
+        self.given = given
+        self.channels: list[Channel] = []
+
+    def come(self, *ranks: int) -> list[RankLink]:
+        with ThreadPoolExecutor(len(ranks)) as threads:
+            links = list(threads.map(lambda rank: knock(self.given, rank, OTHER_HOST), ranks))
+        for link in links:
+            self.channels += [link.steps, link.pulse]
+        return links
+
+    def connect(self, rank: int, purpose: Purpose, token: str = "") -> str:
+        """One connection; the token that the door gives."""
+        channel, given, _ = joining._connect(self.given, rank, None, self.given.open_tls(), purpose, token)
+        self.channels.append(channel)
+        return given
+
+    def gathered(self, door: NodeDoor) -> dict[int, Channel]:
+        found = door.gather()
+        self.channels += found.values()
+        return found
+
+
+@pytest.fixture
+def guests(given: NodeGroup) -> Iterator[Guests]:
+    made = Guests(given)
+    yield made
+    for channel in made.channels:
+        channel.close()
+
+
+def test_all_ranks_of_other_nodes_come_and_talk(guests: Guests, door: NodeDoor, given: NodeGroup) -> None:
+    links = guests.come(3, 2)
+    channels = guests.gathered(door)
+    assert sorted(channels) == [2, 3]
+    for link, rank in zip(links, (3, 2), strict=True):
+        link.steps.send(Kind.READY, b"x" * 100_000)
+        assert bytes(channels[rank].expect(Kind.READY)[0]) == b"x" * 100_000
+        assert link.host == OTHER_HOST
+
+
+def test_nobody_comes_once_all_are_there(guests: Guests, door: NodeDoor, given: NodeGroup) -> None:
+    guests.come(2, 3)
+    guests.gathered(door)
+    door.close()
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection((given.host, given.port))
+
+
+def test_who_comes_between_the_last_and_the_close_is_not_taken(guests: Guests, door: NodeDoor) -> None:
+    guests.come(2, 3)
+    guests.gathered(door)
+    with pytest.raises(RankLost):
+        guests.connect(2, Purpose.STEPS)
+
+
+def test_what_others_say_of_the_group_must_agree(door: NodeDoor, given: NodeGroup) -> None:
+    with pytest.raises(ConfigError, match="of 6 ranks over 2 nodes"):
+        knock(replace(given, size=6), 3, None)
+    with pytest.raises(ConfigError, match="rank 1 is of rank 0's own node"):
+        knock(given, 1, None)
+
+
+def test_ranks_of_another_revision_knock_until_their_own_group_is_there(
+    given: NodeGroup, desk: PulseDesk, turned_away: threading.Semaphore
+) -> None:
+    door = NodeDoor(replace(given, revision="new"), desk.serve)
+    old = replace(given, revision="old")
+    for other in (old, replace(old, size=6)):  # the roll-out may be of another size
+        with pytest.raises(RankLost):
+            joining._come(other, 2, None, other.open_tls())
+        assert turned_away.acquire(timeout=WAIT_S)
+    for known in ("new", ""):  # nobody may have said it
+        same = Guests(replace(given, revision=known))
+        assert same.connect(2, Purpose.STEPS)
+        same.channels[0].close()
+    door.close()
+
+
+def test_ranks_that_run_another_tandem_knock_until_they_run_the_same(
+    door: NodeDoor,
+    given: NodeGroup,
+    turned_away: threading.Semaphore,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    old = Caller(rank=2, size=4, num_nodes=2, purpose=Purpose.STEPS, software="1.9")
+    assert "1.9, rank 0 2.0" in (too_early(old, revision="", software="2.0") or "")
+    monkeypatch.setattr(doors, "installed", lambda: "2.0")
+    monkeypatch.setattr(joining, "installed", lambda: "1.9")
+    with pytest.raises(RankLost):
+        joining._come(given, 2, None, given.open_tls())
+    assert turned_away.acquire(timeout=WAIT_S)
+    for known in ("2.0", ""):  # a checkout does not tell
+        monkeypatch.setattr(joining, "installed", lambda known=known: known)
+        link = joining._come(given, 2 if known else 3, None, given.open_tls())
+        link.steps.close()
+        link.pulse.close()
+
+
+def test_another_secret_opens_nothing_and_ends_nobody(door: NodeDoor, given: NodeGroup) -> None:
+    other = replace(given, secret=b"another secret !")
+    with pytest.raises(RankLost, match="does not know this cluster's secret"):
+        joining._come(other, 2, None, other.open_tls())
+
+
+@pytest.mark.parametrize(
+    ("kind", "answer", "reason"),
+    [
+        (Kind.CHALLENGE, b'{"nonce": "00", "proof": "00"}', "does not know this cluster's secret"),
+        (Kind.CHALLENGE, b'{"nonce": "\\ud800", "proof": "\xc3\xa9"}', "does not know this cluster's secret"),
+        (Kind.CHALLENGE, b"[" * 4000, "a greeting is not understood"),
+        (Kind.REFUSED, b"go home", "refused by who has proven nothing"),
+    ],
+)
+def test_who_answers_in_the_leaders_place_is_not_believed_and_ends_nobody(
+    kind: Kind, answer: bytes, reason: str, given: NodeGroup
+) -> None:
+    with socket.create_server((given.host, 0)) as server, ThreadPoolExecutor(1) as threads:
+        there = replace(given, port=server.getsockname()[1], tls=None)
+        coming = threads.submit(joining._come, there, 2, None, None)
+        sock, _ = server.accept()
+        channel = Channel(sock, "stranger", carries_descriptors=False)
+        channel.expect(Kind.HELLO)
+        channel.send(kind, answer)
+        with pytest.raises(RankLost, match=reason):
+            coming.result(timeout=WAIT_S)
+        channel.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (Kind.HELLO, b'{"rank": Infinity, "size": 4, "num_nodes": 2, "version": 2, "purpose": "steps", "token": ""}'),
+        (Kind.HELLO, b"[" * 4000),
+        (Kind.REFUSED, b"go home"),
+    ],
+)
+def test_nonsense_is_turned_away_with_a_word(
+    kind: Kind, said: bytes, given: NodeGroup, desk: PulseDesk, turned_away: threading.Semaphore
+) -> None:
+    door = NodeDoor(replace(given, tls=None), desk.serve)
+    with socket.create_connection((given.host, given.port)) as sock:
+        Channel(sock, "door", carries_descriptors=False).send(kind, said)
+        assert turned_away.acquire(timeout=WAIT_S)
+    door.close()
+
+
+def test_who_stands_between_with_a_certificate_but_no_secret_is_noticed(
+    door: NodeDoor, given: NodeGroup, authority: Authority, tmp_path: Path
+) -> None:
+    own = tmp_path / "between"
+    own.mkdir()
+    tls = MutualTls(authority.issue(own), "tls")
+
+    def pass_on(server: socket.socket) -> None:
+        sock, _ = server.accept()
+        with tls.server.wrap_socket(sock, server_side=True) as follower:
+            onward = socket.create_connection((given.host, given.port), WAIT_S)
+            with tls.client.wrap_socket(onward) as leader:
+                heard, said = (
+                    Channel(end, "end", carries_descriptors=False, most_bytes=4096) for end in (follower, leader)
+                )
+                for source, sink in ((heard, said), (said, heard), (heard, said), (said, heard)):
+                    message = source.receive()
+                    if message is None:
+                        return
+                    sink.send(message[0], bytes(message[1]))
+
+    with socket.create_server((given.host, 0)) as server, ThreadPoolExecutor(1) as threads:
+        server.settimeout(WAIT_S)
+        between = threads.submit(pass_on, server)
+        there = replace(given, port=server.getsockname()[1])
+        with pytest.raises(RankLost, match="does not know this cluster's secret, or somebody stands before it"):
+            joining._connect(there, 2, None, there.open_tls(), Purpose.STEPS, "")
+        between.result(timeout=WAIT_S)
+
+
+def test_who_drips_is_hung_up_on_in_time(given: NodeGroup, desk: PulseDesk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doors, "_GREETING_S", 0.2)
+    door = NodeDoor(replace(given, tls=None), desk.serve)
+    with socket.create_connection((given.host, given.port)) as sock:
+        sock.settimeout(0.05)
+        sock.sendall(struct.pack("<BI", Kind.HELLO, 4000))
+        left = 400  # bytes, each well within the time of one read
+        while left:
+            left -= 1
+            try:
+                sock.sendall(b"x")
+                if sock.recv(1) == b"":
+                    break
+            except TimeoutError:
+                continue
+            except OSError:
+                break
+        assert left
+    door.close()
+
+
+def test_one_address_does_not_take_all_places(
+    guests: Guests, door: NodeDoor, given: NodeGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doors, "_GREETING_S", 600.0)
+
+    def silent() -> socket.socket:
+        return socket.create_connection((given.host, given.port), WAIT_S, source_address=("127.0.0.9", 0))
+
+    with silent(), silent(), silent() as third:
+        assert third.recv(1) == b"", "turned away at once: two ranks are to come"
+        guests.come(2, 3)
+        assert sorted(guests.gathered(door)) == [2, 3]
+
+
+@pytest.mark.parametrize("stranger", ["another authority", "no TLS"])
+def test_who_has_no_certificate_of_the_authority_is_turned_away(
+    guests: Guests,
+    stranger: str,
+    door: NodeDoor,
+    given: NodeGroup,
+    tmp_path: Path,
+    turned_away: threading.Semaphore,
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    tls = Authority().issue(other) if stranger == "another authority" else None
+    with pytest.raises((OSError, RankLost)):
+        joining._come(replace(given, tls=tls), 2, None, replace(given, tls=tls).open_tls())
+    assert turned_away.acquire(timeout=WAIT_S)
+    guests.come(2, 3)
+    assert sorted(guests.gathered(door)) == [2, 3], "who belongs here came in all the same"
+
+
+def test_a_caller_who_says_nothing_holds_nobody_up(guests: Guests, door: NodeDoor, given: NodeGroup) -> None:
+    with socket.create_connection((given.host, given.port)), socket.create_connection((given.host, given.port)):
+        guests.come(2, 3)
+        assert sorted(guests.gathered(door)) == [2, 3]
+
+
+def test_the_second_connection_must_be_of_the_same_process(guests: Guests, door: NodeDoor, given: NodeGroup) -> None:
+    token = guests.connect(2, Purpose.STEPS)
+    other = guests.connect(2, Purpose.STEPS)
+    assert token != other
+    with pytest.raises(RankLost):
+        guests.connect(2, Purpose.PULSE, token)
+    guests.connect(2, Purpose.PULSE, other)
+    guests.come(3)
+    assert sorted(guests.gathered(door)) == [2, 3]
+
+
+def test_a_rank_that_goes_before_all_are_there_ends_the_wait(
+    guests: Guests, given: NodeGroup, lost: list[RankLost]
+) -> None:
+    desk = PulseDesk(lambda gone: door.fail(gone))
+    door = NodeDoor(given, desk.serve)
+    [link] = guests.come(2)
+    link.pulse.close()
+    with pytest.raises(RankLost, match=r"rank 2 at 127\.0\.0\.2:\d+ has ended"):
+        guests.gathered(door)
+    door.close()
+    desk.close()
+
+
+def test_ranks_that_do_not_come_are_named(guests: Guests, given: NodeGroup, desk: PulseDesk) -> None:
+    door = NodeDoor(replace(given, join_s=0.0), desk.serve)
+    with pytest.raises(RankLost, match="ranks 2, 3 have not come within 0 s"):
+        guests.gathered(door)
+    door.close()
+
+
+def test_what_is_said_in_the_clear_stays_on_this_machine(given: NodeGroup) -> None:
+    with pytest.raises(ConfigError, match=r"nodes is 2: beyond this machine \(at 10.0.0.1\) that needs transfer.tls"):
+        replace(given, host="10.0.0.1", tls=None)
+    with pytest.raises(ConfigError, match=r"needs transfer.isolated_network: true"):
+        replace(given, host="decode-0.decode")
+    there = replace(given, host="decode-0.decode", isolated_network=True)
+    assert NodeGroup.from_json(there.to_json()) == there
+
+
+def test_a_group_has_as_many_ranks_on_each_node(given: NodeGroup) -> None:
+    assert list(given.ranks_of(1)) == list(given.elsewhere) == [2, 3]
+    for node in (0, 2):
+        with pytest.raises(ConfigError, match=f"there is no node {node}"):
+            given.ranks_of(node)
+    with pytest.raises(ConfigError, match="5 ranks cannot be spread evenly over 2 nodes"):
+        replace(given, size=5)

@@ -1,0 +1,24 @@
+"""Rank 0's connections end from any thread, whatever another one does with them meanwhile."""
+
+import socket
+
+from engine.distributed.links.channel import Channel
+from engine.distributed.ranks.channels import Channels
+
+
+def test_the_end_reaches_all_that_were_there_while_others_are_added() -> None:
+    channels = Channels()
+    ends = [socket.socketpair() for _ in range(3)]
+
+    class Late(Channel):
+        def hang_up(self) -> None:
+            """Just then another thread adds one."""
+            channels.add({3: Channel(ends[2][0], "rank 3")})
+            super().hang_up()
+
+    channels.add({1: Late(ends[0][0], "rank 1"), 2: Channel(ends[1][0], "rank 2")})
+    channels.hang_up()
+    assert [there.recv(1) for _, there in ends[:2]] == [b"", b""]
+    channels.close()
+    for _, there in ends:
+        there.close()

@@ -1,0 +1,96 @@
+"""One death ends the group and is told, by name; nobody is left behind."""
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from engine.distributed.ranks.group_end import GroupEnd
+from engine.distributed.ranks.processes import RankCommand, RankProcesses
+
+WAIT_S = 20.0
+
+
+@pytest.fixture
+def pipe():
+    """The read end sees the end of file once every child is gone."""
+    read, write = os.pipe()
+    ends = [read, write]
+    yield ends
+    for fd in ends:
+        os.close(fd)
+
+
+def start(pipe, *codes: str) -> tuple[RankProcesses, GroupEnd]:
+    """One child per program; this process keeps no write end of the pipe."""
+    commands = [
+        RankCommand(rank=rank, argv=[sys.executable, "-S", "-c", code], fds=(pipe[1],))
+        for rank, code in enumerate(codes, 1)
+    ]
+    end = GroupEnd(exit_s=WAIT_S)
+    made = RankProcesses(commands, end)
+    os.close(pipe.pop())
+    return made, end
+
+
+SLEEP = "import time; time.sleep(1000)"
+
+
+def test_one_death_ends_all_and_is_told_once(pipe) -> None:
+    processes, end = start(pipe, SLEEP, SLEEP, SLEEP)
+    told = queue.SimpleQueue()
+    end.watch(told.put)
+    os.kill(processes.pids[2], signal.SIGKILL)
+    lost = told.get(timeout=WAIT_S)
+    assert str(lost) == f"rank 2 (pid {processes.pids[2]}) was ended by SIGKILL"
+    assert os.read(pipe[0], 1) == b"", "a child is left"
+    again = queue.SimpleQueue()
+    end.watch(again.put)
+    assert again.get(timeout=WAIT_S) is lost, "who listens late is told at once"
+    processes.close()
+    assert told.empty()
+
+
+def test_an_exit_is_a_death_whatever_its_code(pipe) -> None:
+    processes, end = start(pipe, SLEEP, "raise SystemExit(0)")
+    told = queue.SimpleQueue()
+    end.watch(told.put)
+    assert "rank 2" in str(told.get(timeout=WAIT_S))
+    processes.close()
+
+
+def test_closing_kills_and_tells_nobody(pipe) -> None:
+    processes, end = start(pipe, SLEEP, "import signal; signal.signal(15, signal.SIG_IGN); " + SLEEP)
+    told = queue.SimpleQueue()
+    end.watch(told.put)
+    processes.close()
+    processes.close()
+    assert os.read(pipe[0], 1) == b""
+    assert told.empty()
+
+
+def test_what_cannot_be_started_ends_the_rest(pipe) -> None:
+    commands = [
+        RankCommand(rank=1, argv=[sys.executable, "-S", "-c", SLEEP], fds=(pipe[1],)),
+        RankCommand(rank=2, argv=["/nonexistent/python"], fds=(pipe[1],)),
+    ]
+    with pytest.raises(FileNotFoundError):
+        RankProcesses(commands, GroupEnd(exit_s=WAIT_S))
+    os.close(pipe.pop())
+    assert os.read(pipe[0], 1) == b""
+
+
+def test_a_process_that_does_not_end_by_itself_is_ended() -> None:
+    code = (
+        "import sys, threading; from engine.distributed.ranks.processes import RankCommand, RankProcesses\n"
+        "from engine.distributed.ranks.group_end import GroupEnd\n"
+        "command = RankCommand(rank=1, argv=[sys.executable, '-S', '-c', 'raise SystemExit(3)'], fds=(2,))\n"
+        "RankProcesses([command], GroupEnd(exit_s=0.05)); threading.Event().wait()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert done.returncode == 1
+    assert "exited with code 3: this worker cannot go on without it" in done.stderr
+    assert "did not end by itself" in done.stderr

@@ -1,0 +1,72 @@
+"""Ranks of different nodes meet over links: gloo between two loopback addresses, and no file or port that both know."""
+
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from engine.distributed.interfaces import interface_of
+from engine.distributed.link_store import LinkStore
+from engine.distributed.links.lost import RankLost
+from engine.distributed.links.rendezvous import KeyBoard
+from engine.distributed.torch_group import OverNodes, TorchGroup
+
+CPU = torch.device("cpu")
+TIMEOUT_S = 30.0
+
+
+def meet(keys: KeyBoard, rank: int, host: str, timeout_s: float = TIMEOUT_S) -> TorchGroup:
+    over_nodes = OverNodes(keys=keys, host=host)
+    return TorchGroup(None, rank=rank, size=2, device=CPU, timeout_s=timeout_s, over_nodes=over_nodes)
+
+
+def test_ranks_of_two_nodes_meet_and_sum() -> None:
+    keys = KeyBoard()
+
+    def run(rank: int) -> list[float]:
+        group = meet(keys, rank, f"127.0.0.{rank + 1}")
+        try:
+            large = torch.full((50_000,), float(rank + 1))
+            gathered = group.gather(torch.tensor([float(rank)]))
+            return [group.all_reduce_(large)[-1].item(), *(part.item() for part in gathered)]
+        finally:
+            group.close()
+            group.close()
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(run, range(2))) == [[3.0, 0.0, 1.0], [3.0]]
+
+
+def test_who_meets_nobody_in_time_is_told() -> None:
+    with pytest.raises(RankLost, match="rank 0 did not meet the others"):
+        meet(KeyBoard(), 0, "127.0.0.1", timeout_s=0.1)
+
+
+def test_a_store_says_which_key_is_missing() -> None:
+    store = LinkStore(KeyBoard(), timeout_s=0.01)
+    store.set("there", "text")
+    store.wait(["there"], timedelta(seconds=1))
+    assert (store.get("there"), store.check(["there"]), store.check(["there", "else"])) == (b"text", True, False)
+    assert (store.add("count", 2), store.add("count", 3)) == (2, 5)
+    with pytest.raises(RuntimeError, match="no other rank has said else"):
+        store.get("else")
+
+
+def test_a_store_has_what_nccl_asks_of_one() -> None:
+    store = LinkStore(KeyBoard(), timeout_s=0.01)
+    store.set("one", b"1")
+    store.set("two", b"2")
+    # As torch's own code calls them, and through its prefix, too.
+    clone = dist.PrefixStore("group", store).clone()
+    clone.set("three", b"3")
+    assert dist.Store.num_keys(store) == 3
+    assert (dist.Store.delete_key(store, "one"), dist.Store.delete_key(store, "one")) == (True, False)
+    assert (clone.delete_key("three"), store.check(["two"]), dist.Store.num_keys(store)) == (True, True, 1)
+
+
+def test_an_address_is_of_an_interface() -> None:
+    assert interface_of("127.0.0.1") == "lo"
+    with pytest.raises(RankLost, match=r"no network interface here has the address 203\.0\.113\.7"):
+        interface_of("203.0.113.7")

@@ -1,0 +1,43 @@
+"""Blocks arrive as they left; what is no list of blocks is refused."""
+
+import numpy as np
+import pytest
+
+from engine.distributed.wire.mirrored_blocks import content, decode_blocks, encode_blocks, put
+from tandem.errors import InvariantError
+
+
+def planes() -> np.ndarray:
+    return np.arange(3 * 10 * 8, dtype=np.uint8).reshape(3, 10, 8)
+
+
+@pytest.mark.parametrize("blocks", [[], [4], [0, 3, 9]])
+def test_blocks_arrive_as_they_left(blocks: list[int]) -> None:
+    source, target = planes(), np.zeros((3, 10, 8), dtype=np.uint8)
+    wanted = np.array(blocks, dtype=np.int64)
+    found, data = decode_blocks(memoryview(encode_blocks(wanted) + content(source, wanted)), num_blocks=10)
+    put(target, found, data)
+    assert found.tolist() == blocks
+    assert (target[:, wanted] == source[:, wanted]).all()
+    assert not target[:, np.setdiff1d(np.arange(10), wanted)].any()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\x01\x00",
+        b"\xff\xff\xff\xff",
+        encode_blocks(np.array([1, 2]))[:-1],
+        encode_blocks(np.array([10])),
+        encode_blocks(np.array([-1])),
+    ],
+)
+def test_what_is_no_list_of_blocks_is_refused(data: bytes) -> None:
+    with pytest.raises(InvariantError):
+        decode_blocks(memoryview(data), num_blocks=10)
+
+
+def test_blocks_of_another_size_are_refused() -> None:
+    with pytest.raises(InvariantError, match="are not 2 blocks"):
+        put(planes(), np.array([1, 2]), memoryview(bytes(7)))

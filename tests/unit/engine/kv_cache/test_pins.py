@@ -1,0 +1,279 @@
+"""Pinned prefixes: what stays through eviction, for how long, within which bounds, and who makes it give way."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from engine.kv_cache.pins import PinBounds
+from engine.kv_cache.pool import PoolExhausted
+from engine.scheduler.scheduler import Scheduler
+from engine.types.request import SampledToken
+from tandem.errors import InvalidRequest
+from tandem.values.block_hash import BlockHasher
+from tandem.values.ids import BlockHash, BlockId, TransferId
+from tandem.values.prefix_pin import PinKey, PinOrder, PinOutcome, PinTotals
+from tandem.values.sampling import SamplingParams
+from tests.support.engine import ledger
+from tests.support.engine.ledger import BLOCK, LedgerRunner, assert_empty, continuation, run
+
+ONE = SamplingParams(max_tokens=1, ignore_eos=True)
+
+
+class World:
+    """A scheduler of 20 blocks, of which pins may hold 8, one tenant's 5."""
+
+    def __init__(self) -> None:
+        self.hasher = BlockHasher(ledger.SECRET)
+        bounds = PinBounds(max_blocks=8, max_tenant_blocks=5)
+        self.sched = Scheduler(ledger.config(num_blocks=20, max_model_len=320), self.hasher, pins=bounds)
+        self.runner = LedgerRunner()
+
+    def compute(self, prompt: range, params: SamplingParams = ONE) -> int:
+        """Run a prompt; how many of its tokens were cached."""
+        request = ledger.request(prompt, params=params)
+        self.sched.add(request)
+        told = run(self.sched, self.runner)
+        assert told[request.request_id] == continuation(prompt, params, limit=320)
+        return request.num_cached_tokens
+
+    def flood(self) -> None:
+        """Other prompts, of several times the pool's size in all."""
+        for first in range(10_000, 10_800, 100):
+            self.compute(range(first, first + 6 * BLOCK))
+
+    def name(self, prompt: range, num_blocks: int) -> BlockHash:
+        names: list[BlockHash] = []
+        self.hasher.extend(ledger.ROOT, names, prompt)
+        return names[num_blocks - 1]
+
+    def pin(
+        self, prompt: range, num_blocks: int, *, tenant: str = "a", ttl_s: float = 300.0, now: float = 0.0
+    ) -> PinOutcome:
+        name = self.name(prompt, num_blocks)
+        order = PinOrder(key=PinKey(tenant, name.hex()), last_block=name, ttl_s=ttl_s)
+        return self.sched.pins.pin(order, now).outcome
+
+
+def first(number: int, num_blocks: int = 3) -> range:
+    """A prompt of so many whole blocks and one token."""
+    return range(1000 * number, 1000 * number + num_blocks * BLOCK + 1)
+
+
+def test_a_pinned_prefix_outlives_the_eviction_that_takes_another() -> None:
+    world = World()
+    for number in (1, 2):
+        world.compute(first(number))
+    assert world.pin(first(1), 3) is PinOutcome.HELD
+    world.flood()
+    assert world.compute(first(1)) == 48
+    assert world.compute(first(2)) == 0
+    world.sched.check_invariants()
+
+
+def test_a_pin_ends_with_its_time_and_is_renewed_by_use() -> None:
+    world = World()
+    world.compute(first(1))
+    assert world.pin(first(1), 3, ttl_s=10.0, now=0.0) is PinOutcome.HELD
+    assert world.pin(first(1), 3, ttl_s=10.0, now=8.0) is PinOutcome.HELD
+    world.sched.schedule(17.9)
+    assert world.sched.load().pins.num_blocks == 3
+    world.sched.schedule(18.0)
+    assert world.sched.load().pins == PinTotals(max_blocks=8, made=1, renewed=1, expired=1)
+    assert_empty(world.sched)
+    world.flood()
+    assert world.compute(first(1)) == 0
+
+
+def test_what_is_over_takes_no_place_also_where_no_step_has_looked_at_the_time() -> None:
+    world = World()
+    for number in (1, 2):
+        world.compute(first(number, 5))
+    assert world.pin(first(1, 5), 5, ttl_s=10.0, now=0.0) is PinOutcome.HELD
+    assert world.pin(first(2, 5), 5, tenant="b", now=9.0) is PinOutcome.NO_ROOM
+    assert world.pin(first(2, 5), 5, tenant="b", now=10.0) is PinOutcome.HELD
+    assert world.sched.load().pins == PinTotals(num_pins=1, num_blocks=5, max_blocks=8, made=2, refused=1, expired=1)
+    world.sched.check_invariants()
+
+
+def test_a_pin_may_be_shortened_and_taken_back() -> None:
+    world = World()
+    world.compute(first(1))
+    world.pin(first(1), 3, ttl_s=100.0)
+    world.pin(first(1), 3, ttl_s=1.0)
+    world.sched.schedule(1.0)
+    assert len(world.sched.pins) == 0
+    world.pin(first(1), 3)
+    key = PinKey("a", world.name(first(1), 3).hex())
+    assert world.sched.pins.unpin(key)
+    assert not world.sched.pins.unpin(key)
+    assert_empty(world.sched)
+
+
+def test_what_is_not_here_cannot_be_pinned() -> None:
+    world = World()
+    assert world.pin(first(1), 3) is PinOutcome.NOT_HERE
+    assert world.sched.load().pins.refused == 1
+
+
+@pytest.mark.parametrize("ttl_s", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_pin_without_an_end_is_refused(ttl_s: float) -> None:
+    world = World()
+    world.compute(first(1))
+    with pytest.raises(InvalidRequest):
+        world.pin(first(1), 3, ttl_s=ttl_s)
+
+
+def test_a_tenants_new_pin_takes_the_place_of_its_own_least_recently_used() -> None:
+    world = World()
+    for number in (1, 2, 3):
+        world.compute(first(number, 2))
+    assert world.pin(first(1, 2), 2) is PinOutcome.HELD
+    assert world.pin(first(2, 2), 2) is PinOutcome.HELD
+    assert world.pin(first(1, 2), 2) is PinOutcome.HELD  # used again
+    assert world.pin(first(3, 2), 2) is PinOutcome.HELD
+    lost = world.sched.drain().lost_pins
+    assert lost == (PinKey("a", world.name(first(2, 2), 2).hex()),)
+    world.flood()
+    assert [world.compute(first(number, 2)) for number in (1, 2, 3)] == [32, 0, 32]
+
+
+def test_one_tenant_never_takes_anothers_place() -> None:
+    world = World()
+    for number in (1, 2):
+        world.compute(first(number, 5))
+    assert world.pin(first(1, 5), 5, tenant="a") is PinOutcome.HELD
+    assert world.pin(first(2, 5), 5, tenant="b") is PinOutcome.NO_ROOM
+    assert world.pin(first(2, 5), 3, tenant="b") is PinOutcome.HELD
+    assert world.sched.load().pins.num_blocks == 8
+    assert world.sched.drain().lost_pins == ()
+
+
+def test_a_pin_larger_than_its_tenants_share_disturbs_no_other() -> None:
+    world = World()
+    world.compute(first(1, 2))
+    world.compute(first(2, 6))
+    world.pin(first(1, 2), 2)
+    assert world.pin(first(2, 6), 6) is PinOutcome.NO_ROOM
+    assert world.sched.load().pins.num_pins == 1
+
+
+def test_pins_on_one_chain_share_their_blocks() -> None:
+    world = World()
+    world.compute(first(1, 5))
+    for num_blocks in (5, 3, 4):
+        assert world.pin(first(1, 5), num_blocks) is PinOutcome.HELD
+    assert world.sched.load().pins.num_blocks == 5
+    assert world.sched.pins.unpin(PinKey("a", world.name(first(1, 5), 5).hex()))
+    assert world.sched.load().pins.num_blocks == 4
+    world.sched.check_invariants()
+
+
+def test_pins_take_nothing_that_is_promised() -> None:
+    world = World()
+    world.compute(first(1))
+    wanted = ledger.request(range(5000, 5000 + 19 * BLOCK))
+    world.sched.reservations.reserve(TransferId("t"), wanted)
+    assert world.pin(first(1), 3) is PinOutcome.NO_ROOM
+    assert len(world.sched.reservations.bind(TransferId("t"))) == 19
+
+
+def test_whoever_fits_in_the_rest_touches_no_pin_and_a_larger_request_makes_just_enough_way() -> None:
+    world = World()
+    for number, tenant in ((1, "a"), (2, "b")):
+        world.compute(first(number, 4))
+        assert world.pin(first(number, 4), 4, tenant=tenant) is PinOutcome.HELD
+    world.compute(range(5000, 5000 + 12 * BLOCK - 1))
+    assert world.sched.load().pins.num_pins == 2
+    world.compute(range(6000, 6000 + 13 * BLOCK - 1))
+    assert world.sched.drain().lost_pins == ()  # told while it ran
+    totals = world.sched.load().pins
+    assert (totals.num_pins, totals.gave_way) == (1, 1)
+    assert world.compute(first(2, 4)) == 64
+
+
+def test_a_sequence_that_grows_beyond_the_rest_makes_way_for_itself() -> None:
+    world = World()
+    world.compute(first(1, 5))
+    world.pin(first(1, 5), 5)
+    world.compute(range(5000, 5000 + 10 * BLOCK), SamplingParams(max_tokens=9 * BLOCK, ignore_eos=True))
+    assert world.sched.load().pins.gave_way == 1
+
+
+def test_its_own_pinned_prefix_costs_a_large_request_nothing() -> None:
+    world = World()
+    world.compute(first(1, 5))
+    world.pin(first(1, 5), 5)
+    assert world.compute(range(1000, 1000 + 20 * BLOCK - 1)) == 80
+    assert world.sched.load().pins.num_pins == 1
+
+
+def test_a_reservation_larger_than_the_rest_makes_way_and_a_smaller_one_waits() -> None:
+    world = World()
+    world.compute(first(1, 5))
+    world.pin(first(1, 5), 5)
+    desk = world.sched.reservations
+    desk.reserve(TransferId("small"), ledger.request(range(5000, 5000 + 10 * BLOCK)))
+    with pytest.raises(PoolExhausted):
+        desk.reserve(TransferId("second"), ledger.request(range(6000, 6000 + 10 * BLOCK)))
+    assert world.sched.load().pins.num_pins == 1
+    desk.cancel(TransferId("small"))
+    grant = desk.reserve(TransferId("large"), ledger.request(range(7000, 7000 + 18 * BLOCK)))
+    assert grant.num_blocks == 18
+    assert world.sched.has_notices
+    assert len(world.sched.drain().lost_pins) == 1
+
+
+def test_what_cannot_be_trusted_is_not_kept() -> None:
+    world = World()
+    world.compute(first(1, 2))
+    world.pin(first(1, 2), 2)
+    longer = ledger.request(range(1000, 1000 + 60))
+    world.sched.add(longer)
+    while (batch := world.sched.schedule(0.0)) is not None:
+        told: list[SampledToken | None] = [None for item in batch.items if item.samples]
+        world.sched.commit(batch, told)
+    assert len(world.sched.pins) == 0
+    assert world.compute(first(1, 2)) == 0
+
+
+def test_without_bounds_nothing_is_pinned() -> None:
+    sched, runner = ledger.scheduler(), LedgerRunner()
+    sched.add(ledger.request(first(1), params=ONE))
+    run(sched, runner)
+    names: list[BlockHash] = []
+    BlockHasher(ledger.SECRET).extend(ledger.ROOT, names, first(1))
+    order = PinOrder(key=PinKey("a", "x"), last_block=names[0], ttl_s=1.0)
+    assert sched.pins.pin(order, 0.0).outcome is PinOutcome.NO_ROOM
+    assert sched.pins.pin(replace(order, last_block=BlockHash(b"?")), 0.0).outcome is PinOutcome.NOT_HERE
+
+
+def test_a_pin_is_weighed_once_however_many_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for each of thousands it holds every stream of the worker up."""
+    looks = 0
+
+    class Chain(list[BlockId]):
+        def __iter__(self) -> Iterator[BlockId]:
+            nonlocal looks
+            looks += 1
+            return super().__iter__()
+
+    def looks_of(num_small: int) -> int:
+        nonlocal looks
+        world = World()
+        for number in range(num_small):
+            world.compute(first(number, 1))
+            assert world.pin(first(number, 1), 1) is PinOutcome.HELD
+        world.compute(first(9, 4))
+        index, chain = world.sched.pins._blocks.index, world.name(first(9, 4), 4)
+        blocks = index.chain_to(chain)
+        assert blocks is not None
+        looks = 0
+        with monkeypatch.context() as patched:
+            patched.setattr(type(index), "chain_to", lambda _self, _last: Chain(blocks))
+            assert world.pin(first(9, 4), 4) is PinOutcome.HELD
+        assert world.sched.load().pins.num_pins == 2
+        assert world.sched.load().pins.gave_way == num_small - 1
+        return looks
+
+    assert looks_of(4) == looks_of(2)

@@ -1,0 +1,151 @@
+"""config.json: transformers' meanings and defaults, and an error naming the field for everything else."""
+
+import json
+
+import pytest
+
+from engine.model.config import load_model_config, parse_model_config
+from tandem.errors import ConfigError
+
+BASE = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+}
+
+
+def parse(architecture="LlamaForCausalLM", generation=None, **changes):
+    raw = {**BASE, "architectures": [architecture], **changes}
+    return parse_model_config({k: v for k, v in raw.items() if v is not ...}, generation or {})
+
+
+def test_defaults_follow_transformers():
+    config = parse()
+    assert (config.num_kv_heads, config.head_dim, config.tie_embeddings) == (4, 16, False)
+    assert (config.qkv_bias, config.output_bias, config.mlp_bias, config.qk_norm) == (False,) * 4
+    assert config.layer_windows == (None,) * 4
+    assert config.rms_norm_eps == 1e-6
+    assert config.max_context == 128
+    assert config.stored_dtype is None
+    assert parse("Qwen3ForCausalLM").head_dim == 128
+    assert parse("MistralForCausalLM", num_attention_heads=8, hidden_size=64).num_kv_heads == 8
+
+
+def test_biases_by_architecture():
+    llama = parse(attention_bias=True, mlp_bias=True)
+    assert (llama.qkv_bias, llama.output_bias, llama.mlp_bias) == (True, True, True)
+    qwen2 = parse("Qwen2ForCausalLM")
+    assert (qwen2.qkv_bias, qwen2.output_bias) == (True, False)
+    qwen3 = parse("Qwen3ForCausalLM", attention_bias=True)
+    assert (qwen3.qkv_bias, qwen3.output_bias, qwen3.mlp_bias, qwen3.qk_norm) == (True, True, False, True)
+
+
+@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM"])
+def test_qwen_windows(architecture):
+    assert parse(architecture, sliding_window=8, max_window_layers=0).layer_windows == (None,) * 4
+    used = {"use_sliding_window": True, "sliding_window": 8}
+    assert parse(architecture, **used, max_window_layers=3).layer_windows == (None, None, None, 8)
+    types = ["sliding_attention", "full_attention"] * 2
+    assert parse(architecture, **used, layer_types=types).layer_windows == (8, None, 8, None)
+
+
+def test_mistral_windows():
+    kv = {"num_key_value_heads": 2}
+    assert parse("MistralForCausalLM", **kv, sliding_window=9).layer_windows == (9,) * 4
+    assert parse("MistralForCausalLM", **kv, sliding_window=None).layer_windows == (None,) * 4
+    assert parse("MistralForCausalLM", **kv).layer_windows == (4096,) * 4
+
+
+def test_end_tokens_prefer_generation_config():
+    assert parse().eos_token_ids == ()
+    assert parse(eos_token_id=7).eos_token_ids == (7,)
+    assert parse(eos_token_id=7, generation={"eos_token_id": [9, 3, 9]}).eos_token_ids == (3, 9)
+    assert parse(eos_token_id=7, generation={"eos_token_id": None}).eos_token_ids == (7,)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "architectures"),
+        ({"architectures": [["LlamaForCausalLM"]]}, "architectures"),
+        ({"architectures": ...}, "architectures"),
+        ({"hidden_size": -1}, r"hidden_size must be an integer in \[1, 1048576\], is -1"),
+        ({"hidden_size": ...}, "hidden_size is missing"),
+        ({"hidden_size": "64"}, "hidden_size"),
+        ({"hidden_size": True}, "hidden_size"),
+        ({"hidden_size": 10**4000}, "hidden_size"),
+        ({"hidden_size": 66}, "hidden_size 66 is not a multiple"),
+        ({"vocab_size": 0}, "vocab_size"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
+        ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of 3"),
+        ({"num_key_value_heads": 8}, "num_key_value_heads"),
+        ({"head_dim": 15}, "head_dim must be even"),
+        ({"head_dim": 2, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "head_dim must exceed 2"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps"),
+        ({"hidden_act": "gelu"}, "hidden_act must be silu"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings"),
+        ({"attention_bias": "yes"}, "attention_bias"),
+        ({"dtype": "int8"}, "dtype"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"eos_token_id": 100}, "eos_token_id"),
+        ({"eos_token_id": [1, "2"]}, "eos_token_id"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings"),
+    ],
+)
+def test_bad_fields_are_named(changes, match):
+    with pytest.raises(ConfigError, match=match):
+        parse(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"layer_types": ["full_attention"]}, "layer_types must be 4"),
+        ({"layer_types": [["full_attention"]] * 4}, "layer_types"),
+        ({"layer_types": ["sliding_attention"] * 4}, "no sliding_window is in use"),
+        ({"use_sliding_window": True, "sliding_window": 0}, "sliding_window"),
+    ],
+)
+def test_bad_windows_are_named(changes, match):
+    with pytest.raises(ConfigError, match=match):
+        parse("Qwen2ForCausalLM", **changes)
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("", "not valid JSON"),
+        ("[]", "must be a JSON object"),
+        ('{"a": NaN}', "NaN is not JSON"),
+        ('{"a": 1, "a": 2}', "duplicate keys"),
+        ('{"a":' * 100_000, "not valid JSON"),
+        ('{"a": ' + "1" * 5000 + "}", "not valid JSON"),
+    ],
+)
+def test_malformed_files(tmp_path, text, match):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=match):
+        load_model_config(tmp_path)
+
+
+def test_missing_files(tmp_path):
+    with pytest.raises(ConfigError, match=r"config\.json is missing"):
+        load_model_config(tmp_path)
+    with pytest.raises(ConfigError, match="does not exist"):
+        load_model_config(tmp_path / "none")
+
+
+def test_digest_covers_the_computation(tmp_path):
+    assert parse().digest() == parse(eos_token_id=3, dtype="bfloat16").digest()
+    assert len({parse(rms_norm_eps=e).digest() for e in (1e-5, 1e-6)}) == 2
+    assert parse(rope_theta=5e4).digest() != parse().digest()
+
+
+def test_generation_config_is_read(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(BASE))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 4}')
+    assert load_model_config(tmp_path).eos_token_ids == (4,)

@@ -1,0 +1,98 @@
+"""How much of a GPU a worker may take, and what it says when that is not there."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engine import assembly
+from engine.distributed.ranks import follower
+from engine.distributed.ranks.messages import RankSetup
+from engine.model import gpu_memory
+from engine.model.gpu_memory import GpuMemory, GpuWish, granted_bytes
+from tandem.errors import ConfigError
+from tests.unit.engine.distributed.ranks.test_messages import SETUP
+from tests.unit.engine.test_assembly import SPEC
+
+GIB = 1 << 30
+H200 = GpuMemory(name="NVIDIA H200", free_bytes=139 * GIB, total_bytes=140 * GIB)
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
+    """A GPU of which nothing is taken yet; every device that was asked about."""
+    asked: list[torch.device] = []
+
+    def read(device: torch.device) -> GpuMemory:
+        asked.append(device)
+        return H200
+
+    monkeypatch.setattr(gpu_memory, "read_gpu", read)
+    return asked
+
+
+@pytest.mark.parametrize(("sharers", "gib"), [(1, 112), (2, 56), (8, 14)])
+def test_workers_on_one_gpu_divide_80_percent_of_it_evenly(sharers: int, gib: int, gpu: list[torch.device]) -> None:
+    assert assembly._limit_bytes(replace(SPEC, memory_bytes=None, gpu_sharers=sharers), CUDA) == gib * GIB
+    assert set(gpu) == {CUDA}
+
+
+def test_the_share_is_the_same_for_whoever_comes_first_and_second() -> None:
+    wish = GpuWish(index=0, sharers=2)
+    taken = replace(H200, free_bytes=60 * GIB)
+    assert wish.limit_bytes(H200) == wish.limit_bytes(taken) == 56 * GIB
+    assert wish.shortage(taken) is None
+
+
+def test_stated_memory_is_of_all_ranks_and_must_fit_for_each_sharer(gpu: list[torch.device]) -> None:
+    spec = replace(SPEC, memory_bytes=90 * GIB, tensor_parallel_size=2, gpu_sharers=3)
+    assert assembly._limit_bytes(spec, CUDA) == 45 * GIB
+    with pytest.raises(ConfigError, match=r"GPU 5 \(NVIDIA H200\): engine\.memory_bytes wants 45\.0 GiB for each of 4"):
+        assembly._limit_bytes(replace(spec, gpu_sharers=4, gpus=(5, 6)), CUDA)
+
+
+@pytest.mark.parametrize(
+    ("wish", "words"),
+    [
+        (
+            GpuWish(index=3),
+            r"GPU 3 \(NVIDIA H200\): this worker wants 112\.0 GiB \(80 % of it\); 20\.0 GiB of 140\.0 GiB",
+        ),
+        (
+            GpuWish(index=0, sharers=2),
+            r"wants 56\.0 GiB \(80 % of it, divided by 2\); 20\.0 GiB of 140\.0 GiB are free",
+        ),
+        (GpuWish(index=0, stated_bytes=21 * GIB), r"wants 21\.0 GiB \(engine\.memory_bytes\); 20\.0 GiB of"),
+    ],
+)
+def test_a_shortage_names_gpu_wanted_and_free(wish: GpuWish, words: str) -> None:
+    waited: list[float] = []
+    short = replace(H200, free_bytes=20 * GIB)
+    with pytest.raises(ConfigError, match=words):
+        granted_bytes(wish, lambda: short, patience_s=2.0, wait=waited.append)
+    assert sum(waited) == 2.0
+
+
+def test_memory_that_a_dead_process_gives_back_is_waited_for() -> None:
+    seen = [replace(H200, free_bytes=20 * GIB)] * 3
+    found = granted_bytes(GpuWish(index=0), lambda: seen.pop() if seen else H200, wait=lambda _s: None)
+    assert (found, seen) == (112 * GIB, [])
+
+
+def test_every_rank_asks_for_its_share_of_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[GpuWish, torch.device]] = []
+    monkeypatch.setattr(follower, "gpu_limit_bytes", lambda wish, device: asked.append((wish, device)) or 7)
+    backend = replace(SETUP.backend, device=CUDA)
+    setup = replace(SETUP, backend=backend, gpus=(4, 5, 6, 7), gpu_sharers=2, stated_bytes=9)
+    there = RankSetup.from_json(memoryview(setup.of_rank(3).to_json()))
+    assert follower._limit_bytes(there, there.backend.device) == 7
+    assert asked == [(GpuWish(index=7, sharers=2, stated_bytes=9), torch.device("cuda", 3))]
+    elsewhere = replace(setup, num_nodes=2, gpus=(0, 1)).of_rank(3)
+    assert elsewhere.gpu_wish.index == 1
+
+
+def test_the_log_says_how_much_of_which_gpu(gpu: list[torch.device], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        gpu_memory.gpu_limit_bytes(GpuWish(index=2, sharers=2), CUDA)
+    assert "GPU 2 (NVIDIA H200): takes up to 56.0 GiB of 140.0 GiB, as does each of 2 workers" in caplog.text

@@ -1,0 +1,61 @@
+"""The dry run's steps are the largest that can be planned, and what they take is what is told."""
+
+import gc
+
+import pytest
+import torch
+
+from engine.model.memory_budget import kv_layout
+from engine.runner.dry_run import PeakMemory, _decode_steps, _prefill_spans, measure_workspace_bytes
+from engine.runner.model_runner import ModelRunner
+from tests.support.engine.paged_harness import load_plain, reference_model
+
+MB = 1 << 20
+
+
+@pytest.mark.parametrize("rows", [1, 5, 64])
+def test_every_row_decodes_as_long_as_the_pool_could_hold_all(rows: int) -> None:
+    (step,) = _decode_steps(rows, 500, 1000, compiles=False)
+    assert step == [(min(500, 1000 // rows) - 1, 1)] * rows
+
+
+def test_where_kernels_are_compiled_each_size_of_batch_is_met_once() -> None:
+    steps = _decode_steps(20, 500, 1000, compiles=True)
+    assert [len(step) for step in steps] == [20, 16, 8, 4, 2, 1]
+    assert [step[0][0] for step in steps] == [49, 61, 124, 249, 499, 499]
+
+
+def test_a_chunk_that_ends_the_longest_context_is_computed_beside_all_others() -> None:
+    assert _prefill_spans(64, 40, 8, 100) == [(60, 40), *[(0, 1)] * 7]
+    assert _prefill_spans(44, 40, 8, 100) == [(60, 40), *[(0, 1)] * 4]
+    assert _prefill_spans(64, 40, 8, 30) == [(0, 30), *[(0, 1)] * 7]
+
+
+@pytest.mark.alone
+def test_growth_is_the_most_that_was_in_use_at_once() -> None:
+    peak = PeakMemory(torch.device("cpu"))
+    gc.collect()  # what other tests have left behind must not be counted, nor go meanwhile
+    if not peak.start():
+        pytest.skip("this system does not let a process watch itself")
+    for _ in range(3):
+        torch.ones(64 * MB, dtype=torch.uint8)  # one at a time
+    assert 60 * MB < peak.growth_bytes() < 120 * MB
+
+
+def test_graphs_are_recorded_within_what_is_measured(tmp_path, monkeypatch) -> None:
+    """Their memory counts: they are recorded before the budget is made, as large as they will be."""
+    reference_model("LlamaForCausalLM").save_pretrained(tmp_path)
+    model = load_plain(tmp_path)
+    recorded = []
+    monkeypatch.setattr(ModelRunner, "record_graphs", lambda _self, **asked: recorded.append(asked))
+    layout = kv_layout(model.config, fingerprint=model.fingerprint, dtype="float32", block_size=16)
+    measure_workspace_bytes(
+        model,
+        layout,
+        max_batched_tokens=32,
+        prefill_chunk_tokens=16,
+        max_running_requests=6,
+        max_context=96,
+        max_pool_tokens=640,
+    )
+    assert recorded == [{"max_rows": 6, "max_length": 96}]

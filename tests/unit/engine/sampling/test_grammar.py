@@ -1,0 +1,183 @@
+"""Answers that follow a grammar, whatever the batch, the order of steps and the worker; a real model and llguidance."""
+
+import json
+import re
+from array import array
+from random import Random
+
+import jsonschema
+import numpy as np
+import pytest
+import torch
+from llguidance import LLMatcher
+
+from engine.backends.options import BackendOptions
+from engine.backends.select import select_backend
+from engine.model.loader import load_model
+from engine.sampling.grammar import LlGuides
+from engine.sampling.sampler import Sampler, SampleRow
+from engine.types.request import FinishReason
+from engine.types.token_guide import follow, num_words
+from tandem.errors import InvalidRequest
+from tandem.model_path import model_directory
+from tandem.values.sampling import SamplingParams
+from tests.support.engine import ledger
+from tests.support.engine.serve import Serve
+
+PATH = model_directory("builtin")
+NO_SPACES = {"whitespace_flexible": False}
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+GRAMMARS = {
+    "schema": LLMatcher.grammar_from_json_schema(PERSON, NO_SPACES),
+    "regex": LLMatcher.grammar_from_regex("(red|green) ball [0-9]{3}"),
+    "choice": LLMatcher.grammar_from_lark('start: "yes" | "no"'),
+}
+
+
+def fits(kind: str, text: str) -> bool:
+    if kind == "schema":
+        jsonschema.validate(json.loads(text), PERSON)
+        return True
+    pattern = "(red|green) ball [0-9]{3}" if kind == "regex" else "yes|no"
+    return re.fullmatch(pattern, text) is not None
+
+
+@pytest.fixture(scope="module")
+def model():
+    options = BackendOptions(device=torch.device("cpu"), dtype="float32", kernels="torch", num_threads=1)
+    return load_model(PATH, backend=select_backend(options))
+
+
+@pytest.fixture(scope="module")
+def guides(model):
+    ends = sorted(model.config.eos_token_ids)
+    return LlGuides(
+        PATH / "tokenizer.json", vocab_size=model.config.vocab_size, eos_token_ids=ends, cache_bytes=1 << 30
+    )
+
+
+@pytest.fixture(scope="module")
+def decode():
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(PATH / "tokenizer.json"))
+    return lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def serve(model, *, pipelined: bool, **limits):
+    return Serve(
+        model, pipelined=pipelined, max_model_len=256, eos_token_ids=frozenset(model.config.eos_token_ids), **limits
+    )
+
+
+def ask(guides, kind, *, seed=0, temperature=1.0, output=(), num_logprobs=None):
+    grammar = GRAMMARS.get(kind)
+    params = SamplingParams(
+        max_tokens=150, temperature=temperature, seed=seed, grammar=grammar, num_logprobs=num_logprobs
+    )
+    params.validate(vocab_size=2048)
+    prompt = [Random(seed).randrange(300, 1000) for _ in range(20)]
+    request = ledger.request(prompt, params=params, output=output, arrival_s=float(seed))
+    if grammar is not None:
+        request.guide = guides.guide(grammar)
+    return request
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_every_answer_fits_and_those_beside_it_are_what_they_were(model, guides, decode, pipelined):
+    """In a pool that is too small for all, so that some are preempted."""
+    kinds = ["schema", None, "regex", "schema", None, "choice"] * 3
+    with serve(model, pipelined=pipelined, num_blocks=28) as engine:
+        told = engine.run([ask(guides, kind, seed=seed) for seed, kind in enumerate(kinds)])
+        assert engine.preemptions
+        alone = [engine.run([ask(guides, kind, seed=seed)])[0].ids for seed, kind in enumerate(kinds)]
+    assert [answer.ids for answer in told] == alone
+    for kind, answer in zip(kinds, told, strict=True):
+        if kind is not None:
+            assert answer.reason is FinishReason.STOP
+            assert fits(kind, decode(answer.ids))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_another_worker_goes_on_wherever_the_answer_broke_off(model, guides, temperature):
+    with serve(model, pipelined=False) as engine:
+        (whole,) = engine.run([ask(guides, "schema", seed=3, temperature=temperature)])
+        for cut in range(0, len(whole.ids) + 1, 3):
+            (rest,) = engine.run([ask(guides, "schema", seed=3, temperature=temperature, output=whole.ids[:cut])])
+            assert [*whole.ids[:cut], *rest.ids] == whole.ids
+            assert rest.reason is FinishReason.STOP
+
+
+def test_what_a_grammar_forbids_is_never_drawn_and_logprobs_are_the_models(model, guides):
+    vocab_size = model.config.vocab_size
+    logits = torch.randn((3, vocab_size), generator=torch.Generator().manual_seed(1))
+    before = logits.clone()
+    rows = [ask(guides, kind, seed=seed, num_logprobs=2) for seed, kind in enumerate(["choice", None, "choice"])]
+    sampler = Sampler(eos_token_ids=sorted(model.config.eos_token_ids))
+    chosen = sampler.choose(logits, [SampleRow(request, request.num_tokens) for request in rows])
+    assert torch.equal(logits[1], before[1])
+    may = logits.isfinite()
+    assert 0 < may[0].sum() < 20
+    assert may[0].equal(may[2])
+    assert all(may[row, chosen.token_ids[row]] for row in range(3))
+    # Told of the distribution that the model has, as without a grammar.
+    expected = before.log_softmax(-1).gather(-1, chosen.token_ids[:, None])[:, 0]
+    assert torch.equal(chosen.logprobs[0].sampled, expected)
+
+
+def test_an_answer_that_the_grammar_refuses_fails_alone(model, guides):
+    """As after damage: the tokens that another worker told are none of this grammar's."""
+    with serve(model, pipelined=False) as engine:
+        spoilt, sound = engine.run([ask(guides, "schema", output=[700, 701]), ask(guides, "schema", seed=1)])
+    assert (spoilt.ids, spoilt.reason) == ([], FinishReason.ERROR)
+    assert sound.reason is FinishReason.STOP
+
+
+def test_a_guide_follows_what_it_has_not_accepted_yet(guides):
+    guide = guides.guide(GRAMMARS["choice"])
+    bits = np.zeros(num_words(2048), np.int32)
+    guide.allow(bits)
+    first = int(np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))[0])
+    assert guide.accept(first)
+    assert follow(guide, array("i", [first]))
+    assert guide.num_tokens == 1
+    assert not follow(guide, array("i", [first, 1999]))
+
+
+@pytest.mark.parametrize("grammar", ["nothing that it reads", LLMatcher.grammar_from_regex("(a")])
+def test_what_cannot_be_compiled_is_refused(guides, grammar):
+    with pytest.raises(InvalidRequest, match="grammar: it cannot be compiled"):
+        guides.guide(grammar)
+
+
+def test_a_worker_without_the_library_or_a_tokenizer_refuses(tmp_path, monkeypatch):
+    lost = LlGuides(tmp_path / "tokenizer.json", vocab_size=2048, eos_token_ids=[0], cache_bytes=1 << 30)
+    with pytest.raises(InvalidRequest, match="tokenizer"):
+        lost.guide(GRAMMARS["choice"])
+    monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
+    with pytest.raises(InvalidRequest, match="no llguidance"):
+        lost.guide(GRAMMARS["choice"])
+
+
+@pytest.mark.parametrize(
+    ("field", "params"),
+    [
+        ("grammar", {"grammar": ""}),
+        ("grammar", {"grammar": "x" * (256 * 1024 + 1)}),
+        ("ignore_eos", {"grammar": "x", "ignore_eos": True}),
+        ("min_tokens", {"grammar": "x", "min_tokens": 1}),
+    ],
+)
+def test_what_a_structure_cannot_keep_is_refused(field, params):
+    with pytest.raises(InvalidRequest) as refused:
+        SamplingParams(**params).validate(vocab_size=100)
+    assert refused.value.param == field

@@ -1,0 +1,200 @@
+"""Compiled grammars of hostile clients: what a worker keeps of them, and who waits while they are compiled."""
+
+import asyncio
+import json
+import threading
+from random import Random
+
+import numpy as np
+import pytest
+
+from engine.kv_storage.free_memory import resident_bytes
+from engine.sampling import grammar as guidance
+from engine.sampling.grammar import LlGuides, grammar_cache_bytes
+from engine.types.token_guide import num_words
+from tandem.errors import InvalidRequest
+from tandem.model_path import model_directory
+from tandem.values.grammar_bounds import most_bytes
+from tandem.values.sampling import SamplingParams
+from tests.support.engine import ledger
+from tests.support.engine.ledger_host import parts, stopping
+from worker.engine_host import EngineHost
+
+VOCAB, END = 2048, 0
+WAIT_S = 60.0
+PLAIN = SamplingParams(max_tokens=8, ignore_eos=True)
+
+
+def regex(pattern):
+    return json.dumps({"grammars": [{"lark_grammar": f"start: /{pattern}/"}]})
+
+
+def llguides(cache_bytes=256 << 20):
+    path = model_directory("builtin") / "tokenizer.json"
+    return LlGuides(path, vocab_size=VOCAB, eos_token_ids=[END], cache_bytes=cache_bytes)
+
+
+def follow(guide, seed, num_tokens=1 << 20):
+    """As long as the grammar goes on, at most so many tokens."""
+    random, bits = Random(seed), np.zeros(num_words(VOCAB), np.int32)
+    for _ in range(num_tokens):
+        bits.fill(0)
+        guide.allow(bits)
+        allowed = [int(i) for i in np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little")) if i != END]
+        if not guide.accept(random.choice(allowed or [END])) or not allowed:
+            return
+
+
+SLOW_GROWING = "(.{0,%d}b){0,1000}"
+"""Looks harmless for its first hundred tokens, and learns hundreds of states with each of those that follow."""
+
+
+def test_64_regexes_without_measure_are_refused_and_leave_nothing():
+    guides = llguides()
+    guides.guide(regex("a"))
+    before, kept_bytes = resident_bytes(), guides.kept_bytes
+    for index in range(64):
+        with pytest.raises(InvalidRequest, match="too much to follow"):
+            guides.guide(regex(f"a{{{900_000_000 + index}}}"))
+    assert guides.kept_bytes == kept_bytes
+    assert resident_bytes() - before < 64 << 20
+
+
+def test_64_regexes_that_grow_as_they_are_followed_stay_within_the_cache():
+    guides = llguides()
+    guides.guide(regex("a"))
+    before = resident_bytes()
+    for index in range(64):
+        follow(guides.guide(regex(SLOW_GROWING % (1000 + index))), seed=index, num_tokens=100)
+        assert 0 < guides.kept_bytes <= 256 << 20
+        kept = [guides.kept(regex(SLOW_GROWING % (1000 + i))) is not None for i in range(index + 1)]
+        assert sum(kept) <= (256 << 20) // most_bytes("")
+        assert kept[-1], "the newest is kept"
+    assert resident_bytes() - before < 256 << 20
+
+
+@pytest.mark.parametrize("pattern", [SLOW_GROWING % 1000, r"(.|\n)*[a-m](.|\n){300}"])
+def test_a_grammar_takes_no_more_than_it_is_counted_with(pattern):
+    guides = llguides()
+    guides.guide(regex("a"))
+    before = resident_bytes()
+    grammar = regex(pattern)
+    guide = guides.guide(grammar)
+    counted = guides.kept_bytes
+    for seed in range(40):
+        follow(guide, seed, num_tokens=400)
+        if guide.has_refused:
+            break
+        guide = guides.kept(grammar)
+        if guide is None:
+            break
+    assert resident_bytes() - before <= most_bytes(grammar) <= counted
+
+
+def test_a_lexer_at_its_limits_is_not_kept_for_the_next_who_asks():
+    guides = llguides()
+    grammar = regex(SLOW_GROWING % 1000)
+    for seed in range(40):
+        guide = guides.guide(grammar)
+        follow(guide, seed, num_tokens=400)
+        if guide.has_refused:
+            break
+    assert guide.has_refused
+    assert (guides.kept(grammar), guides.kept_bytes) == (None, 0)
+    fresh = guides.guide(grammar)
+    follow(fresh, seed, num_tokens=20)
+    assert fresh.num_tokens == 20
+
+
+def test_what_has_been_followed_for_long_is_compiled_anew(monkeypatch):
+    monkeypatch.setattr(guidance, "_MAX_FOLLOWED_TOKENS", 50)
+    guides = llguides()
+    grammar = regex("[a-z]*")
+    follow(guides.guide(grammar), seed=1, num_tokens=50)
+    assert guides.kept(grammar) is not None
+    follow(guides.kept(grammar), seed=2, num_tokens=1)
+    assert (guides.kept(grammar), guides.kept_bytes) == (None, 0)
+
+
+def test_what_is_larger_than_the_cache_is_followed_and_not_kept():
+    guides = llguides(cache_bytes=most_bytes("") - 1)
+    follow(guides.guide(regex("[a-z]*")), seed=1, num_tokens=10)
+    assert (guides.kept(regex("[a-z]*")), guides.kept_bytes) == (None, 0)
+
+
+def test_the_share_of_a_workers_memory():
+    assert grammar_cache_bytes(1 << 30) == 128 << 20
+    assert grammar_cache_bytes(1 << 40) == 1 << 30
+
+
+class SlowGuides:
+    """Takes until it is let go to compile what begins with `slow`; of a real library's guides else."""
+
+    def __init__(self):
+        self.let_go = threading.Event()
+        self.begun = threading.Semaphore(0)
+        self.threads = set()
+        self.compiled = []
+        self._guides = llguides()
+        self._guides.guide(regex("[a-z]*"))
+
+    def kept(self, grammar):
+        return None if grammar.startswith("slow") else self._guides.kept(grammar)
+
+    def guide(self, grammar):
+        self.threads.add(threading.current_thread().name)
+        self.begun.release()
+        assert self.let_go.wait(WAIT_S)
+        self.compiled.append(grammar)
+        return self._guides.guide(regex("[a-z]*"))
+
+
+def asking(grammar, output=()):
+    params = SamplingParams(max_tokens=64, grammar=grammar)
+    return ledger.request([1, 2, 3], params=params, output=output)
+
+
+async def test_other_streams_go_on_while_sixteen_grammars_are_compiled():
+    made = parts()
+    guides = SlowGuides()
+    object.__setattr__(made, "guides", guides)
+    faults, told = [], asyncio.Queue()
+    host = EngineHost(made, on_fatal=faults.append)
+    host.start(on_output=lambda output: [told.put_nowait(event) for event in output.events], ports=tuple)
+    async with stopping(host), asyncio.timeout(WAIT_S):
+        slow = [asking(f"slow {index}") for index in range(16)]
+        waiting = [asyncio.ensure_future(host.guide(request)) for request in slow]
+        assert await asyncio.to_thread(guides.begun.acquire, timeout=WAIT_S)
+        # What nobody has to compile is not behind them, ...
+        known = asking(regex("[a-z]*"))
+        await host.guide(known)
+        assert known.guide is not None
+        # ... and the engine steps from the first token to the last.
+        stream = ledger.request([5, 6, 7], params=PLAIN)
+        await host.call(lambda scheduler: scheduler.add(stream))
+        while (await told.get()).finish_reason is None:
+            pass
+        assert not guides.compiled
+        assert not guides.begun.acquire(blocking=False), "one after another"
+        guides.let_go.set()
+        await asyncio.gather(*waiting)
+        assert all(request.guide is not None for request in slow)
+        assert len(guides.compiled) == 16
+        (thread,) = guides.threads
+        assert thread.startswith("grammars")
+    assert not faults
+
+
+async def test_what_an_answer_has_so_far_is_followed_before_the_engine_has_it():
+    made = parts()
+    object.__setattr__(made, "guides", llguides())
+    object.__setattr__(made, "model", type("Model", (), {"vocab_size": VOCAB, "flops_per_token": 0}))
+    host = EngineHost(made, on_fatal=lambda error: None)
+    host.start(on_output=lambda output: None, ports=tuple)
+    async with stopping(host):
+        request = asking(regex("[a-z]*"), output=[2045, 2045, 2045])
+        await host.guide(request)
+        assert request.guide.num_tokens == 3
+        refused = asking(regex("[a-z]*"), output=[2045, 5, 2045])
+        await host.guide(refused)
+        assert refused.guide.has_refused

@@ -1,0 +1,118 @@
+"""The scheduler's whole machine once more, with a step always under way and a device that is late."""
+
+from collections import Counter
+
+import hypothesis.strategies as st
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import invariant, rule
+
+from engine.scheduler.request_limits import end_rule, reason_of
+from engine.types.request import Batch, FinishReason, Request, RequestState
+from tests.support.engine import ledger
+from tests.support.engine.delayed import DelayedRunner, DelayedStep
+from tests.unit.engine.scheduler.test_scheduler_machine import SchedulerMachine
+
+
+class PipelinedMachine(SchedulerMachine):
+    """Each request must say what it says without pipelining, and end as it ends there: what recursion says."""
+
+    launched: DelayedStep | None = None
+
+    def make_runner(self) -> DelayedRunner:
+        self.late = DelayedRunner()
+        return self.late
+
+    @rule(steps=st.integers(1, 12))
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            batch = self.sched.schedule(self.now)
+            launched = None
+            if batch is not None:
+                self.check_writes(batch)
+                launched = self.late.launch(batch)
+            elif self.launched is None:
+                self.take_output(self.sched.drain())
+                return
+            self.settle()
+            self.launched = launched
+            if batch is not None and batch.saves_free_blocks:
+                self.settle()
+            for transfer_id in self.stale_writers:
+                self.write_garbage(transfer_id)
+            self.conserved()
+
+    def settle(self) -> None:
+        step, self.launched = self.launched, None
+        if step is not None:
+            self.take_output(self.sched.commit(step.batch, step.tokens()))
+
+    @rule(data=st.data())
+    def poison(self, data: st.DataObject) -> None:
+        """From now on the model makes nothing but NaN of this request."""
+        alive = (r for r in self.requests.values() if r.state in {RequestState.WAITING, RequestState.RUNNING})
+        request = self.pick(data, alive)
+        if isinstance(request, Request) and request not in self.reserved.values():
+            self.late.poisoned.add(request.request_id)
+
+    def check_writes(self, batch: Batch) -> None:
+        """Nobody writes where anybody else reads, steps under way included; a copy's source is read before that."""
+        pool = self.sched.blocks.pool
+        read = Counter(copy.source for step in self.late.pending for copy in step.batch.copies)
+        read.update(copy.source for copy in batch.copies)
+        for item in batch.items:
+            request = item.request
+            assert item.start + item.num_tokens < end_rule(request, self.sched._config).max_tokens
+            assert item.start + item.num_tokens <= request.num_tokens or not request.prefill_only
+            table, end = item.request.block_table, item.start + item.num_tokens
+            for i in range(item.start // ledger.BLOCK, -(-end // ledger.BLOCK)):
+                assert pool.num_refs(table[i]) - read[table[i]] == 1
+
+    @invariant()
+    def nothing_under_way_is_anybody_elses(self) -> None:
+        for step in self.late.pending:
+            blocks = step.blocks()
+            assert all(self.sched.blocks.pool.num_refs(block) for block in blocks)
+            for request in self.reserved.values():
+                assert not blocks & {*request.block_table[request.num_computed_tokens // ledger.BLOCK :]}
+
+    @invariant()
+    def nothing_under_way_writes_what_peers_were_told_to_read(self) -> None:
+        """Until it is released; so nobody who reads it has to wait for the device."""
+        alive = (RequestState.RUNNING, RequestState.HELD)
+        told = {
+            block
+            for request_id, blocks in self.sources.items()
+            if self.requests[request_id].state in alive
+            for block in blocks
+        }
+        for step in self.late.pending:
+            assert not told & step.written()
+
+    @invariant()
+    def ends_are_the_right_ones(self) -> None:
+        for request_id, reason in self.ended.items():
+            request, told = self.requests[request_id], self.told[request_id]
+            if reason is FinishReason.ERROR:
+                assert request_id in self.late.poisoned
+            elif reason not in {FinishReason.ABORT, FinishReason.DEADLINE}:
+                rule_ = end_rule(request, self.sched._config)
+                assert reason is reason_of(rule_, told[-1], request.num_prompt_tokens + len(told))
+
+    def nobody_says_anything_else(self) -> None:
+        for request_id, told in self.told.items():
+            expected = self.expected(self.requests[request_id])
+            assert told == expected[: len(told)]
+            cut_short = (None, FinishReason.ABORT, FinishReason.DEADLINE, FinishReason.ERROR)
+            if self.ended.get(request_id) not in cut_short:
+                assert told == expected
+
+
+PipelinedMachine.TestCase.settings = settings(
+    max_examples=150,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+TestPipelined = PipelinedMachine.TestCase

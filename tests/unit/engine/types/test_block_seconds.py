@@ -1,0 +1,49 @@
+"""What a place in the pool costs: blocks held times the seconds for which they were, exactly."""
+
+from array import array
+
+import pytest
+
+from engine.scheduler.scheduler import Scheduler
+from engine.types.block_seconds import BlockSeconds
+from engine.types.request import Request
+from tandem.values.block_hash import BlockHasher
+from tandem.values.ids import RequestId
+from tandem.values.sampling import SamplingParams
+from tests.support.engine import ledger
+
+
+def test_blocks_times_seconds() -> None:
+    held = BlockSeconds()
+    held.change(3, 10.0)
+    held.change(4, 12.0)
+    assert held.until(13.0) == 3 * 2.0 + 4 * 1.0
+    held.change(0, 20.0)
+    assert held.until(99.0) == 3 * 2.0 + 4 * 8.0
+
+
+@pytest.mark.parametrize("num_tokens", [1, 40])
+def test_a_request_pays_for_the_blocks_of_its_table_from_admission_to_its_end(num_tokens: int) -> None:
+    """Step after step the sum is what an observer counts who looks at the table at every moment."""
+    now_s, expected = 100.0, 0.0
+    scheduler = Scheduler(ledger.config(), BlockHasher(ledger.SECRET), clock=lambda: now_s)
+    request = Request(
+        request_id=RequestId("r"),
+        token_ids=array("i", range(30)),
+        num_prompt_tokens=30,
+        params=SamplingParams(max_tokens=num_tokens, ignore_eos=True),
+        hash_root=ledger.ROOT,
+        arrival_s=now_s,
+    )
+    scheduler.add(request)
+    now_s += 5.0
+    assert request.held.until(now_s) == 0.0
+    runner = ledger.LedgerRunner()
+    while (batch := scheduler.schedule(now_s)) is not None:
+        held = len(request.block_table)
+        assert held >= 2
+        now_s += 0.25
+        expected += held * 0.25
+        scheduler.commit(batch, runner.execute(batch))
+    assert request.finish_reason is not None
+    assert request.held.until(now_s + 1000.0) == pytest.approx(expected)

@@ -1,0 +1,102 @@
+"""How cells are cut: each once, within the bound, as soon as they are there."""
+
+import random
+
+import pytest
+
+from kv_transfer.layout.cell_range import CellRange
+from kv_transfer.layout.chunk_plan import CellShape, ChunkPlanner
+from kv_transfer.protocol.coverage import Coverage
+
+SHAPE = CellShape(num_layers=6, num_heads=2, unit_layer_bytes=10)
+
+
+def planner(chunk_bytes: int, shape: CellShape = SHAPE) -> ChunkPlanner:
+    return ChunkPlanner(shape, chunk_bytes=chunk_bytes)
+
+
+def box(layers: tuple[int, int], units: tuple[int, int]) -> CellRange:
+    """Layers and units from (first) to (end)."""
+    return CellRange(
+        first_layer=layers[0],
+        num_layers=layers[1] - layers[0],
+        first_unit=units[0],
+        num_units=units[1] - units[0],
+        first_head=0,
+        num_heads=SHAPE.num_heads,
+    )
+
+
+def test_what_is_there_in_all_layers_goes_by_units() -> None:
+    plan = planner(120)
+    assert plan.plan(5) == [box((0, 6), (0, 2)), box((0, 6), (2, 4)), box((0, 6), (4, 5))]
+    assert plan.plan(5) == []
+    assert plan.plan(6) == [box((0, 6), (5, 6))]
+
+
+def test_a_step_under_way_goes_by_groups_of_layers() -> None:
+    plan = planner(100)
+    assert plan.plan(0, coming=5, num_layers=1) == []
+    assert plan.plan(0, coming=5, num_layers=2) == [box((0, 2), (0, 5))]
+    assert plan.plan(0, coming=5, num_layers=3) == []
+    assert plan.plan(0, coming=5, num_layers=5) == [box((2, 4), (0, 5))]
+    assert plan.plan(5) == [box((4, 6), (0, 5))]
+    assert plan.plan(5, coming=7, num_layers=5) == [box((0, 5), (5, 7))]
+    assert plan.plan(7) == [box((5, 6), (5, 7))]
+
+
+def test_a_layer_too_large_for_a_chunk_is_cut_by_units() -> None:
+    plan = planner(25)
+    assert plan.plan(0, coming=5, num_layers=1) == [box((0, 1), (0, 2)), box((0, 1), (2, 4)), box((0, 1), (4, 5))]
+
+
+def test_a_unit_too_large_for_a_chunk_is_cut_by_layers() -> None:
+    assert planner(25).plan(1) == [box((0, 2), (0, 1)), box((2, 4), (0, 1)), box((4, 6), (0, 1))]
+    assert len(planner(1).plan(2)) == 12
+
+
+def test_a_step_whose_layers_were_told_is_waited_for() -> None:
+    plan = planner(100)
+    assert plan.plan(0, coming=5, num_layers=2)
+    assert plan.plan(3) == [], "it computes five units or nothing"
+    assert plan.plan(0, coming=6, num_layers=5) == [], "another step than the one under way"
+    assert plan.plan(9) == [
+        box((2, 4), (0, 5)),
+        box((4, 6), (0, 5)),
+        box((0, 6), (5, 6)),
+        box((0, 6), (6, 7)),
+        box((0, 6), (7, 8)),
+        box((0, 6), (8, 9)),
+    ]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_cell_is_planned_once_and_within_the_bound(seed: int) -> None:
+    rng = random.Random(seed)
+    shape = CellShape(num_layers=rng.randint(1, 8), num_heads=rng.randint(1, 3), unit_layer_bytes=rng.randint(1, 50))
+    chunk_bytes, total = rng.randint(1, 600), rng.randint(1, 30)
+    plan, coverage = (
+        planner(chunk_bytes, shape),
+        Coverage(num_units=total, num_layers=shape.num_layers, num_heads=shape.num_heads),
+    )
+    done = 0
+
+    def land(chunks: list[CellRange]) -> None:
+        for cells in chunks:
+            num_bytes = cells.num_layers * cells.num_units * shape.unit_layer_bytes
+            assert num_bytes <= chunk_bytes or (cells.num_layers, cells.num_units) == (1, 1)
+            assert coverage.contains(cells)
+            assert not coverage.claimed(cells)
+            coverage.claim(cells)
+            coverage.land(cells)
+
+    while done < total:
+        coming = rng.randint(done + 1, total)
+        for num_layers in range(1, shape.num_layers):
+            if rng.random() < 0.7:
+                land(plan.plan(done, coming=coming, num_layers=num_layers))
+        done = coming
+        if rng.random() < 0.8 or done == total:
+            land(plan.plan(done))
+            assert coverage.num_landed_leading_units() == done
+    assert coverage.complete

@@ -1,0 +1,183 @@
+"""Chunks that land while others are verified, converted and revoked."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from kv_transfer.layout.cell_range import CellRange
+from kv_transfer.layout.pairing import Pairing
+from kv_transfer.memory.checksum import crc32
+from kv_transfer.memory.landing import Landing
+from kv_transfer.protocol.messages import TransferKey
+from kv_transfer.transports.grants import Grant, GrantTable
+from tandem.values.ids import TransferId
+from tests.unit.kv_transfer.transports.test_conversions import POOL_BLOCKS, TARGETS, cells, layout, region
+
+KEY = TransferKey(transfer_id=TransferId("t"), attempt=1)
+WAIT_S = 20.0
+ROUNDS = 40
+
+
+class Watched:
+    """A landing of three pieces that notes whether its grant's lock is held."""
+
+    is_on_device = False
+
+    def __init__(self) -> None:
+        self.grant: Grant | None = None
+        self.told: list[tuple[str, bool]] = []
+        self.settling = lambda _piece: None
+
+    def _note(self, what: str) -> None:
+        assert self.grant is not None
+        self.told.append((what, self.grant.lock._lock.locked()))
+
+    def checksum(self, _cells: CellRange) -> int:
+        return 7
+
+    def num_pieces(self, _cells: CellRange) -> int:
+        return 3
+
+    def settle(self, _cells: CellRange, piece: int) -> None:
+        self._note(f"settle {piece}")
+        self.settling(piece)
+
+    def judged(self, _cells: CellRange, *, intact: bool) -> None:
+        self._note("intact" if intact else "damaged")
+
+
+@pytest.fixture
+def watched() -> tuple[GrantTable, Watched, Grant]:
+    table, landing = GrantTable(), Watched()
+    pretended: Any = landing
+    landing.grant = table.open(KEY, pretended)
+    return table, landing, landing.grant
+
+
+def test_what_is_put_into_place_and_what_is_forgotten_is_under_the_lock(watched) -> None:
+    table, landing, _ = watched
+    assert table.verify(KEY, cells(), 7)
+    assert landing.told == [("settle 0", True), ("settle 1", True), ("settle 2", True), ("intact", True)]
+
+
+def test_a_damaged_chunk_is_forgotten_under_the_lock_too(watched) -> None:
+    table, landing, _ = watched
+    assert not table.verify(KEY, cells(), 8)
+    assert landing.told == [("damaged", True)]
+
+
+def test_a_revocation_waits_for_one_piece_and_no_more(watched) -> None:
+    table, landing, grant = watched
+    revoking = threading.Thread(target=table.revoke, args=(KEY,))
+
+    def settling(piece: int) -> None:
+        if piece == 0:
+            revoking.start()
+            while not grant.lock._wanted.value:  # until it stands in the door
+                threading.Event().wait(0.001)
+
+    landing.settling = settling
+    assert not table.verify(KEY, cells(), 7)
+    revoking.join(WAIT_S)
+    assert [what for what, _ in landing.told] == ["settle 0", "damaged"]
+    assert not table.verify(KEY, cells(), 7), "and nothing of it is ever in place"
+
+
+def test_a_revocation_does_not_wait_for_a_device_and_hears_when_it_has_ended(watched) -> None:
+    """The event loop revokes: what a device is writing would hold it up for as long as the device takes."""
+    table, landing, _ = watched
+    landing.is_on_device = True
+    told: list[TransferKey] = []
+    table.listen_quiet(told.append)
+
+    def settling(piece: int) -> None:
+        if piece == 0:
+            assert table.revoke(KEY) is landing.grant
+            assert table.revoke(KEY) is None, "as when it is asked again"
+            assert not table.is_quiet(KEY)
+            assert not told
+
+    landing.settling = settling
+    assert not table.verify(KEY, cells(), 7)
+    assert landing.told == [("settle 0", False), ("damaged", True)]
+    assert table.is_quiet(KEY)
+    assert told == [KEY]
+
+
+def test_of_several_chunks_on_a_device_the_last_one_ends_it(watched) -> None:
+    table, landing, grant = watched
+    landing.is_on_device = True
+    told: list[TransferKey] = []
+    table.listen_quiet(told.append)
+    with grant.moving() as begun:
+        assert begun
+        with grant.moving() as begun:
+            assert begun
+            table.revoke(KEY)
+        with grant.moving() as begun:
+            assert not begun, "nothing begins after a revocation"
+        assert not told
+    assert told == [KEY]
+
+
+def test_what_ends_before_the_revocation_is_not_told(watched) -> None:
+    table, landing, _ = watched
+    landing.is_on_device = True
+    told: list[TransferKey] = []
+    table.listen_quiet(told.append)
+    assert table.verify(KEY, cells(), 7)
+    table.revoke(KEY)
+    assert table.is_quiet(KEY)
+    assert not told
+
+
+def test_chunks_land_from_several_threads_while_others_are_put_into_place() -> None:
+    """As the streams of `tcp` do: each finds room under the lock, and room is never counted twice."""
+    pairing = Pairing.of(layout("bfloat16"), layout("bfloat16"), wire_dtype="int8")
+    target = region(pairing.destination, 0)
+    table = GrantTable()
+    grant = table.open(KEY, Landing(target, pairing.at_destination(0, TARGETS, POOL_BLOCKS), pairing))
+
+    def stream(unit: int) -> None:
+        own = cells(first_unit=unit, num_units=1)
+        for round_ in range(ROUNDS):
+            with grant.lock:
+                (room,) = grant.landing.room(own)
+            room[:] = bytes([(unit + round_) % 100] * len(room))
+            checksum = crc32(room, 0)
+            with grant.lock:
+                grant.landing.landed(own, checksum)
+            intact = round_ == ROUNDS - 1
+            assert table.verify(KEY, own, checksum + (not intact)) == intact
+
+    with ThreadPoolExecutor(len(TARGETS)) as streams:
+        list(streams.map(stream, range(len(TARGETS))))
+    assert not grant.landing._staged
+    assert not grant.landing._checksums
+    assert table.revoke(KEY) is grant
+
+
+def test_nothing_is_in_place_after_a_revocation_whatever_was_landing() -> None:
+    pairing = Pairing.of(layout("bfloat16"), layout("bfloat16"), wire_dtype="int8")
+    for round_ in range(20):
+        target = region(pairing.destination, 0)
+        table = GrantTable()
+        grant = table.open(KEY, Landing(target, pairing.at_destination(0, TARGETS, POOL_BLOCKS), pairing))
+        with grant.lock:
+            (room,) = grant.landing.room(cells())
+        room[:] = bytes([round_ + 1] * len(room))
+        started = threading.Event()
+
+        def verify(table: GrantTable = table, room: memoryview = room, started: threading.Event = started) -> None:
+            started.set()
+            table.verify(KEY, cells(), crc32(room, 0))
+
+        thread = threading.Thread(target=verify)
+        thread.start()
+        started.wait(WAIT_S)
+        table.revoke(KEY)
+        after = bytes(target.buffer)
+        thread.join(WAIT_S)
+        assert bytes(target.buffer) == after

@@ -1,0 +1,86 @@
+"""Locks that are handed over within one piece."""
+
+import ctypes
+import threading
+import time
+
+import pytest
+
+from kv_transfer.memory.write_stop_lock import Gate, PieceLock
+from tandem.errors import TransferError
+
+WAIT_S = 20.0
+
+
+def is_wanted(lock: PieceLock) -> bool:
+    return ctypes.c_int32.from_address(lock.wanted).value != 0
+
+
+def until_wanted(lock: PieceLock) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not is_wanted(lock):
+        assert time.monotonic() < deadline_s
+        threading.Event().wait(0.001)
+
+
+def test_whoever_waits_comes_before_the_last_holder() -> None:
+    for _ in range(50):
+        lock, order = PieceLock(), []
+
+        def wait(lock: PieceLock = lock, order: list[str] = order) -> None:
+            with lock:
+                order.append("waited")
+
+        lock.acquire()
+        thread = threading.Thread(target=wait)
+        thread.start()
+        until_wanted(lock)
+        lock.release()
+        with lock:
+            order.append("held before")
+        thread.join(WAIT_S)
+        assert order == ["waited", "held before"]
+        assert not is_wanted(lock)
+
+
+def test_many_threads_exclude_each_other() -> None:
+    lock, total = PieceLock(), [0]
+
+    def count() -> None:
+        for _ in range(2000):
+            with lock:
+                seen = total[0]
+                total[0] = seen + 1
+
+    threads = [threading.Thread(target=count) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert total == [8000]
+    assert not is_wanted(lock)
+
+
+@pytest.mark.parametrize("with_other", [False, True])
+def test_a_closed_gate_leaves_its_locks_free(with_other: bool) -> None:
+    lock, other = PieceLock(), PieceLock() if with_other else None
+
+    def refuse() -> None:
+        raise TransferError("stop")
+
+    gate = Gate(refuse, lock, other)
+    with pytest.raises(TransferError, match="stop"), gate:
+        pytest.fail("went through")
+    for each in filter(None, (lock, other)):
+        with each:
+            pass
+    assert bool(gate.also_wanted) is with_other
+
+
+def test_the_check_is_made_under_both_locks() -> None:
+    lock, other = PieceLock(), PieceLock()
+    held = []
+    with Gate(lambda: held.append((lock._lock.locked(), other._lock.locked())), lock, other):
+        assert held == [(True, True)]
+    assert not lock._lock.locked()
+    assert not other._lock.locked()

@@ -1,0 +1,164 @@
+"""Every interleaving of the real state machines, within bounds; and what each guard is for."""
+
+import pytest
+
+from kv_transfer.protocol import guards
+from tests.proofs.explore.explorer import MEETINGS, Explored, explore, strangers_do_nothing
+from tests.proofs.explore.lives import Lives
+from tests.proofs.explore.model import properties
+from tests.proofs.explore.model.environment import Environment
+from tests.proofs.explore.model.freeze import freeze, thaw
+from tests.proofs.explore.model.scope import Names, Scope
+from tests.proofs.explore.pairs import Meeting, Pairs
+from tests.proofs.explore.removals import REDUNDANT, REMOVALS
+from tests.proofs.explore.traces import Broken
+from tests.proofs.explore.whole import Whole
+from tests.proofs.explore.worlds import DAILY, NIGHTLY, World
+
+SHARED = frozenset({"crash", "hang", "cut", "decode worker crashes"})
+SAME = MEETINGS[0]
+
+
+@pytest.fixture
+def show(capsys: pytest.CaptureFixture[str]):
+    def show_it(explored: Explored) -> None:
+        with capsys.disabled():
+            print(f"\n{explored}")
+
+    return show_it
+
+
+@pytest.mark.parametrize("world", DAILY, ids=str)
+def test_every_interleaving_is_safe_and_ends(world: World, show) -> None:
+    explored = explore(world.scope, *world.meetings)
+    show(explored)
+    assert explored.num_states > world.at_least
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", NIGHTLY, ids=str)
+def test_larger_worlds_are_safe_and_end(world: World, show) -> None:
+    explored = explore(world.scope, *world.meetings)
+    show(explored)
+    assert explored.num_states > world.at_least
+
+
+def test_ci_sees_more_than_a_million_states_of_two_requests_with_two_faults() -> None:
+    paired = [world for world in DAILY if world.meetings and world.scope.max_faults == 2]
+    assert max(world.at_least for world in paired) > 1_000_000
+    assert all(world.scope.max_faults <= 2 and world.scope.num_chunks <= 3 for world in DAILY)
+    assert {meeting for world in DAILY for meeting in world.meetings} == set(MEETINGS)
+
+
+# The search itself
+
+
+@pytest.mark.parametrize("meeting", MEETINGS, ids=str)
+@pytest.mark.parametrize(
+    "scope",
+    [
+        Scope(num_layers=1, max_faults=1, shared_memory=False, only=frozenset({"crash"})),
+        Scope(num_layers=1, max_faults=0, spare_blocks=1),
+        pytest.param(Scope(num_layers=1, max_faults=1, only=frozenset({"hang"})), marks=pytest.mark.slow),
+        pytest.param(Scope(num_layers=1, max_faults=1, shared_memory=False, only=SHARED), marks=pytest.mark.slow),
+        pytest.param(
+            Scope(num_layers=1, max_faults=2, shared_memory=False, only=frozenset({"crash"})), marks=pytest.mark.slow
+        ),
+    ],
+    ids=["crashes", "spare-blocks", "hangs", "shared-faults", "two-crashes"],
+)
+def test_pairs_of_lives_are_the_whole_cluster(scope: Scope, meeting: Meeting) -> None:
+    lives = Lives(Environment(scope)).explore()
+    assert Pairs(lives, meeting).explore() == Whole(Environment(scope), meeting).explore()
+
+
+def test_hand_offs_never_touch_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    lives = Lives(Environment(Scope(max_faults=1, shared_memory=False))).explore()
+    assert strangers_do_nothing(lives.environment.names) > 5_000
+    monkeypatch.setattr(guards, "stale_attempt", lambda _envelope, _key: False)
+    with pytest.raises(properties.Violation):
+        strangers_do_nothing(lives.environment.names)
+
+
+def test_a_block_that_passes_between_requests_too_early_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the search of pairs alone, with what one life would notice switched off."""
+    for name in ("no_writer_into", "writes_its_own"):
+        monkeypatch.setattr(properties, name, lambda *_, **_options: None)
+    monkeypatch.setattr("tests.proofs.explore.model.life.Life.put", lambda *_: None)
+    monkeypatch.setattr(properties, "right_content", lambda *_, **_options: None)
+    monkeypatch.setattr(guards, "quiet", lambda _granted, _proven: True)
+    lives = Lives(Environment(Scope(num_layers=1, max_faults=1, only=frozenset({"cut"})))).explore()
+    with pytest.raises(Broken, match="reused while a writer may be alive"):
+        Pairs(lives, SAME).explore()
+
+
+def test_a_thawed_machine_is_the_frozen_one() -> None:
+    lives = Lives(Environment(Scope(max_faults=1, only=frozenset({"damage"})))).explore()
+    images = lives.environment.names.machines.images.values
+    assert len(images) > 50
+    for image in images:
+        assert freeze(thaw(image)) == image
+
+
+def test_lives_are_numbered_by_the_faults_they_need() -> None:
+    lives = Lives(Environment(Scope(num_layers=1, max_faults=1))).explore()
+    assert list(lives.levels) == sorted(lives.levels)
+    assert lives.trace(len(lives.nodes) - 1)
+    assert Names(scope=lives.environment.scope).fresh_ladder == 0
+
+
+# Guards
+
+
+@pytest.mark.parametrize("name", REMOVALS)
+def test_a_missing_guard_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    replacement, scope = REMOVALS[name]
+    monkeypatch.setattr(guards, name, replacement)
+    with pytest.raises(Broken) as broken:
+        explore(scope)
+    assert broken.value.trace
+
+
+def test_the_worlds_of_the_missing_guards_are_whole_with_them() -> None:
+    for scope in {scope for _replacement, scope in REMOVALS.values()}:
+        explore(scope)
+
+
+def test_every_guard_is_removed_or_explained() -> None:
+    named = {name for name, value in vars(guards).items() if callable(value) and value.__module__ == guards.__name__}
+    assert named == set(REMOVALS) | set(REDUNDANT)
+    assert not set(REMOVALS) & set(REDUNDANT)
+
+
+def test_a_trace_is_the_shortest_and_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    replacement, scope = REMOVALS["not_granted"]
+    monkeypatch.setattr(guards, "not_granted", replacement)
+    with pytest.raises(Broken) as broken:
+        explore(scope)
+    assert broken.value.trace == [
+        "the router names prefill worker p",
+        "prefill worker p gets PREFILL of attempt 1 from the decode worker",
+        "submit 0 1",
+        "prefill worker p computes on",
+        "prefill worker p computes on",
+    ]
+
+
+# Identity
+
+
+def test_an_attempt_of_another_prompt_keeps_no_blocks_whatever_else_goes_wrong() -> None:
+    faults = frozenset({"computes other tokens", "crash", "cut"})
+    explore(Scope(steps=(1, 1), num_layers=1, max_faults=2, mistakes=True, only=faults))
+
+
+def test_other_tokens_that_only_the_seal_tells_are_not_kept() -> None:
+    faults = frozenset({"goes on with other tokens"})
+    explore(Scope(steps=(1, 1), num_layers=1, max_faults=1, mistakes=True, only=faults))
+
+
+def test_only_the_offer_keeps_other_tokens_out_of_an_attempt_that_never_seals() -> None:
+    """What no identity can tell: an engine that goes on with other tokens than those it has named."""
+    faults = frozenset({"goes on with other tokens", "crash"})
+    with pytest.raises(Broken, match="keeps wrong KV"):
+        explore(Scope(steps=(1, 1), num_layers=1, max_faults=2, mistakes=True, only=faults))

@@ -1,0 +1,22 @@
+"""Leases and the clock that they are counted on."""
+
+import pytest
+
+from kv_transfer.protocol.leases import Lease, LeaseClock
+
+
+def test_a_lease_counts_from_its_last_renewal() -> None:
+    lease = Lease(2.0, 10.0)
+    lease.renew(11.0)
+    lease.renew(5.0)
+    assert not lease.expired(12.9)
+    assert lease.expired(13.0)
+
+
+def test_the_lease_clock_does_not_count_a_pause_of_its_own_process() -> None:
+    clock = LeaseClock(100.0, max_step_s=0.5)
+    assert clock.tick(100.4) == pytest.approx(100.4)
+    assert clock.read(100.6) == pytest.approx(100.6)
+    assert clock.read(160.0) == pytest.approx(100.9)
+    assert clock.tick(160.0) == pytest.approx(100.9)
+    assert clock.tick(160.1) == pytest.approx(101.0)

@@ -1,0 +1,140 @@
+"""Messages survive the wire; whatever else arrives is a WireError and nothing else."""
+
+from dataclasses import replace
+
+import pytest
+from google.protobuf.message import DecodeError
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kv_transfer.layout.cell_range import CellRange
+from kv_transfer.protocol import wire
+from kv_transfer.protocol.messages import (
+    Abort,
+    Body,
+    Chunk,
+    CommitAck,
+    Drained,
+    Envelope,
+    Failure,
+    FirstToken,
+    Hello,
+    Nack,
+    Offer,
+    Prefill,
+    Reject,
+    Renew,
+    Reserve,
+    Seal,
+    TransferKey,
+    TransportOffer,
+)
+from tandem.errors import RequestTooLarge
+from tandem.protocol.version_negotiation import VersionRange
+from tandem.telemetry.tracing import MAX_TEXT_CHARS, TraceContext
+from tandem.v1 import common_pb2
+from tandem.v1 import handoff_pb2 as pb
+from tandem.values.ids import BlockHash, Incarnation, TransferId, WorkerId
+from tandem.values.outputs import PhaseTimes, SampledToken, TokenLogprob
+from tandem.values.prefix_holder import PrefixHolder
+from tests.support.kv_transfer.halves import JOB, LAYOUT
+
+KEY = TransferKey(transfer_id=TransferId("t"), attempt=3)
+CELLS = CellRange(first_layer=1, num_layers=2, first_unit=3, num_units=4, first_head=0, num_heads=2)
+TOKEN = SampledToken(token_id=5, logprob=-0.5, top_logprobs=(TokenLogprob(token_id=5, logprob=-0.5),))
+OFFER = TransportOffer(name="tcp", advert=b"x", host_id="h")
+HOLDER = PrefixHolder(worker_id=WorkerId("d"), incarnation=Incarnation(3), address="h:1", num_tokens=64)
+FETCH = replace(
+    JOB,
+    token_ids=(),
+    num_prompt_tokens=0,
+    fetch=True,
+    resume=True,
+    names=(BlockHash(b"a" * 16), BlockHash(b"b" * 16)),
+    held_tokens=16,
+)
+BODIES = [
+    Hello(versions=VersionRange(1, 2), worker_id=WorkerId("w"), layout=LAYOUT, transports=(OFFER,), wire_dtype="int8"),
+    Prefill(job=JOB, lease_s=2.0),
+    Prefill(job=replace(JOB, holder=HOLDER), lease_s=2.0),
+    Prefill(job=replace(JOB, trace=TraceContext(trace_id=1, span_id=2, state="a=1")), lease_s=2.0),
+    Prefill(job=FETCH, lease_s=2.0),
+    Offer(num_units=3, queue_s=0.5, tail_hash=BlockHash(b"h" * 16)),
+    Reserve(num_units=3, transport="tcp", grant=b"g"),
+    Reject(failure=Failure(kind=RequestTooLarge, message="no", retry_after_s=None)),
+    Chunk(seq=2, rewrite=1, cells=CELLS, checksum=2**63 + 5, write_s=0.25),
+    Nack(seq=2, rewrite=0),
+    FirstToken(token=TOKEN, cached_tokens=16),
+    FirstToken(token=SampledToken(token_id=0), cached_tokens=0),
+    Seal(num_chunks=3, cached_tokens=4, times=PhaseTimes(prefill_s=1.0), tail_hash=BlockHash(b"h" * 16)),
+    Seal(num_chunks=3, cached_tokens=4, times=PhaseTimes(), tail_hash=None),
+    CommitAck(),
+    Abort(reason="left"),
+    Drained(),
+    Renew(transfer_ids=(TransferId("a"), TransferId("b"))),
+]
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: type(body).__name__)
+def test_every_message_survives_the_wire(body: Body) -> None:
+    key = None if isinstance(body, Hello | Renew) else KEY
+    envelope = Envelope(incarnation=Incarnation(2**62), addressee=Incarnation(2**61), key=key, body=body)
+    data = wire.encode(envelope).SerializeToString()
+    assert wire.decode(pb.HandoffMessage.FromString(data)) == envelope
+
+
+def fetch(**changes: object) -> pb.Prefill:
+    """A good one but for what is changed."""
+    fields = {"fetch": True, "names": b"n" * 16, "request_id": "r", "hash_root": bytes(16), "lease_s": 2.0}
+    return pb.Prefill(**{**fields, **changes})
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        pb.HandoffMessage(),
+        pb.HandoffMessage(transfer_id="t", attempt=1),
+        pb.HandoffMessage(transfer_id="t", hello=pb.HandoffHello()),
+        pb.HandoffMessage(chunk=pb.Chunk(num_units=1)),
+        pb.HandoffMessage(transfer_id="t" * 200, drained=pb.Drained()),
+        pb.HandoffMessage(transfer_id="t", chunk=pb.Chunk(seq=2**31, num_units=1, num_layers=1, num_heads=1)),
+        pb.HandoffMessage(transfer_id="t", chunk=pb.Chunk(num_units=0, num_layers=1, num_heads=1)),
+        pb.HandoffMessage(
+            transfer_id="t", chunk=pb.Chunk(num_units=1, num_layers=1, num_heads=1, write_s=float("inf"))
+        ),
+        pb.HandoffMessage(transfer_id="t", offer=pb.Offer(num_units=2**31)),
+        pb.HandoffMessage(transfer_id="t", offer=pb.Offer(num_units=1, queue_s=float("nan"))),
+        pb.HandoffMessage(transfer_id="t", seal=pb.Seal(num_chunks=0)),
+        pb.HandoffMessage(transfer_id="t", seal=pb.Seal(num_chunks=1, tail_hash=b"short")),
+        pb.HandoffMessage(transfer_id="t", reserve=pb.Reserve(num_units=1)),
+        pb.HandoffMessage(transfer_id="t", prefill=fetch(names=b"")),
+        pb.HandoffMessage(transfer_id="t", prefill=fetch(names=b"short")),
+        pb.HandoffMessage(transfer_id="t", prefill=fetch(token_ids=[1])),
+        pb.HandoffMessage(transfer_id="t", prefill=fetch(held_tokens=16)),
+        pb.HandoffMessage(transfer_id="t", prefill=fetch(fetch=False)),
+        pb.HandoffMessage(transfer_id="t", prefill=fetch(holder=common_pb2.PrefixHolder(worker_id="w"))),
+        pb.HandoffMessage(renew=pb.Renew(transfer_ids=["x"] * 5000)),
+    ],
+)
+def test_what_is_out_of_bounds_is_refused(message: pb.HandoffMessage) -> None:
+    with pytest.raises(wire.WireError):
+        wire.decode(message)
+
+
+@pytest.mark.parametrize("trace", ["", "nonsense", "00-1-2-01", "x" * (MAX_TEXT_CHARS + 1)])
+def test_a_trace_that_is_none_is_no_reason_to_refuse(trace: str) -> None:
+    message = pb.HandoffMessage(transfer_id="t", prefill=fetch(trace=trace))
+    assert wire.decode(message).body.job.trace is None
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_random_bytes_never_do_more_than_fail(data: bytes) -> None:
+    try:
+        message = pb.HandoffMessage.FromString(data)
+    except DecodeError:
+        return
+    try:
+        wire.decode(message)
+    except wire.WireError:
+        return

@@ -1,0 +1,355 @@
+"""`tcp` in TLS: whom it takes, whom it refuses, and what it says then."""
+
+import json
+import logging
+import os
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    PrivateFormat,
+    load_pem_private_key,
+)
+
+from kv_transfer.memory.region import KVRegion
+from kv_transfer.protocol.messages import TransferKey, TransportOffer
+from kv_transfer.transports.tcp import frames as tcp_frames
+from kv_transfer.transports.tcp.receiver import TcpReceiver
+from kv_transfer.transports.tcp.sender import TcpSender
+from kv_transfer.transports.tcp.settings import TcpSettings
+from kv_transfer.transports.tcp.tls import TlsIdentity
+from tandem.errors import ConfigError, TransferError
+from tandem.rpc.mutual_tls import TlsFiles
+from tandem.values.ids import TransferId
+from tests.support.certificates import Authority
+from tests.support.kv_transfer.transport_peer import PAIRING, block_views, box, landing, make_region, order
+
+KEY = TransferKey(transfer_id=TransferId("t"), attempt=1)
+WAIT_S = 20.0
+STALL_S = 0.3
+PAST = datetime.now(UTC) - timedelta(days=1)
+
+
+@pytest.fixture(scope="module")
+def authority() -> Authority:
+    return Authority()
+
+
+@pytest.fixture(scope="module")
+def stranger() -> Authority:
+    return Authority()
+
+
+@pytest.fixture(scope="module")
+def files(authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> TlsFiles:
+    return authority.issue(tmp_path_factory.mktemp("worker"))
+
+
+@pytest.fixture
+def source() -> Iterator[KVRegion]:
+    region = make_region(seed=3)
+    yield region
+    os.close(region.fd)
+
+
+@pytest.fixture
+def target() -> Iterator[KVRegion]:
+    region = make_region(seed=0)
+    yield region
+    os.close(region.fd)
+
+
+@pytest.fixture
+def secured(files: TlsFiles) -> Iterator[TcpReceiver]:
+    receiver = TcpReceiver(settings=TcpSettings(tls=TlsIdentity(files), stall_s=STALL_S))
+    yield receiver
+    receiver.close()
+
+
+@pytest.fixture
+def plain() -> Iterator[TcpReceiver]:
+    receiver = TcpReceiver(settings=TcpSettings(stall_s=STALL_S))
+    yield receiver
+    receiver.close()
+
+
+def forged(offer: TransportOffer, field: str, value: str) -> TransportOffer:
+    """The offer with another value in its advert."""
+    return replace(offer, advert=json.dumps(json.loads(offer.advert) | {field: value}).encode())
+
+
+def assert_serves(receiver: TcpReceiver, files: TlsFiles | None, source: KVRegion, target: KVRegion) -> None:
+    """A sender in order gets its bytes through."""
+    tls = TlsIdentity(files) if files else None
+    writer = TcpSender(source, settings=TcpSettings(tls=tls)).connect(receiver.offer(), PAIRING)
+    grant = receiver.open_grant(KEY, landing(target, 1))
+    writer.write(order(KEY, grant, box(0, 1), [5])).result(WAIT_S)
+    assert b"".join(block_views(target, [1])) == b"".join(block_views(source, [5]))
+    writer.close()
+    receiver.revoke(KEY)
+
+
+# What is wrong with the files is said at start.
+
+
+def without(name: str) -> Callable[[TlsFiles, Path], TlsFiles]:
+    return lambda files, at: replace(files, **{name: at / "absent.pem"})
+
+
+def unreadable(name: str) -> Callable[[TlsFiles, Path], TlsFiles]:
+    return lambda files, at: replace(files, **{name: at})
+
+
+def garbage(name: str) -> Callable[[TlsFiles, Path], TlsFiles]:
+    def change(files: TlsFiles, at: Path) -> TlsFiles:
+        (at / "garbage.pem").write_text("-----BEGIN NONSENSE-----")
+        return replace(files, **{name: at / "garbage.pem"})
+
+    return change
+
+
+def with_key_of_another(files: TlsFiles, at: Path) -> TlsFiles:
+    return replace(files, key=Authority().issue(at).key)
+
+
+def with_ca_of_another(files: TlsFiles, at: Path) -> TlsFiles:
+    return replace(files, ca=Authority().issue(at).ca)
+
+
+def expired(_files: TlsFiles, at: Path) -> TlsFiles:
+    return Authority().issue(at, not_after=PAST)
+
+
+def with_encrypted_key(files: TlsFiles, at: Path) -> TlsFiles:
+    key = load_pem_private_key(files.key.read_bytes(), None)
+    data = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"password"))
+    (at / "key.pem").write_bytes(data)
+    return replace(files, key=at / "key.pem")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (without("cert"), r"tls\.cert: .*absent\.pem: No such file"),
+        (without("key"), r"tls\.key: .*absent\.pem: No such file"),
+        (without("ca"), r"tls\.ca: .*absent\.pem: No such file"),
+        (unreadable("key"), r"tls\.key: .*: Is a directory"),
+        (garbage("cert"), r"tls\.cert: .*garbage\.pem: no certificate in PEM"),
+        (garbage("key"), r"tls\.key: .*garbage\.pem: no private key in PEM"),
+        (garbage("ca"), r"tls\.ca: .*garbage\.pem: no certificates in PEM"),
+        (with_key_of_another, r"tls\.key: .* is not the key of"),
+        (with_ca_of_another, r"tls\.cert: .* is not good for .*"),
+        (expired, r"tls\.cert: .*expired"),
+        (with_encrypted_key, r"tls\.key: the key is encrypted"),
+    ],
+)
+def test_bad_files_are_config_errors_that_name_them(files: TlsFiles, tmp_path: Path, change, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        TlsIdentity(change(files, tmp_path))
+
+
+def test_a_key_without_permission_is_a_config_error(files: TlsFiles) -> None:
+    user = os.geteuid()
+    TlsIdentity(files)  # whatever is imported on the way may be out of another user's reach
+    "".encode("ascii")
+    with TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        for name in ("cert", "key", "ca"):
+            Path(folder, name).write_bytes(getattr(files, name).read_bytes())
+        Path(folder, "key").chmod(0)
+        if user == 0:
+            os.seteuid(65534)  # root reads every file
+        try:
+            with pytest.raises(ConfigError, match=r"tls\.key: .*Permission denied"):
+                TlsIdentity(TlsFiles(**{name: Path(folder, name) for name in ("cert", "key", "ca")}))
+        finally:
+            os.seteuid(user)
+
+
+# The sender's side
+
+
+def test_the_sender_refuses_a_receiver_of_another_authority(
+    secured: TcpReceiver, stranger: Authority, source: KVRegion, tmp_path: Path
+) -> None:
+    sender = TcpSender(source, settings=TcpSettings(tls=TlsIdentity(stranger.issue(tmp_path))))
+    with pytest.raises(TransferError, match="certificate is refused: "):
+        sender.connect(secured.offer(), PAIRING)
+
+
+def test_the_sender_refuses_an_expired_receiver(
+    authority: Authority, files: TlsFiles, source: KVRegion, tmp_path: Path
+) -> None:
+    old = authority.issue(tmp_path, not_after=PAST)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(old.cert, old.key)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            sock, _ = server.accept()
+            with pytest.raises(ssl.SSLError, match="alert certificate expired"), sock:
+                context.wrap_socket(sock, server_side=True).recv(1)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        receiver = TcpReceiver(settings=TcpSettings(tls=TlsIdentity(files)))
+        offer = forged(receiver.offer(), "port", str(server.getsockname()[1]))
+        with pytest.raises(TransferError, match="expired"):
+            TcpSender(source, settings=TcpSettings(tls=TlsIdentity(files))).connect(offer, PAIRING)
+        thread.join()
+        receiver.close()
+
+
+def test_the_sender_takes_no_other_worker_for_the_one_that_adverts(
+    secured: TcpReceiver, authority: Authority, files: TlsFiles, source: KVRegion, tmp_path: Path
+) -> None:
+    other = TlsIdentity(authority.issue(tmp_path))
+    offer = forged(secured.offer(), "tls", other.fingerprint.hex())
+    with pytest.raises(TransferError, match="another certificate"):
+        TcpSender(source, settings=TcpSettings(tls=TlsIdentity(files))).connect(offer, PAIRING)
+
+
+def test_a_sender_without_tls_is_refused_and_told_why(
+    secured: TcpReceiver, files: TlsFiles, source: KVRegion, target: KVRegion, caplog: pytest.LogCaptureFixture
+) -> None:
+    sender = TcpSender(source)
+    with pytest.raises(TransferError, match=r"TLS only, and transfer\.tls is not set here"):
+        sender.connect(secured.offer(), PAIRING)
+    caplog.set_level(logging.INFO)
+    with pytest.raises(TransferError, match=r"tcp .*TLS only, and transfer\.tls is not set here"):
+        sender.connect(forged(secured.offer(), "tls", ""), PAIRING)
+    assert_serves(secured, files, source, target)
+    assert "the sender speaks no TLS" in caplog.text
+
+
+def test_a_sender_with_tls_is_refused_and_told_why(
+    plain: TcpReceiver, files: TlsFiles, source: KVRegion, target: KVRegion, caplog: pytest.LogCaptureFixture
+) -> None:
+    sender = TcpSender(source, settings=TcpSettings(tls=TlsIdentity(files)))
+    with pytest.raises(TransferError, match=r"speaks no TLS, and transfer\.tls is set here"):
+        sender.connect(plain.offer(), PAIRING)
+    caplog.set_level(logging.INFO)
+    with pytest.raises(TransferError, match=r"tcp .*speaks no TLS 1\.3, and transfer\.tls is set here"):
+        sender.connect(forged(plain.offer(), "tls", "00" * 32), PAIRING)
+    assert_serves(plain, None, source, target)
+    assert "the sender speaks TLS" in caplog.text
+
+
+# The receiver's side, at which anybody may knock
+
+
+def knock(receiver: TcpReceiver) -> socket.socket:
+    sock = socket.create_connection(receiver._address, WAIT_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return sock
+
+
+def hello(receiver: TcpReceiver) -> bytes:
+    return tcp_frames.pack_header(
+        tcp_frames.Header(
+            kind=tcp_frames.Kind.HELLO, write_id=0, token=receiver._secret, cells=tcp_frames.NO_CELLS, payload_bytes=0
+        )
+    )
+
+
+def answer_to_hello(receiver: TcpReceiver, context: ssl.SSLContext) -> bytes:
+    """What somebody hears who knows the secret."""
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    with knock(receiver) as sock, context.wrap_socket(sock) as secure:
+        # The client is done one flight before the server has looked at its certificate.
+        with suppress(OSError):
+            secure.sendall(hello(receiver))
+        return secure.recv(tcp_frames.ANSWER_BYTES)
+
+
+def test_the_receiver_takes_a_certificate_of_its_authority(secured: TcpReceiver, files: TlsFiles) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_cert_chain(files.cert, files.key)
+    assert tcp_frames.unpack_answer(answer_to_hello(secured, context)) == (tcp_frames.Kind.DONE, 0)
+
+
+@pytest.mark.parametrize(
+    ("shown", "said"),
+    [("none", "certificate required"), ("stranger's", "unknown ca"), ("expired", "certificate expired")],
+)
+def test_the_receiver_refuses_every_other_certificate(
+    secured: TcpReceiver, authority: Authority, stranger: Authority, tmp_path: Path, shown: str, said: str
+) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    if shown != "none":
+        by, not_after = (authority, PAST) if shown == "expired" else (stranger, None)
+        bad = by.issue(tmp_path, not_after=not_after)
+        context.load_cert_chain(bad.cert, bad.key)
+    with pytest.raises(ssl.SSLError, match=said):
+        answer_to_hello(secured, context)
+
+
+def test_a_sender_whose_certificate_expired_meanwhile_is_told(
+    secured: TcpReceiver, authority: Authority, source: KVRegion, files: TlsFiles, tmp_path: Path
+) -> None:
+    identity = TlsIdentity(files)
+    old = authority.issue(tmp_path, not_after=PAST)
+    identity._tls.client.load_cert_chain(old.cert, old.key)
+    for _ in range(10):  # in whichever order both sides come to speak
+        with pytest.raises(TransferError, match="CERTIFICATE_EXPIRED"):
+            TcpSender(source, settings=TcpSettings(tls=identity)).connect(secured.offer(), PAIRING)
+
+
+def test_older_versions_are_refused(secured: TcpReceiver, files: TlsFiles) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_cert_chain(files.cert, files.key)
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    with pytest.raises(ssl.SSLError, match="protocol version"):
+        answer_to_hello(secured, context)
+
+
+def client_hello() -> bytes:
+    outgoing = ssl.MemoryBIO()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    with pytest.raises(ssl.SSLWantReadError):
+        context.wrap_bio(ssl.MemoryBIO(), outgoing, server_hostname="worker").do_handshake()
+    return outgoing.read()
+
+
+@pytest.mark.parametrize("share", [0.01, 0.5, 1.0])
+def test_a_handshake_cut_in_the_middle_ends_its_connection_only(
+    secured: TcpReceiver, files: TlsFiles, source: KVRegion, target: KVRegion, share: float
+) -> None:
+    said = client_hello()
+    with knock(secured) as sock:
+        sock.sendall(said[: max(1, int(share * len(said)))])
+        sock.shutdown(socket.SHUT_WR)
+        while sock.recv(4096):
+            pass
+    assert_serves(secured, files, source, target)
+    assert not secured._greeting
+
+
+def test_a_slow_handshake_delays_nobody_and_ends_in_time(
+    secured: TcpReceiver, files: TlsFiles, source: KVRegion, target: KVRegion
+) -> None:
+    with knock(secured) as slow:
+        slow.sendall(client_hello()[:5])
+        assert_serves(secured, files, source, target)
+        assert slow.recv(1) == b"", "it has not finished in time"
+
+
+def test_closing_does_not_wait_for_a_handshake(files: TlsFiles) -> None:
+    receiver = TcpReceiver(settings=TcpSettings(tls=TlsIdentity(files), stall_s=100 * WAIT_S))
+    with knock(receiver) as slow:
+        slow.sendall(client_hello()[:5])
+        while not receiver._greeting:
+            pass
+        receiver.close()
+        assert slow.recv(1) == b""

@@ -1,0 +1,181 @@
+"""Which transport two workers take, and that a forced one that cannot work is a wrong configuration, said plainly."""
+
+import importlib
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+import pytest
+
+from kv_transfer.memory.region import KVRegion
+from kv_transfer.transports import catalogue, same_host
+from kv_transfer.transports.catalogue import candidates, check_choice, open_receivers, open_senders
+from kv_transfer.transports.in_process import MemoryFabric
+from kv_transfer.transports.nixl import agent as nixl_agent
+from kv_transfer.transports.torch_dist import communicator
+from tandem.errors import ConfigError
+from tests.support.kv_transfer.device_fakes import HostSharing, on_device
+from tests.support.kv_transfer.transport_peer import make_region
+
+ANYWHERE = "0.0.0.0"
+"""An address that is not of this machine alone."""
+
+
+@dataclass(frozen=True)
+class Side:
+    isolated: bool = False
+    rdma: bool = False
+    gpu: bool = False
+    choice: str = "auto"
+
+
+PLAIN, FABRIC = Side(), Side(isolated=True, rdma=True)
+GPU = Side(gpu=True)
+
+
+@pytest.fixture
+def region() -> Iterator[KVRegion]:
+    region = make_region(seed=0)
+    yield region
+    os.close(region.fd)
+
+
+def offered(monkeypatch, region, prefill: Side, decode: Side, *, where: str) -> list[str]:
+    """Names of what the prefill worker would try, best first."""
+    monkeypatch.setattr(nixl_agent, "problem", lambda: None)
+    fabric = MemoryFabric() if where == "same process" else None
+    shared = {"fabric": fabric, "sharing": HostSharing(region.fd)}
+    address = ANYWHERE if where == "other host" else "127.0.0.1"
+    with ExitStack() as stack:
+        monkeypatch.setattr(catalogue, "has_rdma", lambda: decode.rdma)
+        there = on_device(region) if decode.gpu else region
+        receivers = open_receivers(
+            there, choice=decode.choice, host=address, isolated_network=decode.isolated, **shared
+        )
+        offers = []
+        for receiver in receivers:
+            stack.callback(receiver.close)
+            offer = receiver.offer()
+            offers.append(replace(offer, host_id="another") if where == "other host" and offer.host_id else offer)
+        monkeypatch.setattr(catalogue, "has_rdma", lambda: prefill.rdma)
+        here = on_device(region) if prefill.gpu else region
+        senders = open_senders(here, choice=prefill.choice, isolated_network=prefill.isolated, **shared)
+        return [sender.name for sender, _ in candidates(offers, senders)]
+
+
+@pytest.mark.parametrize(
+    ("where", "prefill", "decode", "expected"),
+    [
+        ("same process", PLAIN, PLAIN, "memory"),
+        ("same process", FABRIC, FABRIC, "memory"),
+        ("same host", PLAIN, PLAIN, "shm"),
+        ("same host", FABRIC, FABRIC, "shm"),
+        ("same host", GPU, GPU, "cuda_ipc"),
+        ("same host", GPU, PLAIN, "shm"),
+        ("same host", PLAIN, GPU, "tcp"),
+        ("same process", GPU, GPU, "cuda_ipc"),
+        ("other host", PLAIN, PLAIN, "tcp"),
+        ("other host", GPU, GPU, "tcp"),
+        ("other host", FABRIC, FABRIC, "nixl"),
+        ("other host", replace(FABRIC, gpu=True), FABRIC, "nixl"),
+        ("other host", FABRIC, replace(FABRIC, gpu=True), "tcp"),
+        ("other host", replace(FABRIC, isolated=False), FABRIC, "tcp"),
+        ("other host", FABRIC, replace(FABRIC, isolated=False), "tcp"),
+        ("other host", replace(FABRIC, rdma=False), FABRIC, "tcp"),
+        ("other host", FABRIC, replace(FABRIC, rdma=False), "tcp"),
+        ("other host", FABRIC, replace(FABRIC, choice="tcp"), "tcp"),
+        ("same host", replace(PLAIN, choice="tcp"), PLAIN, "tcp"),
+        ("same host", PLAIN, replace(PLAIN, choice="tcp"), "tcp"),
+        ("same host", replace(PLAIN, choice="nixl"), replace(PLAIN, choice="nixl"), "nixl"),
+        ("same host", replace(PLAIN, choice="torch_dist"), replace(PLAIN, choice="torch_dist"), "torch_dist"),
+        ("same host", replace(PLAIN, choice="shm"), replace(PLAIN, choice="tcp"), None),
+        ("other host", replace(PLAIN, choice="shm"), PLAIN, None),
+        ("other host", replace(PLAIN, choice="nixl"), replace(FABRIC, choice="nixl"), None),
+        ("other host", replace(PLAIN, choice="torch_dist"), replace(FABRIC, choice="torch_dist"), None),
+    ],
+)
+def test_the_best_that_both_can_do_is_taken(monkeypatch, region, where, prefill, decode, expected) -> None:
+    names = offered(monkeypatch, region, prefill, decode, where=where)
+    assert (names[0] if names else None) == expected
+
+
+@pytest.mark.parametrize("choice", ["memory", "carrier-pigeon"])
+def test_a_forced_transport_that_cannot_work_is_a_config_error(region: KVRegion, choice: str) -> None:
+    with pytest.raises(ConfigError, match=choice):
+        open_senders(region, choice=choice)
+    with pytest.raises(ConfigError, match=choice):
+        open_receivers(region, choice=choice)
+
+
+def test_shm_needs_shared_memory(region: KVRegion) -> None:
+    with pytest.raises(ConfigError, match="shared memory"):
+        open_receivers(replace(region, fd=None), choice="shm")
+
+
+@pytest.mark.parametrize("choice", ["nixl", "torch_dist"])
+def test_a_forced_transport_is_looked_at_before_there_is_a_pool(monkeypatch: pytest.MonkeyPatch, choice: str) -> None:
+    for module in (nixl_agent, communicator):
+        monkeypatch.setattr(module, "problem", lambda: None)
+    check_choice(choice, host="127.0.0.1", isolated_network=False)
+    check_choice(choice, host=ANYWHERE, isolated_network=True)
+    with pytest.raises(ConfigError, match=f"'{choice}', which is neither encrypted.*isolated_network: true"):
+        check_choice(choice, host=ANYWHERE, isolated_network=False)
+    for module in (nixl_agent, communicator):
+        monkeypatch.setattr(module, "problem", lambda: "needs what is not here")
+    with pytest.raises(ConfigError, match=f"'{choice}', which needs what is not here"):
+        check_choice(choice, host="127.0.0.1", isolated_network=False)
+    for other in ("auto", "tcp", "shm"):
+        check_choice(other, host=ANYWHERE, isolated_network=False)
+
+
+@pytest.mark.parametrize("choice", ["nixl", "torch_dist"])
+def test_what_neither_encrypts_nor_authenticates_needs_a_network_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, region: KVRegion, choice: str
+) -> None:
+    monkeypatch.setattr(nixl_agent, "problem", lambda: None)
+    with pytest.raises(ConfigError, match="isolated_network"):
+        open_receivers(region, choice=choice, host=ANYWHERE)
+    [receiver] = open_receivers(region, choice=choice, host=ANYWHERE, isolated_network=True)
+    receiver.close()
+
+
+@pytest.mark.parametrize("broken", [ImportError("No module named 'nixl'"), OSError("libucp.so: wrong ELF class")])
+def test_nixl_that_cannot_be_loaded_is_not_offered_and_forcing_it_says_why(
+    monkeypatch: pytest.MonkeyPatch, region: KVRegion, broken: Exception
+) -> None:
+    def load(name: str) -> object:
+        if name.startswith("nixl"):
+            raise broken
+        return importlib.__import__(name)
+
+    monkeypatch.setattr(nixl_agent.importlib, "import_module", load)
+    monkeypatch.setattr(catalogue, "has_rdma", lambda: True)
+    receivers = open_receivers(region, isolated_network=True)
+    assert [receiver.name for receiver in receivers] == ["shm", "tcp"]
+    for receiver in receivers:
+        receiver.close()
+    assert [sender.name for sender in open_senders(region, isolated_network=True)] == ["shm", "tcp"]
+    for force in (open_receivers, open_senders):
+        with pytest.raises(ConfigError, match=str(broken)):
+            force(region, choice="nixl")
+
+
+@pytest.mark.parametrize("choice", ["shm", "nixl", "memory"])
+def test_nobody_writes_into_gpu_memory_as_into_the_hosts(region: KVRegion, choice: str) -> None:
+    with pytest.raises(ConfigError, match="GPU memory"):
+        open_receivers(on_device(region), choice=choice, fabric=MemoryFabric())
+
+
+def test_cuda_ipc_is_refused_where_there_is_no_gpu(region: KVRegion) -> None:
+    for force in (open_receivers, open_senders):
+        with pytest.raises(ConfigError, match="GPU"):
+            force(region, choice="cuda_ipc")
+
+
+def test_rdma_is_what_the_kernel_lists(tmp_path) -> None:
+    assert not same_host.has_rdma(tmp_path / "infiniband")
+    (tmp_path / "infiniband").mkdir()
+    assert not same_host.has_rdma(tmp_path / "infiniband")
+    (tmp_path / "infiniband" / "mlx5_0").mkdir()
+    assert same_host.has_rdma(tmp_path / "infiniband")

@@ -1,0 +1,94 @@
+"""Bytes that come once more, or changed, on the sockets of the transports: none of them counts."""
+
+import os
+import socket
+
+import pytest
+
+from kv_transfer.transports.catalogue import open_receivers
+from kv_transfer.transports.one_sided import wire as one_sided_wire
+from kv_transfer.transports.one_sided.wire import Kind
+from kv_transfer.transports.shm import wire as shm_wire
+from kv_transfer.transports.torch_dist import wire as torch_dist_wire
+from kv_transfer.transports.torch_dist.receiver import TorchDistReceiver
+from tandem.errors import TransferError
+from tests.support.kv_transfer.transport_needs import open_files
+from tests.support.kv_transfer.transport_peer import make_region
+
+WAIT_S = 20.0
+TOKEN = bytes(range(16))
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_no_flipped_bit_makes_another_claim(kind: Kind) -> None:
+    data = one_sided_wire.pack(kind, TOKEN)
+    assert one_sided_wire.unpack(data) == (kind, TOKEN)
+    for bit in range(8 * len(data)):
+        damaged = bytearray(data)
+        damaged[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(TransferError):
+            one_sided_wire.unpack(bytes(damaged))
+
+
+def test_no_flipped_bit_makes_another_pool() -> None:
+    target = make_region(seed=0)
+    for bit in range(0, 8 * shm_wire.REGION_BYTES, 3):
+        before = open_files()
+        ours, theirs = socket.socketpair(socket.AF_UNIX)
+        with ours, theirs:
+            shm_wire.send_region(theirs, target.num_blocks, target.fd)
+            data, [fd], _flags, _address = socket.recv_fds(ours, shm_wire.REGION_BYTES, 1)
+            damaged = bytearray(data)
+            damaged[bit // 8] ^= 1 << bit % 8
+            socket.send_fds(theirs, [bytes(damaged)], [fd])
+            os.close(fd)
+            with pytest.raises(TransferError):
+                shm_wire.receive_region(ours)
+        assert open_files() <= before, "the descriptor that came along is closed"
+    os.close(target.fd)
+
+
+def test_a_receiver_that_goes_while_it_passes_its_memory_leaves_no_descriptor() -> None:
+    target = make_region(seed=0)
+    before = open_files()
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    with ours, theirs:
+        ours.settimeout(0.05)
+        socket.send_fds(theirs, [one_sided_wire.pack(Kind.REGION)], [target.fd])
+        with pytest.raises(TimeoutError):
+            shm_wire.receive_region(ours)
+    assert open_files() <= before
+    os.close(target.fd)
+
+
+def test_no_flipped_bit_makes_another_blob() -> None:
+    blob = b"how large, and where"
+    for at in range(one_sided_wire.MESSAGE_BYTES + 8 + len(blob)):
+        ours, theirs = socket.socketpair(socket.AF_UNIX)
+        with ours, theirs:
+            one_sided_wire.send_blob(theirs, blob)
+            data = bytearray(ours.recv(1 << 16))
+            data[at] ^= 1
+            theirs.sendall(data)
+            theirs.shutdown(socket.SHUT_WR)
+            with pytest.raises(TransferError):
+                one_sided_wire.receive_blob(ours)
+
+
+@pytest.mark.parametrize("echo", [torch_dist_wire.Kind.WRITE, torch_dist_wire.Kind.RENEW])
+def test_a_header_out_of_turn_ends_a_torch_dist_connection(echo: torch_dist_wire.Kind) -> None:
+    """gloo ends the process whose posted receive is smaller than what is sent to it."""
+    target = make_region(seed=0)
+    [receiver] = open_receivers(target, choice="torch_dist")
+    assert isinstance(receiver, TorchDistReceiver)
+    with socket.create_connection(receiver._server.getsockname(), WAIT_S) as sock:
+        sock.sendall(one_sided_wire.pack(Kind.HELLO, receiver._secret))
+        one_sided_wire.receive_blob(sock)
+        header = torch_dist_wire.Header(kind=torch_dist_wire.Kind.WRITE, number=1, token=TOKEN)
+        sock.sendall(torch_dist_wire.pack_header(header))
+        answer = sock.recv(torch_dist_wire.ANSWER_BYTES, socket.MSG_WAITALL)
+        assert torch_dist_wire.unpack_answer(answer) == (torch_dist_wire.Kind.REFUSED, 1)
+        sock.sendall(torch_dist_wire.pack_header(torch_dist_wire.Header(kind=echo, number=1, token=TOKEN)))
+        assert sock.recv(1) == b"", "hung up on"
+    receiver.close()
+    os.close(target.fd)

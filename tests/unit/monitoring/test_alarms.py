@@ -1,0 +1,30 @@
+"""Alarms fire when they should, and say where to read on."""
+
+import re
+
+import yaml
+
+from tests.support.monitoring_files import ROOT, RULE_TESTS, RULES, alarms, promtool
+
+
+def test_promtool_finds_no_fault_in_the_rules() -> None:
+    assert "rules found" in promtool("check", "rules", *RULES)
+
+
+def test_each_alarm_is_silent_before_its_trouble_and_fires_in_it() -> None:
+    expected: dict[str, set[int]] = {}
+    for path in RULE_TESTS:
+        for case in yaml.safe_load(path.read_text())["tests"]:
+            for asked in case["promql_expr_test"]:
+                assert f'alertname="{case["name"]}"' in asked["expr"]
+                expected.setdefault(case["name"], set()).add(asked["exp_samples"][0]["value"])
+    assert expected == {name: {0, 1} for name in alarms()}
+    promtool("test", "rules", *RULE_TESTS)
+
+
+def test_each_alarm_is_in_the_runbook() -> None:
+    headings = re.findall(r"^#### (\w+)$", (ROOT / "docs/runbook.md").read_text(), re.MULTILINE)
+    assert sorted(headings) == sorted(alarms())
+    for name, alarm in alarms().items():
+        assert alarm["annotations"]["runbook_url"] == f"docs/runbook.md#{name.lower()}"
+        assert alarm["labels"]["severity"] in ("critical", "warning")

@@ -1,0 +1,75 @@
+"""Boards are sound: every expression parses, and panels do not lie on each other."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import yaml
+
+from tests.support.monitoring_files import DASHBOARDS, expressions, panels, promtool
+from tests.support.promql import Matcher, Selector, named
+from tests.support.two_releases import GROUPING, mixing
+
+
+def test_every_expression_parses(tmp_path: Path) -> None:
+    said = list(expressions())
+    assert len(said) > 150
+    rules = [{"record": f"said:{number}", "expr": one.expr} for number, one in enumerate(said)]
+    path = tmp_path / "said.yaml"
+    path.write_text(yaml.safe_dump({"groups": [{"name": "said", "rules": rules}]}))
+    assert f"{len(said)} rules found" in promtool("check", "rules", path)
+
+
+def test_panels_have_names_of_their_own_and_places_of_their_own() -> None:
+    assert len({json.loads(path.read_text())["uid"] for path in DASHBOARDS}) == len(DASHBOARDS) == 6
+    for path in DASHBOARDS:
+        board = json.loads(path.read_text())
+        cells = Counter(
+            (at["x"] + dx, at["y"] + dy)
+            for panel in board["panels"]
+            for at in [panel["gridPos"]]
+            for dx in range(at["w"])
+            for dy in range(at["h"])
+        )
+        assert max(cells.values()) == 1, path.name
+        assert max(x for x, _ in cells) < 24
+        titles = Counter((panel["type"], panel["title"]) for panel in board["panels"])
+        assert max(titles.values()) == 1, path.name
+    assert all(panel["datasource"]["uid"] == "${datasource}" for _, panel in panels())
+
+
+def test_boards_show_each_release_by_itself_and_only_those_that_are_chosen() -> None:
+    chosen = {Matcher(label, "=~", f"${name}") for label, name in zip(GROUPING, ("namespace", "release"), strict=True)}
+    for path in DASHBOARDS:
+        board = json.loads(path.read_text())
+        variables = {one["name"]: one for one in board["templating"]["list"]}
+        assert list(variables) == ["datasource", "namespace", "release"]
+        for label, name in zip(GROUPING, ("namespace", "release"), strict=True):
+            assert variables[name]["query"]["query"].endswith(f", {label})")
+            # Where nobody sets the labels there is nothing to choose from, and all is what has none.
+            assert variables[name]["includeAll"] is True
+            assert variables[name]["allValue"] == ".*"
+        [alarms] = board["annotations"]["list"]
+        assert chosen <= set(named(alarms["expr"]).selectors[0].matchers)
+    for path, panel in panels():
+        for target in panel["targets"]:
+            where = f"{path.stem}: {panel['title']}"
+            assert mixing(target["expr"]) == [], where
+            assert all(chosen <= set(selector.matchers) for selector in named(target["expr"]).selectors), where
+            # Lines of two releases have different names.
+            assert target["legendFormat"].endswith(" ".join(f"{{{{{label}}}}}" for label in GROUPING)), where
+
+
+def test_what_an_expression_names_is_read() -> None:
+    expr = """histogram_quantile(0.95, sum by (le, zone) (rate(a:b_bucket{x="1", y=~"p|q"}[5m] offset 30m)))
+      # not this
+      > 2 * on (zone) c and deriv(d_total[$__x]) unless e offset 1h"""
+    assert named(expr) == (
+        (
+            Selector("a:b_bucket", (Matcher("x", "=", "1"), Matcher("y", "=~", "p|q"))),
+            Selector("c", ()),
+            Selector("d_total", ()),
+            Selector("e", ()),
+        ),
+        {"le", "zone"},
+    )

@@ -1,0 +1,78 @@
+"""Keys with tenants, and the client's own time limit, at the HTTP door."""
+
+import hmac
+import time
+
+import pytest
+from pydantic import SecretStr
+
+from router.access.api_keys import ApiKeys
+from tandem.config.admission import ApiKey
+from tandem.config.cluster import ClusterConfig, RouterConfig, dump
+from tandem.errors import Unauthenticated
+from tests.support.router.servers import fakes
+from tests.support.router.servers.http_client import client_of
+
+
+def keys(*given) -> ApiKeys:
+    return ApiKeys(RouterConfig(api_keys=given).api_keys)
+
+
+def test_keys_of_one_tenant_share_its_name_and_bare_keys_are_tenants_of_their_own() -> None:
+    book = keys("bare", {"key": "one", "tenant": "acme"}, {"key": "two", "tenant": "acme"})
+    assert book.tenant("Bearer one") == book.tenant("Bearer two") == "acme"
+    assert len(book.tenant("Bearer bare")) == 32
+    assert keys("bare").tenant("Bearer bare") == keys({"key": "bare"}).tenant("Bearer bare")
+    with pytest.raises(Unauthenticated):
+        book.tenant("Bearer acme")
+    assert keys().tenant(None) == ""
+
+
+def test_of_many_keys_one_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    book = ApiKeys(ApiKey(key=f"key-{number}", tenant=f"t{number % 1000}") for number in range(2000))
+    compared: list[tuple[bytes, bytes]] = []
+
+    def compare(given: bytes, known: bytes) -> bool:
+        compared.append((given, known))
+        return given == known
+
+    monkeypatch.setattr(hmac, "compare_digest", compare)
+    assert [book.tenant(f"Bearer key-{number}") for number in (0, 999, 1999)] == ["t0", "t999", "t999"]
+    with pytest.raises(Unauthenticated):
+        book.tenant("Bearer key-2000")
+    assert [given == known for given, known in compared] == [True] * 3 + [False]
+
+
+def test_of_entries_of_one_key_the_first_counts() -> None:
+    book = ApiKeys([ApiKey(key="one", tenant="first"), ApiKey(key="one", tenant="second")])
+    assert book.tenant("Bearer one") == "first"
+    assert book.tenants == {"first"}
+
+
+@pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer ", "Bearer  \t", "Basic good"])
+def test_who_sends_no_key_has_none_even_if_an_empty_one_were_known(header: str | None) -> None:
+    book = ApiKeys([ApiKey(key="good"), ApiKey.model_construct(key=SecretStr(""), tenant="nobody")])
+    with pytest.raises(Unauthenticated):
+        book.tenant(header)
+
+
+def test_keys_survive_the_file_that_processes_are_given() -> None:
+    config = ClusterConfig(router={"api_keys": ["bare", {"key": "a-secret", "tenant": "acme"}]})
+    assert "a-secret" in dump(config)
+    assert "a-secret" not in repr(config)
+
+
+@pytest.mark.parametrize(("value", "status"), [("2.5", 200), ("0", 400), ("-1", 400), ("soon", 400), ("nan", 400)])
+async def test_a_client_may_bound_its_own_time(value: str, status: int) -> None:
+    parts = fakes.make_doors(fakes.make_tokenizer())
+    parts.generator.script = fakes.Script(tokens=(10, 11))
+    async with client_of(parts) as client:
+        headers = {"X-Tandem-Timeout": value}
+        answer = await client.post("/v1/completions", json={"prompt": "a"}, headers=headers)
+        assert answer.status_code == status
+        if status == 200:
+            deadline_s = parts.generator.requests[0].deadline_s
+            assert deadline_s is not None
+            assert deadline_s <= time.monotonic() + 2.5
+        else:
+            assert answer.json()["error"]["param"] == "X-Tandem-Timeout"

@@ -1,0 +1,156 @@
+"""Files that are read again: whatever reading them raises, the next change is seen."""
+
+import asyncio
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from router.access.file_trust import QUIET_S
+from router.access.watched_files import LiveFile, LiveFiles
+from tandem.config.source.regular_file import read_regular_text
+from tandem.errors import ConfigError, UnreadableFile
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(
+    "error", [ConfigError("no"), FileNotFoundError("gone"), ValueError("a-secret"), RuntimeError("a-secret")]
+)
+async def test_what_makes_no_sense_changes_nothing_and_the_next_change_is_taken(
+    tmp_path: Path, error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, applied = tmp_path / "file", list[str]()
+    path.write_text("first")
+
+    def load() -> str:
+        if (text := path.read_text()) == "bad":
+            raise error
+        return text
+
+    file = LiveFile(what="keys", paths=[path], load=load, apply=applied.append)
+    async with LiveFiles([file], look_s=3600.0) as live:
+        path.write_text("bad")
+        await live.look()
+        path.write_text("the third")
+        await live.look()
+        counts = reloads(live)
+    assert applied == ["first", "the third"]
+    assert counts == {"taken": 1, "refused": 1}
+    assert "a-secret" not in caplog.text
+
+
+async def test_who_is_told_of_a_change_looks_at_once(tmp_path: Path) -> None:
+    path, applied = tmp_path / "file", asyncio.Queue[str]()
+    path.write_text("first")
+    file = LiveFile(what="keys", paths=[path], load=path.read_text, apply=applied.put_nowait)
+    async with LiveFiles([file], look_s=3600.0) as live:
+        assert await applied.get() == "first"
+        for text in ("the second", "third"):
+            path.write_text(text)
+            live.look_now()
+            assert await applied.get() == text
+
+
+async def test_a_file_that_cannot_be_read_is_tried_again_though_nothing_of_it_changes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A disk that fails and recovers leaves every date as it is."""
+    path, applied, is_broken = tmp_path / "file", list[str](), True
+    path.write_text("text")
+
+    def load() -> str:
+        if applied and is_broken:
+            raise UnreadableFile("Input/output error")
+        return path.read_text()
+
+    clock = Clock()
+    file = LiveFile(what="keys", paths=[path], load=load, apply=applied.append, trust_s=300.0)
+    async with LiveFiles([file], look_s=3600.0, clock=clock) as live:
+        os.utime(path)
+        for _ in range(3):
+            clock.now += 100.0
+            await live.look()
+        assert (applied, reloads(live)) == (["text"], {"taken": 0, "refused": 1})
+        assert stale_s(live) == 300.0
+        assert live.distrust("keys") == "not read for 300 s"
+        is_broken = False
+        await live.look()
+        assert applied == ["text", "text"]
+        assert live.distrust("keys") is None
+        assert stale_s(live) == 0.0
+    assert caplog.text.count("Input/output error; what was read before is good for 300 s") == 1
+
+
+async def test_a_file_that_hangs_is_told_and_others_are_followed_meanwhile(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, clock, released = tmp_path / "file", Clock(), threading.Event()
+    path.write_text("first")
+    loads, applied = list[str](), asyncio.Queue[str]()
+
+    def load() -> str:
+        loads.append("")
+        if len(loads) > 1:
+            released.wait()
+        return "hung"
+
+    files = [
+        LiveFile(what="hung", paths=[path], load=load, apply=lambda _text: None, trust_s=300.0),
+        LiveFile(what="other", paths=[path], load=path.read_text, apply=applied.put_nowait),
+    ]
+    try:
+        async with LiveFiles(files, look_s=0.01, clock=clock) as live:
+            assert await applied.get() == "first"
+            for text in ("the second", "the third one"):
+                path.write_text(text)
+                while await applied.get() != text:
+                    pass
+            clock.now += QUIET_S
+            while "hung: looking at it takes longer than 10 s" not in caplog.text:  # noqa: ASYNC110 - a log tells nobody
+                await asyncio.sleep(0)
+            clock.now += 290.0
+            while "hung: not read for 300 s; what was" not in caplog.text:  # noqa: ASYNC110 - as above
+                await asyncio.sleep(0)
+            assert live.distrust("hung") == "not read for 300 s"
+            assert live.distrust("other") is None
+            released.set()
+            while live.distrust("hung") is not None:  # noqa: ASYNC110 - nor does the trust
+                await asyncio.sleep(0)
+    finally:
+        released.set()
+
+
+async def test_a_file_in_whose_place_a_pipe_comes_is_not_waited_for(tmp_path: Path) -> None:
+    path, applied, clock = tmp_path / "file", list[str](), Clock()
+    path.write_text("first")
+    load = lambda: read_regular_text(path)  # noqa: E731
+    file = LiveFile(what="keys", paths=[path], load=load, apply=applied.append, trust_s=300.0)
+    async with LiveFiles([file], look_s=3600.0, clock=clock) as live:
+        path.unlink()
+        os.mkfifo(path)
+        clock.now += 300.0
+        await live.look()
+        assert live.distrust("keys") is not None
+        path.unlink()
+        path.write_text("first")
+        await live.look()
+        assert live.distrust("keys") is None
+    assert applied == ["first", "first"]
+
+
+def reloads(live: LiveFiles) -> dict[str, float]:
+    family, _ = live.collect()
+    return {sample.labels["result"]: sample.value for sample in family.samples}
+
+
+def stale_s(live: LiveFiles) -> float:
+    _, family = live.collect()
+    return float(family.samples[0].value)

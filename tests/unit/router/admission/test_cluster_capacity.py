@@ -1,0 +1,59 @@
+"""Why the gate holds whoever waits: which pool has too little, or the router itself."""
+
+from dataclasses import replace
+
+import pytest
+
+from router.admission.cluster_capacity import Lack
+from router.types.worker_view import WorkerLoad
+from tests.support.router.admission_world import Desk
+from tests.support.router.overload_world import snapshot
+from tests.support.router.worker_views import worker
+
+
+def _held(desk: Desk) -> dict[Lack, tuple[int, int]]:
+    sums = desk.admission.held()
+    return {lack: (one.num_requests, one.num_tokens) for lack, one in sums.items() if one.num_requests}
+
+
+@pytest.mark.parametrize(
+    ("prefill_backlog", "decoding", "lack"),
+    [(5000, 1, Lack.PREFILL), (0, 8, Lack.DECODE), (5000, 8, Lack.BOTH)],
+    ids=lambda value: getattr(value, "value", value),
+)
+def test_the_line_says_which_pool_has_too_little(prefill_backlog: int, decoding: int, lack: Lack) -> None:
+    desk = Desk()
+    prefill = replace(worker("p0", backlog=prefill_backlog), load=WorkerLoad(prefill_tokens_per_s=1000.0))
+    desk.workers = [prefill, snapshot(active=decoding)]
+    for _ in range(3):
+        desk.ask(tokens=200)
+    assert _held(desk) == {lack: (3, 600)}
+
+
+def test_without_a_prefill_pool_the_line_is_the_decode_workers() -> None:
+    desk = Desk()
+    desk.fill()
+    desk.ask()
+    assert _held(desk) == {Lack.DECODE: (1, 100)}
+
+
+def test_who_is_behind_waits_for_what_those_before_it_lack() -> None:
+    desk = Desk()
+    desk.workers = [replace(snapshot(active=1), load=WorkerLoad(num_free_blocks=10))]
+    large, small = desk.ask(tokens=1000), desk.ask(tokens=10)
+    assert (large.waiting, small.waiting) == (True, True)
+    assert _held(desk) == {Lack.DECODE: (2, 1010)}
+
+
+def test_places_are_the_routers_and_who_was_refused_is_the_decode_pools() -> None:
+    desk = Desk()
+    desk.places = 0
+    desk.ask()
+    assert _held(desk) == {Lack.ROUTER: (1, 100)}
+    desk.num_refused = 1
+    assert _held(desk) == {Lack.DECODE: (1, 100)}
+    desk.places = 10
+    assert desk.turns() == []
+    desk.num_refused = 0
+    assert len(desk.turns()) == 1
+    assert _held(desk) == {}

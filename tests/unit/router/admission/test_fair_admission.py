@@ -1,0 +1,390 @@
+"""Who goes, who waits and who is turned away, one decision at a time."""
+
+from dataclasses import replace
+
+import pytest
+
+from router.admission.cluster_capacity import DrainMeter, InTransit, RoomPolicy, look
+from router.admission.counts import Rejection
+from router.admission.types import Wanted
+from router.tenants.rate_limits import TokenBucket
+from tandem.config.admission import LimitsConfig, TenantLimits
+from tandem.errors import DeadlineExceeded, Overloaded, Unavailable
+from tandem.values.roles import WorkerRole
+from tests.support.router.admission_world import Desk, order
+from tests.support.router.overload_world import info, snapshot
+from tests.support.router.worker_views import view_of
+
+
+def test_with_room_nobody_waits_and_without_everybody_does() -> None:
+    desk = Desk()
+    assert not desk.ask().waiting
+    desk.fill()
+    entry = desk.ask()
+    assert entry.waiting
+    assert desk.turns() == []
+    desk.workers = [snapshot(backlog=50, active=1)]
+    assert desk.turns() == [entry]
+
+
+def test_what_had_its_turn_counts_until_it_is_in_the_workers_books() -> None:
+    desk = Desk()
+    desk.fill()
+    entries = [desk.ask() for _ in range(5)]
+    desk.workers = [snapshot()]
+    assert desk.turns() == entries[:1]  # a tenth of a second is 100 tokens
+    desk.admission.placed(entries[0])
+    assert desk.turns() == entries[1:2]
+
+
+def test_without_a_live_worker_dispatch_says_what_is_wrong() -> None:
+    desk = Desk()
+    desk.workers = []
+    assert not desk.ask().waiting
+
+
+def test_places_memory_and_running_requests_hold_back() -> None:
+    desk = Desk()
+    desk.places = 0
+    entry = desk.ask()
+    assert entry.waiting
+    desk.places = 1
+    desk.workers = [snapshot(active=8)]
+    assert desk.turns() == []
+    desk.workers = [snapshot(active=1)]
+    assert desk.turns() == [entry]
+    room = look(view_of([snapshot(active=1)]), RoomPolicy(), InTransit(), 0.0)
+    assert room.takes(159_999)
+    assert not room.takes(160_000)
+    slow = view_of([snapshot(active=1, decode_step_s=0.2)])
+    assert look(slow, RoomPolicy(max_itl_s=0.1), InTransit(), 0.0).slots == 0
+    assert look(slow, RoomPolicy(max_itl_s=0.3), InTransit(), 0.0).slots > 0
+
+
+def test_who_fits_no_pool_neither_waits_nor_holds_anybody_up() -> None:
+    """Dispatch refuses it. The one worker is busy with a stream, and so has no moment in which it is empty."""
+    desk = Desk(max_queue_s=1000.0)
+    desk.fill()
+    pool_tokens = desk.workers[0].info.pool_tokens
+    waiting = desk.ask()
+    too_large = desk.ask(tokens=pool_tokens, within_s=1.0)
+    assert (waiting.waiting, too_large.waiting) == (True, False)
+    assert desk.ask(tokens=pool_tokens - 1).waiting
+    # It had waited for a larger worker, which left.
+    desk = Desk(max_queue_s=1000.0)
+    desk.workers = [snapshot(active=1), replace(snapshot("d1", active=1), info=info("d1", num_blocks=20_000))]
+    patient, behind = desk.ask(tokens=pool_tokens), desk.ask()
+    assert (patient.waiting, behind.waiting) == (True, True)
+    desk.workers = desk.workers[:1]
+    assert desk.turns() == [patient]
+    desk.admission.end(patient)
+    assert desk.turns() == [behind]
+
+
+def test_priorities_go_first_and_may_be_bounded() -> None:
+    desk = Desk(limits=LimitsConfig(tenants={"a": TenantLimits(best_priority=-1), "b": TenantLimits(best_priority=1)}))
+    desk.fill()
+    normal, later, bounded, sooner = desk.ask(), desk.ask(priority=5), desk.ask("b", priority=-9), desk.ask(priority=-1)
+    assert order(desk, 4) == [sooner, normal, bounded, later]
+
+
+def test_within_one_tenant_the_earlier_deadline_goes_first() -> None:
+    desk = Desk()
+    desk.fill()
+    late, early, never = desk.ask(within_s=9.0), desk.ask(within_s=8.0), desk.ask()
+    assert order(desk, 3) == [early, late, never]
+
+
+def test_turns_alternate_between_tenants_however_many_wait() -> None:
+    desk = Desk()
+    desk.fill()
+    many = [desk.ask("greedy") for _ in range(6)]
+    few = [desk.ask("modest") for _ in range(2)]
+    assert order(desk, 6) == [many[0], few[0], many[1], few[1], many[2], many[3]]
+
+
+def test_weights_divide_the_turns() -> None:
+    desk = Desk(limits=LimitsConfig(tenants={"heavy": TenantLimits(weight=3.0)}))
+    desk.fill()
+    for _ in range(12):
+        desk.ask("heavy")
+        desk.ask("light")
+    tenants = [entry.ticket.tenant for entry in order(desk, 12)]
+    assert tenants.count("heavy") == 9
+
+
+def test_answers_count_and_an_idle_tenant_saves_nothing_up() -> None:
+    desk = Desk(credit_s=0.0)
+    first = desk.ask("talker")
+    desk.admission.generated(first, 10_000)
+    desk.fill()
+    quiet = [desk.ask("quiet") for _ in range(3)]
+    talker = [desk.ask("talker") for _ in range(2)]
+    # The quiet one was lifted to the talker when it came, so both take turns.
+    assert order(desk, 4) == [quiet[0], talker[0], quiet[1], talker[1]]
+
+
+def test_who_had_less_has_a_bounded_credit() -> None:
+    desk = Desk(credit_s=0.25)
+    desk.ask("quiet", tokens=0, output=0)
+    first = desk.ask("talker")
+    desk.admission.generated(first, 10_000)
+    desk.fill()
+    talker = [desk.ask("talker") for _ in range(3)]
+    quiet = [desk.ask("quiet") for _ in range(5)]
+    # A quarter of a second of the cluster is two of its requests and a half. Who is new has none.
+    assert order(desk, 6) == [*quiet[:3], talker[0], quiet[3], talker[1]]
+
+
+@pytest.mark.parametrize(("away_s", "who_first"), [(4.0, "quiet"), (6.0, "talker")])
+def test_who_comes_back_after_a_while_comes_without_a_credit(away_s: float, who_first: str) -> None:
+    desk = Desk(credit_s=0.25)
+    desk.admission.end(desk.ask("quiet"))
+    for _ in range(int(2 * away_s)):
+        desk.now_s += 0.5
+        desk.admission.end(desk.ask("talker"))
+    desk.fill()
+    for _ in range(2):
+        desk.ask("quiet")
+        desk.ask("talker")
+    # What the talker had while nobody waited is no debt: both have a whole credit, or it alone.
+    tenants = [entry.ticket.tenant for entry in order(desk, 4)]
+    assert tenants == (["quiet", "talker"] * 2 if who_first == "quiet" else ["talker", "talker", "quiet", "quiet"])
+
+
+def test_what_was_found_cached_is_taken_back() -> None:
+    desk = Desk()
+    for _ in range(60):
+        entry = desk.ask("a", tokens=1000)
+        desk.admission.generated(entry, 1)
+        desk.admission.cached(entry, 900)
+        desk.admission.end(entry)
+    assert desk.ask("a", tokens=1000).ticket.work_tokens == pytest.approx(100, rel=0.05)
+
+
+def test_a_predicted_wait_beyond_the_bound_is_refused_at_once() -> None:
+    desk = Desk(max_queue_s=4.0)
+    desk.fill()
+    # A second of backlog, and half a second each.
+    waiting = [desk.ask(tokens=500) for _ in range(5)]
+    with pytest.raises(Unavailable, match="longer than 4 s") as caught:
+        desk.ask(tokens=500)
+    assert caught.value.retry_after_s is not None
+    assert desk.admission.counts.rejections[Rejection.QUEUE_TIME] == 1
+    assert desk.admission.num_inflight == len(waiting)
+
+
+def test_each_refusal_is_told_to_come_back_later_than_the_one_before() -> None:
+    desk = Desk(max_queue_s=1.0)
+    desk.fill()
+    told = []
+    for _ in range(4):
+        with pytest.raises(Unavailable) as caught:
+            desk.ask(tokens=500)
+        told.append(caught.value.retry_after_s)
+    assert told == sorted(set(told))
+    desk.now_s += 60.0
+    with pytest.raises(Unavailable) as caught:
+        desk.ask(tokens=500)
+    assert caught.value.retry_after_s == pytest.approx(told[0])
+
+
+def test_a_deadline_that_cannot_be_kept_is_refused_even_by_an_idle_cluster() -> None:
+    desk = Desk()
+    with pytest.raises(Unavailable, match="its deadline"):
+        desk.ask(tokens=2000, within_s=1.0)
+    assert not desk.ask(tokens=2000, within_s=3.0).waiting
+    assert not desk.ask(tokens=50_000).waiting  # its own prompt is no wait
+    assert desk.admission.counts.rejections[Rejection.DEADLINE] == 1
+
+
+def test_who_waits_in_vain_is_told_as_soon_as_that_is_known() -> None:
+    desk = Desk()
+    desk.fill()
+    entry = desk.ask(within_s=3.0)
+    assert desk.admission.hopeless() == []
+    desk.workers = [snapshot(backlog=5000, active=1)]
+    ((found, error),) = desk.admission.hopeless()
+    assert found is entry
+    assert isinstance(error, Unavailable)
+    assert desk.admission.num_waiting == desk.admission.num_inflight == 0
+    assert desk.admission.counts.rejections[Rejection.HOPELESS] == 1
+    assert desk.admission.oldest_s() == 0.0
+    desk.fill()
+    desk.ask(within_s=3.0)
+    desk.now_s += 3.0
+    assert isinstance(desk.admission.hopeless()[0][1], DeadlineExceeded)
+
+
+def test_who_was_let_in_is_waited_with_for_longer_than_newcomers_are() -> None:
+    desk = Desk(max_queue_s=4.0, patience=2.0)
+    desk.fill()
+    waiting = [desk.ask(tokens=500) for _ in range(5)]
+    desk.workers = [snapshot(backlog=5800, active=1)]
+    with pytest.raises(Unavailable):
+        desk.ask(tokens=500)
+    # Half a second each after 5.8: the fifth alone would come after more than twice four.
+    assert [entry for entry, _ in desk.admission.hopeless()] == [waiting[4]]
+
+
+def test_a_full_queue_gives_up_the_end_of_the_longest_line() -> None:
+    desk = Desk(max_requests=4, limits=LimitsConfig(default=TenantLimits(best_priority=-1)))
+    desk.fill()
+    many = [desk.ask("greedy") for _ in range(4)]
+    modest = desk.ask("modest")
+    assert modest.waiting
+    assert [entry for entry, _ in desk.evicted] == [many[3]]
+    with pytest.raises(Overloaded, match="4 requests wait"):
+        desk.ask("greedy")
+    urgent = desk.ask("greedy", priority=-1)
+    assert [entry for entry, _ in desk.evicted] == [many[2]]
+    assert desk.admission.num_waiting == 4
+    assert order(desk, 1) == [urgent]
+    assert desk.admission.counts.rejections[Rejection.QUEUE_FULL] == 3
+
+
+def test_the_queue_is_bounded_by_tokens_too() -> None:
+    desk = Desk(max_tokens=1000)
+    desk.fill()
+    desk.ask(tokens=600)
+    with pytest.raises(Overloaded):
+        desk.ask(tokens=600)
+    assert desk.admission.num_waiting_tokens == 600
+
+
+def test_nobody_is_given_up_for_one_that_does_not_fit_all_the_same() -> None:
+    desk = Desk(max_tokens=1000)
+    desk.fill()
+    waiting = [desk.ask("a", tokens=300), desk.ask("a", tokens=300), desk.ask("b", tokens=300)]
+    with pytest.raises(Overloaded):
+        desk.ask("c", tokens=500)
+    assert not any(entry.ended for entry in waiting)
+    assert desk.admission.num_waiting_tokens == 900
+    desk.ask("c", tokens=250)
+    assert [entry for entry, _ in desk.evicted] == [waiting[1]]
+
+
+def test_a_promised_stream_neither_waits_nor_is_refused() -> None:
+    limits = LimitsConfig(default=TenantLimits(concurrent_requests=1, tokens_per_minute=10))
+    desk = Desk(limits=limits)
+    desk.fill()
+    desk.ask(tokens=5)
+    desk.admission.closed = True
+    entry = desk.ask(tokens=0, promised=True)
+    assert not entry.waiting
+    desk.admission.end(entry)
+    with pytest.raises(Unavailable, match="draining"):
+        desk.ask()
+
+
+@pytest.mark.parametrize(
+    ("limits", "name"),
+    [
+        (TenantLimits(concurrent_requests=2), "concurrent_requests"),
+        (TenantLimits(requests_per_minute=2), "requests_per_minute"),
+        (TenantLimits(tokens_per_minute=250), "tokens_per_minute"),
+    ],
+)
+def test_limits_are_named_and_are_each_tenants_own(limits: TenantLimits, name: str) -> None:
+    desk = Desk(limits=LimitsConfig(default=limits, tenants={"free": TenantLimits()}))
+    held = [desk.ask(tokens=99) for _ in range(2)]
+    with pytest.raises(Overloaded, match=f"limit {name} of") as caught:
+        desk.ask(tokens=99)
+    assert caught.value.param == name
+    assert caught.value.retry_after_s >= 0.1
+    assert not desk.ask("b", tokens=99).waiting
+    for _ in range(9):
+        desk.ask("free", tokens=99)
+    for entry in held:
+        desk.admission.end(entry)
+    desk.now_s += caught.value.retry_after_s + 60.0
+    assert not desk.ask(tokens=99).waiting
+
+
+def test_a_call_that_is_turned_away_counts_with_all_its_requests() -> None:
+    desk = Desk(limits=LimitsConfig(default=TenantLimits(requests_per_minute=4)))
+    call = [Wanted(tenant="a", priority=0, num_tokens=9, max_output_tokens=1, deadline_s=None) for _ in range(3)]
+    assert len(desk.admission.enter_call(call).entries) == 3
+    with pytest.raises(Overloaded, match="requests_per_minute"):
+        desk.admission.enter_call(call)
+    desk.admission.closed = True
+    with pytest.raises(Unavailable, match="draining"):
+        desk.admission.enter_call(call)
+    assert desk.admission.counts.rejections == {Rejection.REQUESTS: 3, Rejection.DRAINING: 3}
+    assert desk.admission.counts.tenants["a"].rejected == 6
+
+
+def test_tokens_are_settled_with_what_was_used() -> None:
+    desk = Desk(limits=LimitsConfig(default=TenantLimits(tokens_per_minute=1000)))
+    entry = desk.ask(tokens=100, output=500)
+    desk.admission.generated(entry, 2000)
+    desk.admission.end(entry)
+    desk.admission.end(entry)
+    with pytest.raises(Overloaded) as caught:
+        desk.ask(tokens=10)
+    # 1,100 tokens of debt, and 11 to take, at 1,000 a minute.
+    assert caught.value.retry_after_s == pytest.approx(60 * 1.111, rel=0.01)
+
+
+def test_a_refusal_by_the_queue_costs_nothing_of_a_limit() -> None:
+    desk = Desk(limits=LimitsConfig(default=TenantLimits(requests_per_minute=3)), max_queue_s=0.5)
+    desk.fill()
+    for _ in range(5):
+        with pytest.raises(Unavailable):
+            desk.ask()
+    desk.workers = [snapshot()]
+    assert not desk.ask().waiting
+
+
+def test_a_bucket_lets_one_request_larger_than_itself_through_when_full() -> None:
+    bucket = TokenBucket(per_minute=60, now_s=0.0)
+    assert bucket.wait_s(500.0, 0.0) == 0.0
+    bucket.take(500.0, 0.0)
+    assert bucket.wait_s(1.0, 0.0) == pytest.approx(441.0)
+
+
+def test_drafts_penalties_and_pools_in_the_view() -> None:
+    prefill = snapshot("p0", backlog=500)
+    object.__setattr__(prefill, "info", info("p0", role=WorkerRole.PREFILL))
+    room = look(view_of([snapshot(), prefill]), RoomPolicy(), InTransit(), 0.0)
+    assert room.least_wait_s == 0.0  # a prefill worker without an address computes for nobody
+    hurt = snapshot("d1", backlog=0)
+    object.__setattr__(hurt, "penalty_ms", 50.0)
+    assert look(view_of([snapshot(backlog=800), hurt]), RoomPolicy(), InTransit(), 0.0).least_wait_s == pytest.approx(
+        0.8
+    )
+    assert look(view_of([hurt]), RoomPolicy(), InTransit(), 0.0).slots > 0
+    unmeasured = look(view_of([snapshot(rate=0.0)]), RoomPolicy(prior_prefill_tokens_per_s=7.0), InTransit(), 0.0)
+    assert (unmeasured.prefill_tokens_per_s, unmeasured.measured_tokens_per_s) == (7.0, 0.0)
+
+
+def test_the_drain_is_measured_only_while_somebody_waits_and_forgotten_always() -> None:
+    meter = DrainMeter(now_s=0.0)
+    assert meter.rate(500.0) == 500.0
+    for second in range(1, 30):
+        meter.served(100.0)
+        meter.passed(float(second), busy=True)
+    measured = meter.rate(500.0)
+    assert measured == pytest.approx(100.0, rel=0.5)
+    meter.passed(30.0, busy=False)
+    assert measured < meter.rate(500.0) < 1.2 * measured
+    meter.passed(1000.0, busy=False)
+    assert meter.rate(500.0) == pytest.approx(500.0)
+
+
+def test_a_slow_hour_is_not_held_against_who_would_have_to_wait_later() -> None:
+    """If it were, they would all be refused, and that the cluster is fast again would never be measured."""
+    desk = Desk(max_queue_s=4.0)
+    desk.fill()
+    patient = desk.ask(tokens=100)
+    for _ in range(60):
+        desk.now_s += 1.0
+        assert desk.turns() == []
+    desk.workers = [snapshot()]
+    assert desk.turns() == [patient]
+    desk.admission.placed(patient)
+    desk.fill()
+    with pytest.raises(Unavailable):
+        desk.ask(tokens=500)
+    desk.now_s += 30.0
+    assert desk.ask(tokens=500).waiting

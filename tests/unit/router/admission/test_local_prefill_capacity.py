@@ -1,0 +1,195 @@
+"""Prompts that decode workers would read themselves: the gate knows them as placement does, and lets them pass."""
+
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+import pytest
+
+from router.admission.cluster_capacity import Lack, RoomPolicy
+from router.admission.local_prefill_capacity import LocalRoom, local_room
+from router.admission.types import Wanted
+from router.placement.costs import CostModel
+from router.placement.place import place
+from router.types.worker_view import WorkerLoad, WorkerSnapshot
+from tandem.errors import Unavailable
+from tandem.values.roles import WorkerRole
+from tests.support.fake_worker import FakeWorker
+from tests.support.router.admission_queues import gated
+from tests.support.router.admission_world import Desk
+from tests.support.router.cluster import LONG_PROMPT, collect, routed
+from tests.support.router.worker_views import LAYOUT, demand_of, view_of, worker
+
+EXACT = CostModel(tie_ms=0.0, tie_share=0.0)
+_MANY = 10**6
+
+
+def reader(backlog: int, rate: float = 1000.0, name: str = "p0", **fields: float) -> WorkerSnapshot:
+    load = WorkerLoad(num_free_blocks=_MANY, prefill_tokens_per_s=rate)
+    return worker(name, backlog=backlog, num_blocks=_MANY, load=load, **fields)
+
+
+def writer(*, active: int = 1, backlog: int = 0, free_blocks: int = _MANY, link: float = 0.0) -> WorkerSnapshot:
+    load = WorkerLoad(num_free_blocks=free_blocks, prefill_tokens_per_s=1000.0, num_running=active, kv_bytes_per_s=link)
+    return worker("d0", active=active, backlog=backlog, num_blocks=_MANY, load=load)
+
+
+def room_of(workers: list[WorkerSnapshot], model: CostModel) -> LocalRoom:
+    found = local_room(view_of(workers), model, np.array([0]), backlog_s=0.25, transit_tokens=0.0, now_s=0.0)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_longest_prompt_is_the_longest_that_placement_gives_to_a_decode_worker(seed: int) -> None:
+    rng = Random(seed)
+    model = replace(
+        EXACT,
+        local_prefill_tokens=rng.choice([0, 64]),
+        max_local_prefill_tokens=rng.choice([None, None, 300]),
+        stall_share=rng.choice([0.0, 1.0]),
+    )
+    rate = rng.choice([300.0, 1000.0, 8000.0])
+    readers = [reader(rng.randrange(20_000), rate, f"p{i}", penalty_ms=rng.choice([0.0, 900.0])) for i in range(3)]
+    decode = writer(active=rng.randrange(9), backlog=rng.choice([0, 4000]), link=rng.choice([0.0, 1e6]))
+    workers = [decode, *(readers if rng.random() < 0.9 else [])]
+    view = view_of(workers)
+    most = room_of(workers, model).most_tokens
+
+    def reads_itself(num_tokens: int) -> bool:
+        placed = place(demand_of(view, num_tokens, matched={}), view, model, Random(1))
+        return placed.prefill is None
+
+    if most < 10_000_000:
+        assert most < 1 or reads_itself(int(most))
+        assert not reads_itself(int(most) + 2)
+    else:
+        assert reads_itself(1_000_000)
+
+
+def desk(*workers: WorkerSnapshot, costs: CostModel | None = EXACT) -> Desk:
+    """A tenth of a second of reading ahead of each worker, and eight requests at once."""
+    made = Desk(room=RoomPolicy(worker_backlog_s=0.1, max_running_per_worker=8, costs=costs), max_queue_s=100.0)
+    made.workers = list(workers)
+    return made
+
+
+def test_a_short_prompt_does_not_wait_behind_long_ones_for_a_pool_that_it_does_not_need() -> None:
+    full = desk(writer(), reader(5000))
+    long = [full.ask(tokens=9000) for _ in range(3)]
+    short = [full.ask(tokens=40) for _ in range(2)]
+    assert [entry.waiting for entry in (*long, *short)] == [True] * 3 + [False] * 2
+    held = full.admission.held()
+    assert (held[Lack.PREFILL].num_requests, full.admission.num_waiting) == (3, 3)
+    # Without placement's costs nobody knows which prompts these are.
+    blind = desk(writer(), reader(5000), costs=None)
+    assert [blind.ask(tokens=tokens).waiting for tokens in (9000, 40)] == [True, True]
+
+
+def test_it_waits_for_the_decode_worker_that_reads_it_and_goes_before_the_long_ones() -> None:
+    full = desk(writer(backlog=500), reader(5000))
+    long, first, second = full.ask(tokens=9000), full.ask("b", tokens=40), full.ask("c", tokens=60)
+    assert (long.waiting, first.waiting, second.waiting) == (True, True, True)
+    assert full.admission.held()[Lack.DECODE].num_requests == 2
+    full.workers = [writer(), reader(5000)]
+    assert full.turns() == [first, second]
+    # On their way they count as reading of decode workers.
+    assert full.ask(tokens=64).waiting
+    full.workers = [writer(), reader(50)]
+    assert full.turns()[:1] == [long], "whoever is first is so whenever there is room for it"
+
+
+@pytest.mark.parametrize(
+    ("decode", "places"),
+    [(writer(active=7), _MANY), (writer(free_blocks=565), _MANY), (writer(), 1)],
+    ids=["slots", "memory", "places"],
+)
+def test_nothing_is_taken_that_the_first_one_in_line_needs_besides(decode: WorkerSnapshot, places: int) -> None:
+    """One place, or KV of 9,040 tokens, is free: just what the long one needs once the prefill pool has room."""
+    tight = desk(decode, reader(5000))
+    tight.places = places
+    assert tight.ask(tokens=9000).waiting
+    assert tight.ask(tokens=40).waiting
+    assert tight.turns() == []
+
+
+def test_who_is_first_in_line_for_another_reason_is_passed_by_nobody() -> None:
+    """Else the short ones would take the memory that it waits for, again and again."""
+    full = desk(writer(free_blocks=200), reader(5000))
+    assert full.ask(tokens=9000).waiting
+    assert full.ask(tokens=40).waiting
+    assert full.turns() == []
+    assert full.admission.held()[Lack.BOTH].num_requests == 2
+
+
+def test_its_wait_is_predicted_by_what_it_waits_for() -> None:
+    full = desk(writer(backlog=500), reader(5000))
+    for _ in range(4):
+        full.ask(tokens=9000)
+    with pytest.raises(Unavailable):
+        full.ask(tokens=9000, within_s=2.0)
+    # Half a second of reading is before it, and two such prompts.
+    assert all(full.ask(tokens=60, within_s=2.0).waiting for _ in range(2))
+    with pytest.raises(Unavailable):
+        full.ask(tokens=60, within_s=0.6)
+    wanted = Wanted(tenant="a", priority=0, num_tokens=60, max_output_tokens=1, deadline_s=None)
+    assert full.admission.predicted_first_token_s(wanted) == pytest.approx(0.5 + 0.12 + 0.06)
+
+
+@pytest.mark.parametrize("lacks_decode", [False, True])
+def test_who_cannot_pass_is_predicted_to_wait_as_long_as_the_first_one(lacks_decode: bool) -> None:
+    """The first one has no room for its KV either, so the short one behind it is not read soon."""
+    full = desk(writer(free_blocks=200 if lacks_decode else _MANY), reader(5000))
+    assert full.ask(tokens=9000).waiting
+    wanted = Wanted(tenant="a", priority=0, num_tokens=40, max_output_tokens=1, deadline_s=None)
+    least_s = 5.0 + 9.0 if lacks_decode else 0.0
+    assert least_s <= full.admission.predicted_first_token_s(wanted) < least_s + 1.0
+    if lacks_decode:
+        with pytest.raises(Unavailable):
+            full.ask(tokens=40, within_s=6.0)
+
+
+def test_a_decode_worker_that_pairs_with_nobody_makes_no_long_prompt_a_short_one() -> None:
+    alone = worker("d1", layout=replace(LAYOUT, dtype="bfloat16"), num_blocks=_MANY, load=writer().load)
+    pair = [writer(), reader(5000)]
+    found = local_room(view_of([*pair, alone]), EXACT, np.array([0, 1]), backlog_s=0.25, transit_tokens=0.0, now_s=0.0)
+    assert found is not None
+    assert found.most_tokens == room_of(pair, EXACT).most_tokens
+    full = desk(*pair, alone)
+    too_long = int(found.most_tokens) + 1000
+    assert [full.ask(tokens=tokens).waiting for tokens in (9000, too_long, 40)] == [True, True, False]
+
+
+@pytest.mark.parametrize("is_local", [False, True])
+def test_who_passed_is_read_by_a_decode_worker_whatever_a_prefill_worker_has_cached(is_local: bool) -> None:
+    """Else those that pass keep the prefill pool busy, for which the one waits that they passed."""
+    view = view_of([writer(active=8), reader(200)])
+    placed = place(demand_of(view, 400, matched={"p0": 380}, is_local=is_local), view, EXACT, Random(1))
+    assert (placed.prefill is None) is is_local
+
+
+@pytest.mark.parametrize("is_local", [False, True])
+async def test_dispatch_is_told_who_passed(is_local: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = LocalRoom(most_tokens=1e3, always_tokens=0, slack_tokens=1e6, tokens_per_s=1e3, wait_s=0.0)
+    async with gated(FakeWorker("d0"), FakeWorker("p0", role=WorkerRole.PREFILL)) as (gate, core):
+        watch = gate.admission._watch
+        look_around = watch.look
+        if is_local:
+            monkeypatch.setattr(watch, "look", lambda: replace(look_around(), slack_tokens=0.0, local=room))
+        await collect(gate.generate(routed(LONG_PROMPT)))
+        assert core.observed.modes == ["local_cheaper" if is_local else "disaggregated"]
+
+
+def test_tenants_pass_in_fair_order() -> None:
+    full = desk(writer(backlog=500), reader(5000))
+    full.ask("x", tokens=9000)
+    greedy = [full.ask("greedy", tokens=60) for _ in range(3)]
+    modest = full.ask("modest", tokens=60)
+    full.workers = [writer(), reader(5000)]
+    assert full.turns() == [greedy[0], modest]
+
+
+def test_idle_work_waits_for_the_prefill_pool_whoever_else_may_pass() -> None:
+    full = desk(writer(), reader(5000))
+    assert not full.admission.has_idle_room()
+    assert desk(writer(), reader(0)).admission.has_idle_room()

@@ -1,0 +1,60 @@
+"""Marks in a conversation: where in the prompt they stand, also in long ones of many blocks."""
+
+import pytest
+
+from router.api.cache_breakpoints import Mark, common_length, prepare_marked
+from router.api.request.client_request import ClientFields
+from router.http.anthropic.body import MessagesBody
+from router.http.openai.schemas import validate
+from router.text.conversation import Message, TemplateOptions
+from router.text.tools import ToolCall
+from tests.support.router.servers import fakes
+
+KEPT = {"type": "ephemeral"}
+
+
+@pytest.mark.parametrize("length", [0, 1, 1023, 1024, 1025, 5000])
+@pytest.mark.parametrize("more", [0, 1, 3000])
+def test_what_is_common_to_two_prompts(length: int, more: int) -> None:
+    one = list(range(length))
+    assert common_length(one, (*one, *range(more))) == length
+    assert common_length((*one, *range(more)), one) == length
+    assert common_length([*one, -1, *one], (*one, -2, *one)) == length
+
+
+def test_a_mark_in_the_middle_of_a_turn_covers_what_is_before_it() -> None:
+    texts = [f"text {number}" for number in range(600)]
+    blocks = [{"type": "text", "text": text} for text in texts]
+    blocks[500]["cache_control"] = KEPT
+    turns = [{"role": "user", "content": blocks[at : at + 100]} for at in range(0, 600, 100)]
+    talk = validate(MessagesBody, {"model": "m", "max_tokens": 1, "messages": turns}).conversation()
+    (message,) = talk.messages
+    assert message.content == "\n".join(texts)
+    assert talk.marks == [Mark(1, len("\n".join(texts[:501])), 300.0)]
+
+
+def test_calls_and_results_end_turns_and_marks_follow_them() -> None:
+    call = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": "42", "cache_control": KEPT}
+    said = {"type": "text", "text": "one"}
+    turns = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": [said, {**call, "cache_control": KEPT}, {"type": "text", "text": "two"}]},
+        {"role": "user", "content": [{"type": "text", "text": "before"}, result, {**said, "cache_control": KEPT}]},
+    ]
+    talk = validate(MessagesBody, {"model": "m", "max_tokens": 1, "messages": turns}).conversation()
+    shown = [(message.role, message.content) for message in talk.messages]
+    assert shown == [("user", "hi"), ("assistant", "one\ntwo"), ("user", "before"), ("tool", "42"), ("user", "one")]
+    assert talk.messages[1].tool_calls == (ToolCall(id="a", name="f", arguments="{}"),)
+    assert talk.marks == [Mark(2, 3, 300.0), Mark(4, 2, 300.0), Mark(5, 3, 300.0)]
+
+
+async def test_a_template_that_begins_with_how_long_to_think() -> None:
+    """What is asked of the thinking stands before the mark, so it is there where the mark's place is found as well."""
+    template = "[{{ reasoning_effort }}]{% for m in messages %}{{ m.content }}{% endfor %}</think>"
+    parts = fakes.make_doors(fakes.make_tokenizer(template))
+    talk = [Message(role="user", content="the quick brown fox " * 20), Message(role="user", content="jumps")]
+    for options in (TemplateOptions(), TemplateOptions(thinks=False), TemplateOptions(effort="low")):
+        fields = ClientFields(template=options)
+        (pin,) = (await prepare_marked(parts.frontend, talk, [Mark(1, 380, 300.0)], fields)).request.pins
+        assert pin.num_tokens >= 64

@@ -1,0 +1,138 @@
+"""Embeddings at both doors: vectors of length one, in the order of the inputs; what is refused."""
+
+import asyncio
+import base64
+import json
+import struct
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc.aio
+import httpx
+import pytest
+
+from router.api import embeddings
+from router.grpc.server import GrpcDoor, build_server
+from router.text.tokenizer import Tokenizer
+from tandem.client.aio import AsyncClient
+from tandem.client.sync import Client
+from tandem.config.cluster import RouterConfig
+from tandem.errors import InvalidRequest
+from tandem.v1 import inference_pb2 as pb
+from tandem.v1.inference_pb2_grpc import InferenceStub
+from tests.support.router.servers import fakes
+from tests.support.router.servers.http_client import client_of, error_of
+
+EMBED = "/v1/embeddings"
+UNIT = pytest.approx([0.6, 0.0, -0.8], abs=1e-6)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return fakes.make_tokenizer()
+
+
+@pytest.fixture
+def parts(tokenizer: Tokenizer) -> fakes.Doors:
+    return fakes.make_doors(tokenizer, RouterConfig(max_answer_values=600))
+
+
+@pytest.fixture
+async def client(parts: fakes.Doors) -> AsyncIterator[httpx.AsyncClient]:
+    async with client_of(parts) as client:
+        yield client
+
+
+@pytest.mark.parametrize(
+    ("inputs", "count"), [("fox", 1), (["fox", "a dog"], 2), ([5, 6, 7], 1), ([[5], [6, 7]], 2), (["fox"] * 200, 200)]
+)
+async def test_every_shape_of_input(
+    client: httpx.AsyncClient, parts: fakes.Doors, inputs: Any, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embeddings, "_TOGETHER", 8)
+    response = await client.post(EMBED, json={"input": inputs, "model": fakes.MODEL, "user": "me"})
+    assert response.status_code == 200, response.text
+    body = response.json()
+    assert (body["object"], body["model"]) == ("list", fakes.MODEL)
+    assert [one["index"] for one in body["data"]] == list(range(count))
+    assert all(one["object"] == "embedding" and one["embedding"] == UNIT for one in body["data"])
+    tokens = sum(len(request.prompt_token_ids) for request in parts.generator.requests)
+    assert body["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens}
+    assert len(parts.generator.requests) == count
+    (spent,) = json.loads(parts.metrics.usage.render())["tenants"].values()
+    assert (spent["requests"], spent["prompt_tokens"], spent["completion_tokens"]) == (count, tokens, 0)
+    assert 'vllm:request_success_total{engine="router",finished_reason="length"' in parts.metrics.render().decode()
+
+
+async def test_base64_is_of_little_endian_floats(client: httpx.AsyncClient) -> None:
+    body = (await client.post(EMBED, json={"input": "fox", "encoding_format": "base64"})).json()
+    assert list(struct.unpack("<3f", base64.b64decode(body["data"][0]["embedding"]))) == UNIT
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"dimensions": 2}, "dimensions"),
+        ({"encoding_format": "hex"}, "encoding_format"),
+        ({"input": []}, "input"),
+        ({"input": [[]]}, "input"),
+        ({"input": ""}, "input"),
+        ({"input": ["a", [5]]}, "input"),
+        ({"input": [5.5]}, "input"),
+        ({"input": ["a"] * 2049}, "input"),
+        ({"input": [5] * (fakes.CONTEXT + 1)}, "input"),
+        ({"input": ["a"] * 201}, "input"),
+        ({"input": None}, "input"),
+        ({"temperature": 1.0}, "temperature"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ],
+)
+async def test_what_is_refused(client: httpx.AsyncClient, change: dict[str, Any], param: str) -> None:
+    response = await client.post(EMBED, json={"input": "a"} | change)
+    assert response.status_code == 400, response.text
+    assert error_of(response)["param"] == param
+
+
+async def test_a_whole_context_can_be_embedded(client: httpx.AsyncClient) -> None:
+    assert (await client.post(EMBED, json={"input": [5] * fakes.CONTEXT})).status_code == 200
+    assert (await client.post(EMBED, json={"input": "a", "model": "other"})).status_code == 404
+
+
+async def test_the_same_over_grpc(parts: fakes.Doors) -> None:
+    server = build_server(parts.frontend, parts.generator, parts.config, parts.metrics)
+    ids = pb.EmbedInput(token_ids=pb.TokenIds(ids=[5, 6]))
+    async with (
+        GrpcDoor(server, host="127.0.0.1", port=0, grace_s=0.0) as door,
+        grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel,
+    ):
+        stub = InferenceStub(channel)
+        answer = await stub.Embed(pb.EmbedRequest(inputs=[pb.EmbedInput(text="fox"), ids]))
+        assert [list(one.values) for one in answer.embeddings] == [UNIT, UNIT]
+        assert answer.usage.prompt_tokens == sum(len(r.prompt_token_ids) for r in parts.generator.requests)
+        for wrong in (
+            pb.EmbedRequest(),
+            pb.EmbedRequest(inputs=[pb.EmbedInput()]),
+            pb.EmbedRequest(inputs=[pb.EmbedInput(text="")]),
+            pb.EmbedRequest(inputs=[ids], cache_salt=""),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.Embed(wrong)
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_the_client_of_the_repository_asks_for_them(parts: fakes.Doors) -> None:
+    server = build_server(parts.frontend, parts.generator, parts.config, parts.metrics)
+    async with GrpcDoor(server, host="127.0.0.1", port=0, grace_s=0.0) as door:
+        address = f"127.0.0.1:{door.port}"
+        async with AsyncClient(address) as client:
+            assert await client.embed(["fox", [5, 6]], cache_salt="mine") == [UNIT, UNIT]
+            with pytest.raises(InvalidRequest) as caught:
+                await client.embed([])
+        assert caught.value.param == "input"
+
+        def in_a_thread() -> list[list[float]]:
+            with Client(address) as client:
+                return client.embed([[5, 6]])
+
+        assert await asyncio.to_thread(in_a_thread) == [UNIT]
+    assert parts.generator.requests[1].prompt_token_ids == (5, 6)

@@ -1,0 +1,67 @@
+"""Attempts at one choice add up: time, KV held, tokens computed more than once."""
+
+import pytest
+
+from router.dispatch.choices.attempt_ledger import AttemptLedger
+from router.types.session_events import AttemptStarted
+from tandem.values.outputs import CachedTokens, PhaseTimes
+
+PROMPT = 100
+
+
+class Clock:
+    now_s = 50.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def started(cached: int, **times: float) -> AttemptStarted:
+    found = CachedTokens(decode_pool=cached)
+    return AttemptStarted(cached_tokens=cached, times=PhaseTimes(cached=found, **times))
+
+
+def test_a_failover_costs_its_prompt_again_and_the_wait_between() -> None:
+    clock = Clock()
+    ledger = AttemptLedger(prompt_length=PROMPT, clock=clock, arrived_s=49.0)
+    ledger.begin(0, kv_bytes_per_token=10)
+    clock.now_s = 52.0
+    ledger.heard(started(40, prefill_s=1.5, prefill_queue_s=0.5, kv_byte_s=7.0))
+    clock.now_s = 56.0
+    ledger.ended(8)
+    clock.now_s = 57.0
+    ledger.begin(8)
+    clock.now_s = 58.0
+    ledger.heard(started(96, prefill_s=1.0))
+    clock.now_s = 60.0
+    ledger.ended(20, PhaseTimes(prefill_s=1.0, decode_s=2.0, kv_byte_s=3.0))
+    total = ledger.total()
+    assert total.router_queue_s == 2.0
+    assert (total.prefill_queue_s, total.prefill_s, total.decode_s) == (0.5, 2.5, 6.0)
+    assert total.kv_byte_s == 7.0 + (PROMPT + 4) * 10 * 4.0 + 3.0
+    assert total.cached == CachedTokens(decode_pool=40)
+    assert total.total_s == pytest.approx(60.0 - 49.0)
+    assert ledger.computed_tokens == (60 + 8) + (PROMPT + 8 - 96) + 12
+
+
+def test_a_refused_attempt_is_a_wait() -> None:
+    clock = Clock()
+    ledger = AttemptLedger(prompt_length=PROMPT, clock=clock)
+    ledger.begin(0)
+    clock.now_s = 51.0
+    ledger.refused()
+    ledger.ended(0)
+    clock.now_s = 53.0
+    ledger.begin(0)
+    assert ledger.total() == PhaseTimes(router_queue_s=3.0)
+    assert ledger.computed_tokens == 0
+
+
+def test_of_an_attempt_that_was_never_heard_of_nothing_is_known() -> None:
+    clock = Clock()
+    ledger = AttemptLedger(prompt_length=PROMPT, clock=clock)
+    ledger.begin(0, kv_bytes_per_token=10)
+    clock.now_s = 55.0
+    ledger.ended(0)
+    assert ledger.total() == PhaseTimes()
+    assert ledger.first is None

@@ -1,0 +1,192 @@
+"""Dispatch hands tokens to a reader where they arrive: slow readers, readers that fail, all failures of workers."""
+
+import asyncio
+import json
+import time
+
+import httpx
+import pytest
+
+from router.dispatch.choices.context import DispatchSettings
+from router.http.app import create_app
+from router.http.server.http_server import HttpDoor
+from tandem.errors import Cancelled, DeadlineExceeded, InternalError, Overloaded
+from tests.support.fake_worker import FakeWorker, Submission, answer, expected_tokens, hold
+from tests.support.router.cluster import PROMPT, Cluster, cluster, routed
+from tests.support.router.delta_readers import QuickReader, SlowReader, pushed
+from tests.support.router.servers import fakes
+from tests.unit.router.dispatch.test_resumed_streams import *  # noqa: F403
+
+# The whole ladder again, by this way.
+from tests.unit.router.dispatch.test_worker_failures import *  # noqa: F403
+
+WAIT_S = 20.0
+
+
+@pytest.fixture(autouse=True)
+def push(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Cluster, "generate", lambda self, request: pushed(self.dispatcher, request))
+
+
+async def test_a_quick_reader_gets_each_token_once_and_in_order() -> None:
+    worker = FakeWorker("d0")
+    async with cluster(worker) as router:
+        reader = QuickReader()
+        await router.dispatcher.run(routed(n=3), reader)
+        for choice in range(3):
+            assert reader.token_ids(choice) == expected_tokens(PROMPT, count=8, seed=3, choice=choice)
+        assert sum(delta.finish is not None for delta in reader.taken) == 3
+        router.assert_idle()
+
+
+async def test_a_slow_reader_gets_nothing_before_it_is_ready_and_all_of_it_then() -> None:
+    worker = FakeWorker("d0")
+    async with cluster(worker) as router, asyncio.timeout(WAIT_S):
+        reader = SlowReader()
+        running = asyncio.create_task(router.dispatcher.run(routed(), reader))
+        await reader.waiting.wait()
+        await asyncio.sleep(0.05)
+        assert len(reader.taken) == 1
+        reader.room.set()
+        await running
+        taken = [token.token_id for delta in reader.taken for token in delta.tokens]
+        assert taken == expected_tokens(PROMPT, count=8, seed=3)
+        router.assert_idle()
+
+
+async def test_a_reader_that_stays_slow_overflows_alone() -> None:
+    async def flood(submission: Submission) -> None:
+        for start in range(0, 64, 8):
+            submission.give(submission.tokens[start : start + 8], first_index=start)
+
+    worker = FakeWorker("d0", script=flood)
+    settings = DispatchSettings(stream_buffer_tokens=24)
+    async with cluster(worker, settings=settings) as router, asyncio.timeout(WAIT_S):
+        slow = SlowReader()
+        running = asyncio.create_task(router.dispatcher.run(routed(max_tokens=64), slow))
+        await (await worker.submissions.get()).cancelled.wait()
+        worker.script = answer
+        other = QuickReader()
+        await router.dispatcher.run(routed(request_id="r2"), other)
+        assert other.token_ids() == expected_tokens(PROMPT, count=8, seed=3)
+        slow.room.set()
+        with pytest.raises(Overloaded):
+            await running
+        router.assert_idle()
+
+
+@pytest.mark.parametrize("fails_at", [1, 3])
+async def test_what_a_reader_raises_ends_its_request_and_no_other(fails_at: int) -> None:
+    class Failing(QuickReader):
+        def take(self, delta: object) -> bool:
+            super().take(delta)
+            if len(self.taken) == fails_at:
+                raise InternalError("cannot show this")
+            return False
+
+    async def endless(submission: Submission) -> None:
+        for index in range(6):
+            submission.give(submission.tokens[index : index + 1], first_index=index)
+            await asyncio.sleep(0)
+
+    worker = FakeWorker("d0", script=endless)
+    async with cluster(worker) as router, asyncio.timeout(WAIT_S):
+        with pytest.raises(InternalError, match="cannot show this"):
+            await router.dispatcher.run(routed(), Failing())
+        await (await worker.submissions.get()).cancelled.wait()
+        worker.script = answer
+        other = QuickReader()
+        await router.dispatcher.run(routed(request_id="r2"), other)
+        assert other.token_ids() == expected_tokens(PROMPT, count=8, seed=3)
+        router.assert_idle()
+
+
+async def test_cancelling_cancels_on_the_worker() -> None:
+    worker = FakeWorker("d0", script=hold)
+    async with cluster(worker) as router, asyncio.timeout(WAIT_S):
+        running = asyncio.create_task(router.dispatcher.run(routed(), QuickReader()))
+        submission = await worker.submissions.get()
+        running.cancel()
+        await submission.cancelled.wait()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        router.assert_idle()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_from_worker_to_socket(stream: bool) -> None:
+    """Real sockets on both sides: whole and streamed answers are the same text; ids stand with each event asked for."""
+    parts = fakes.make_doors(fakes.make_tokenizer())
+    parts.frontend.clock = asyncio.get_running_loop().time
+    worker = FakeWorker("d0")
+    async with cluster(worker) as core, httpx.AsyncClient(trust_env=False, timeout=WAIT_S) as client:
+        app = create_app(parts.frontend, core.dispatcher, parts.ready, parts.config, parts.metrics)
+        async with HttpDoor(app, host="127.0.0.1", port=0, grace_s=5.0) as door:
+            body = {"prompt": [5, 6, 7], "n": 2, "seed": 3, "max_tokens": 8, "stream": stream, "ignore_eos": True}
+            url = f"http://127.0.0.1:{door.port}/v1/completions"
+            got = await client.post(url, json=body, headers={"X-Tandem-Stream-Ids": "1"})
+        core.assert_idle()
+    said = [expected_tokens((5, 6, 7), count=8, seed=3, choice=choice) for choice in range(2)]
+    expected = [parts.tokenizer.decode([i for i in ids if i < parts.tokenizer.size]) for ids in said]
+    texts = ["", ""]
+    if stream:
+        *events, done = [event for event in got.text.split("\n\n") if event]
+        assert done == "data: [DONE]"
+        for event in events:
+            id_line, data = event.split("\n")
+            assert id_line.startswith("id: ")
+            for choice in json.loads(data.removeprefix("data: "))["choices"]:
+                texts[choice["index"]] += choice["text"]
+    else:
+        texts = [choice["text"] for choice in got.json()["choices"]]
+    assert texts == expected
+
+
+async def test_a_client_that_leaves_its_stream_cancels_on_the_worker() -> None:
+    parts = fakes.make_doors(fakes.make_tokenizer())
+    parts.frontend.clock = asyncio.get_running_loop().time
+
+    async def some(submission: Submission) -> None:
+        submission.give(submission.tokens[:2])
+
+    worker = FakeWorker("d0", script=some)
+    async with cluster(worker) as core, asyncio.timeout(WAIT_S):
+        app = create_app(parts.frontend, core.dispatcher, parts.ready, parts.config, parts.metrics)
+        async with HttpDoor(app, host="127.0.0.1", port=0, grace_s=5.0) as door:
+            reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
+            body = b'{"prompt": [5, 6], "stream": true, "return_token_ids": true}'
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: r\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+            await reader.readuntil(b"data: ")
+            writer.close()
+            await (await worker.submissions.get()).cancelled.wait()
+            await core.dispatcher.drain(most_s=WAIT_S)
+        core.assert_idle()
+    assert parts.metrics.registry.get_sample_value("tandem_request_failures_total", {"code": Cancelled.code.value}) == 1
+
+
+async def test_the_deadline_of_a_reader_that_does_not_read() -> None:
+    async def begin(submission: Submission) -> None:
+        for index in range(3):
+            submission.give(submission.tokens[index : index + 1], first_index=index)
+
+    worker = FakeWorker("d0", script=begin)
+    async with cluster(worker) as router, asyncio.timeout(WAIT_S):
+        reader = SlowReader()
+        with pytest.raises(DeadlineExceeded):
+            await router.dispatcher.run(routed(deadline_s=time.monotonic() + 0.2), reader)
+        assert len(reader.taken) == 1, "nothing was pushed on it"
+        await worker.submissions.get_nowait().cancelled.wait()
+        router.assert_idle()
+
+
+async def test_a_reader_that_fails_while_it_is_waited_for() -> None:
+    class Broken(SlowReader):
+        async def ready(self) -> None:
+            await asyncio.sleep(0)
+            raise OSError("gone")
+
+    worker = FakeWorker("d0", script=answer)
+    async with cluster(worker) as router, asyncio.timeout(WAIT_S):
+        with pytest.raises(OSError, match="gone"):
+            await router.dispatcher.run(routed(), Broken())
+        router.assert_idle()

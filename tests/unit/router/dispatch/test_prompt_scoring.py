@@ -1,0 +1,258 @@
+"""Who reads a prompt, and what becomes of the request when a reader refuses, dies or is given up."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from router.dispatch.choices.context import DispatchSettings
+from router.placement.scoring_worker import choose_reader
+from router.types.prompt_scoring import PromptReading, ReadAsk
+from router.types.requests import BeamAsk, RoutedRequest
+from tandem.errors import DeadlineExceeded, InternalError, InvariantError, Overloaded, ServingError, Unavailable
+from tandem.v1 import common_pb2 as common
+from tandem.v1 import session_pb2 as pb
+from tandem.values.outputs import FinishReason
+from tandem.values.roles import WorkerRole
+from tests.support.fake_worker import FakeWorker, ReadAttempt, expected_tokens
+from tests.support.router.cluster import PROMPT, Cluster, cluster, collect, routed
+from tests.support.router.delta_readers import QuickReader
+from tests.support.router.worker_views import worker
+
+WAIT_S = 20.0
+SCORES = ReadAsk(num_top=2)
+
+
+def asked(ask: ReadAsk = SCORES, **fields: object) -> RoutedRequest:
+    return replace(routed(), reads=ask, **fields)
+
+
+async def run(router: Cluster, request: RoutedRequest) -> tuple[PromptReading, QuickReader]:
+    reader = QuickReader()
+    async with asyncio.timeout(WAIT_S):
+        await router.dispatcher.run(request, reader)
+    first = reader.taken[0].reading
+    assert first is not None
+    assert all(delta.reading is None for delta in reader.taken[1:])
+    return first, reader
+
+
+def assert_whole(reading: PromptReading) -> None:
+    assert list(reading.logprobs) == [-float(token) for token in PROMPT[1:]]
+    assert list(reading.ranks) == list(range(1, len(PROMPT)))
+    assert [reading.top(i) for i in range(len(reading))] == [[(0, 0.0), (1, -1.0)]] * (len(PROMPT) - 1)
+
+
+def prefill(name: str, script: object = None) -> FakeWorker:
+    made = FakeWorker(name, role=WorkerRole.PREFILL)
+    if script is not None:
+        made.read_script = script
+    return made
+
+
+async def test_a_prefill_worker_reads_and_then_the_answer_comes_as_ever() -> None:
+    decode, reads = FakeWorker("d0"), prefill("p0")
+    async with cluster(decode, reads) as router:
+        reading, reader = await run(router, asked())
+        assert_whole(reading)
+        assert reader.token_ids() == expected_tokens(PROMPT, count=8, seed=3)
+        finish = reader.taken[-1].finish
+        assert finish is not None
+        assert (finish.cached_tokens, finish.times.prefill_s) == (0, 0.5), "read for this request, in its time"
+        order = (await reads.reads.get()).order
+        assert (list(order.prompt_token_ids), order.num_top, decode.reads.qsize()) == (list(PROMPT), 2, 0)
+        router.assert_idle()
+
+
+async def test_without_a_prefill_pool_a_decode_worker_reads_and_nothing_need_be_generated() -> None:
+    decode = FakeWorker("d0")
+    async with cluster(decode) as router:
+        reading, reader = await run(router, asked(ReadAsk(num_top=None, only=True), num_choices=2))
+        assert list(reading.mean) == [len(PROMPT), 3.0, 4.0]
+        assert [(d.choice_index, d.finish.reason) for d in reader.taken[1:] if d.finish] == [
+            (0, FinishReason.LENGTH),
+            (1, FinishReason.LENGTH),
+        ]
+        assert decode.submissions.empty()
+        router.assert_idle()
+
+
+async def test_what_comes_in_parts_is_one() -> None:
+    def in_parts(reading: ReadAttempt) -> None:
+        reading.give(0, 4)
+        reading.give(4, 5)
+        reading.give(5)
+
+    async with cluster(FakeWorker("d0"), prefill("p0", in_parts)) as router:
+        assert_whole((await run(router, asked()))[0])
+
+
+@pytest.mark.parametrize("code", ["Overloaded", "Unavailable", "InternalError"])
+async def test_who_refuses_is_followed_by_another(code: str) -> None:
+    async with cluster(FakeWorker("d0"), prefill("p0", lambda reading: reading.refuse(code)), prefill("p1")) as router:
+        assert_whole((await run(router, asked()))[0])
+        router.assert_idle()
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "asked_of"), [("Overloaded", Overloaded, 3), ("ContextLengthExceeded", ServingError, 1)]
+)
+async def test_when_all_refuse_the_client_hears_what_the_last_said(
+    code: str, error: type[ServingError], asked_of: int
+) -> None:
+    workers = [prefill("p0"), prefill("p1"), FakeWorker("d0")]
+    for one in workers:
+        one.read_script = lambda reading: reading.refuse(code)
+    async with cluster(*workers) as router:
+        with pytest.raises(error):
+            await run(router, asked())
+        assert sum(one.reads.qsize() for one in workers) == asked_of
+        router.assert_idle()
+
+
+async def test_a_reader_that_dies_is_followed_by_another_but_not_by_a_third() -> None:
+    readers = [prefill(f"p{i}", lambda _: None) for i in range(2)]
+    decode = FakeWorker("d0")
+    async with cluster(decode, *readers) as router:
+        task = asyncio.create_task(run(router, asked()))
+        for _ in range(2):
+            arrivals = [asyncio.create_task(one.reads.get()) for one in readers]
+            done, pending = await asyncio.wait(arrivals, return_when=asyncio.FIRST_COMPLETED, timeout=WAIT_S)
+            for other in pending:
+                other.cancel()
+            (which,) = [one for one, arrival in zip(readers, arrivals, strict=True) if arrival in done]
+            readers.remove(which)
+            await which.crash()
+        with pytest.raises(Unavailable, match="two workers"):
+            await task
+        assert decode.reads.empty()
+        router.assert_idle()
+
+
+async def test_a_prompt_waits_a_while_for_a_worker_to_come_back() -> None:
+    decode, reads = FakeWorker("d0"), prefill("p0", lambda _: None)
+    async with cluster(decode, reads) as router:
+        decode.read_script = lambda _: None
+        task = asyncio.create_task(run(router, asked()))
+        await asyncio.wait_for(reads.reads.get(), WAIT_S)
+        await reads.crash()
+        await asyncio.wait_for(decode.reads.get(), WAIT_S)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        router.assert_idle()
+    alone = FakeWorker("d0")
+    async with cluster(alone, settings=DispatchSettings(rejoin_s=WAIT_S)) as router:
+        await alone.crash()
+        await router.registry.until_live(0)
+        task = asyncio.create_task(run(router, asked()))
+        await asyncio.sleep(0)
+        await alone.start()
+        assert_whole((await task)[0])
+
+
+async def test_the_only_reader_is_asked_again_when_its_session_broke_and_is_back() -> None:
+    """The same process: it was frozen, or its network was away."""
+    alone = FakeWorker("d0")
+    alone.read_script = lambda _: None
+    async with cluster(alone) as router:
+        task = asyncio.create_task(run(router, asked()))
+        await asyncio.wait_for(alone.reads.get(), WAIT_S)
+        await alone.crash()
+        await router.registry.until_live(0)
+        alone.read_script = ReadAttempt.give
+        await alone.start()
+        assert_whole((await task)[0])
+        router.assert_idle()
+
+
+async def test_who_leaves_or_runs_out_of_time_is_cancelled_at_the_worker() -> None:
+    slow = prefill("p0", lambda _: None)
+    async with cluster(FakeWorker("d0"), slow) as router:
+        task = asyncio.create_task(run(router, asked()))
+        reading = await asyncio.wait_for(slow.reads.get(), WAIT_S)
+        task.cancel()
+        await asyncio.wait_for(reading.cancelled.wait(), WAIT_S)
+        await asyncio.gather(task, return_exceptions=True)
+        now_s = router.dispatcher._around.clock()
+        with pytest.raises(DeadlineExceeded):
+            await run(router, asked(deadline_s=now_s + 0.05))
+        reading = await asyncio.wait_for(slow.reads.get(), WAIT_S)
+        await asyncio.wait_for(reading.cancelled.wait(), WAIT_S)
+        router.assert_idle()
+
+
+async def test_nonsense_is_not_believed() -> None:
+    async with cluster(FakeWorker("d0"), prefill("p0", lambda reading: reading.give(3))) as router:
+        assert_whole((await run(router, asked()))[0])
+    lone = FakeWorker("d0")
+    lone.read_script = lambda reading: reading.give(3)
+    async with cluster(lone) as router:
+        with pytest.raises(InternalError):
+            await run(router, asked())
+
+
+async def test_streams_for_nobody_read_nothing() -> None:
+    async with cluster(FakeWorker("d0")) as router:
+        with pytest.raises(InvariantError):
+            await collect(router.generate(asked()))
+
+
+def test_the_prefill_worker_that_is_done_first_reads() -> None:
+    idle, busy = worker("p0", backlog=10), worker("p1", backlog=1000)
+    decode = worker("d0")
+    everybody = [busy, idle, decode]
+
+    def chosen(num_tokens: int = 100, **avoid: object) -> str | None:
+        found = choose_reader(everybody, num_tokens, **{"excluded": (), "shunned": (), **avoid})
+        return None if found is None else found.info.key.worker_id
+
+    assert chosen() == "p0"
+    assert chosen(shunned=[idle.info.key]) == "p1"
+    assert chosen(excluded=[idle.info.key, busy.info.key]) == "d0"
+    assert chosen(shunned=[one.info.key for one in everybody]) == "p0"
+    assert chosen(excluded=[one.info.key for one in everybody]) is None
+    assert chosen(num_tokens=10**6) is None
+    assert choose_reader([replace(idle, draining=True)], 5, excluded=(), shunned=()) is None
+
+
+async def test_a_beam_search_asks_one_worker_for_what_may_follow_and_survives_its_loss() -> None:
+    """The likeliest token is always its position; the second ends the answer."""
+    asked_of: dict[str, list[int]] = {"p0": [], "p1": []}
+
+    def follow(name: str) -> object:
+        def answer(reading: ReadAttempt) -> None:
+            length = len(reading.order.prompt_token_ids) - len(PROMPT)
+            asked_of[name].append(length)
+            if len(asked_of[name]) > 3:
+                workers[name].send(pb.WorkerMessage())  # what the protocol does not have ends the session
+                return
+            tops = [(length, -0.1), (900, -3.0), *((100 + i, -9.0 - i) for i in range(2))]
+            assert reading.order.num_next == len(tops)
+            order = reading.order
+            part = pb.ReadPart(request_id=order.request_id, attempt=order.attempt)
+            part.top_ids.extend(token for token, _ in tops)
+            part.top_logprobs.extend(value for _, value in tops)
+            cached = common.CachedTokens(prefill_pool=8 if length == 0 else 0)
+            part.times.CopyFrom(common.PhaseTimes(prefill_s=0.25, cached=cached))
+            workers[name].send(pb.WorkerMessage(read=part))
+
+        return answer
+
+    workers = {name: prefill(name, follow(name)) for name in asked_of}
+    async with cluster(FakeWorker("d0"), *workers.values()) as router:
+        beams = BeamAsk(num_beams=2, end_ids=frozenset({900}), early_stopping="never", length_penalty=0.0)
+        request = replace(routed(max_tokens=3, n=2), beams=beams)
+        reader = QuickReader()
+        async with asyncio.timeout(WAIT_S):
+            await router.dispatcher.run(request, reader)
+        assert [reader.token_ids(choice) for choice in (0, 1)] == [[0, 1, 2], [900]]
+        finishes = [delta.finish for delta in reader.taken]
+        assert [(f.reason, f.cached_tokens, f.times.prefill_s) for f in finishes if f] == [
+            (FinishReason.LENGTH, 8, 0.25),
+            (FinishReason.STOP, 8, 0.25),
+        ]
+        first, second = sorted(asked_of.values(), key=len, reverse=True)
+        assert first[:4] == [0, 1, 1, 2], "the same worker goes on"
+        assert second == [2, 2], "and another when it is lost"
+        router.assert_idle()

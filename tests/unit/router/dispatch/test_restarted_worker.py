@@ -1,0 +1,84 @@
+"""A worker that comes back on its old address is somebody else: nothing of its former life counts there."""
+
+import asyncio
+import time
+
+import pytest
+
+from tandem.values.ids import WorkerId
+from tandem.values.roles import WorkerRole
+from tests.support.fake_worker import FakeWorker, Submission, answer, expected_tokens, hold
+from tests.support.router.cluster import LONG_PROMPT, Cluster, cluster, collect, routed
+
+WAIT_S = 20.0
+
+
+async def restart(worker: FakeWorker, router: Cluster, *, live: int) -> None:
+    """A new process, which listens where the old one did."""
+    address = worker.address
+    await worker.crash()
+    await router.registry.until_live(live - 1)
+    worker.hello.incarnation += 1
+    await worker.start()
+    assert worker.address == address
+    await router.registry.until_live(live)
+
+
+async def test_a_hand_off_names_the_process_that_is_there_now() -> None:
+    """The decode worker can tell the two apart, and refuses what an older life would send."""
+    prefill, decode = FakeWorker("p0", role=WorkerRole.PREFILL), FakeWorker("d0")
+    async with cluster(decode, prefill) as router:
+        for life in (1, 2, 3):
+            await collect(router.generate(routed((life, *LONG_PROMPT))))
+            route = (await decode.submissions.get()).submit.prefill
+            assert (route.worker_id, route.incarnation) == ("p0", life)
+            if life < 3:
+                await restart(prefill, router, live=2)
+        router.assert_idle()
+
+
+@pytest.mark.parametrize("role", list(WorkerRole))
+async def test_what_it_was_blamed_for_is_forgotten(role: WorkerRole) -> None:
+    peer, decode = FakeWorker("w0", role=role), FakeWorker("d0", script=hold)
+    async with cluster(peer, decode) as router:
+        registry, health = router.registry, router.dispatcher.health
+        (key,) = (w.info.key for w in registry.snapshots() if w.info.key.worker_id == "w0")
+        registry.penalise(key, 1000.0)
+        sent = registry.assign(key, 500)
+        for _ in range(5):
+            health.breakers.failed(key, time.monotonic())
+        registry.prefix_map.expect(WorkerId("w0"), [b"0" * 16], now_s=0.0)
+        assert health.breakers.closed_to(time.monotonic()) == {key}
+        await restart(peer, router, live=2)
+        (new,) = (w for w in registry.snapshots() if w.info.key.worker_id == "w0")
+        assert (new.penalty_ms, new.backlog_tokens, new.num_active, new.draining) == (0.0, 0, 0, False)
+        assert health.breakers.closed_to(time.monotonic()) == set()
+        assert registry.prefix_map.num_blocks(WorkerId("w0")) == 0
+        # What is still told of the former life changes nothing.
+        registry.penalise(key, 1000.0)
+        sent.end()
+        assert next(w for w in registry.snapshots() if w.info.key == new.info.key) == new
+
+
+async def test_a_stream_of_its_former_life_is_continued_and_not_mixed_up() -> None:
+    """The new life answers the same request under the next attempt; what it says of the one before is not heard."""
+    worker = FakeWorker("d0", script=_two_tokens)
+    async with cluster(worker) as router, asyncio.timeout(WAIT_S):
+        client = asyncio.create_task(collect(router.generate(routed())))
+        first = await worker.submissions.get()
+        await router.registry.until(lambda: bool(router.dispatcher._runs))
+        worker.script = _says_first_what_its_former_life_would
+        await restart(worker, router, live=1)
+        second = await worker.submissions.get()
+        assert (first.submit.attempt, second.submit.attempt) == (1, 2)
+        assert (await client)[0] == expected_tokens(first.submit.prompt_token_ids, count=8, seed=3)
+        router.assert_idle()
+
+
+async def _two_tokens(submission: Submission) -> None:
+    submission.give(submission.tokens[:2])
+
+
+async def _says_first_what_its_former_life_would(submission: Submission) -> None:
+    submission.give([1, 2, 3], first_index=2, attempt=1)
+    await answer(submission)

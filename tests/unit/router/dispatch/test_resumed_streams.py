@@ -1,0 +1,181 @@
+"""A stream that another router began: taken over from its worker, or generated again where that is not possible."""
+
+import asyncio
+from contextlib import aclosing
+from dataclasses import replace
+
+import pytest
+
+from router.types.requests import ResumePoint, RoutedRequest
+from tandem.errors import RequestTooLarge, StreamTaken, Unavailable
+from tandem.values.ids import Incarnation
+from tandem.values.outputs import FinishReason
+from tandem.values.roles import WorkerRole
+from tests.support.fake_worker import FakeWorker, Submission, expected_tokens
+from tests.support.router.cluster import LONG_PROMPT, PROMPT, cluster, collect, routed
+
+LENGTH = 8
+
+
+def continued(*, worker: int = 1, num_tokens: int = 2, resumptions: int = 1, n: int = 1) -> RoutedRequest:
+    point = ResumePoint(worker=Incarnation(worker), num_tokens=num_tokens)
+    return replace(routed(max_tokens=LENGTH, n=n), resume=(point,) * n, resumptions=resumptions)
+
+
+def whole(choice: int = 0) -> list[int]:
+    return expected_tokens(PROMPT, count=LENGTH, seed=3, choice=choice)
+
+
+async def test_its_worker_gives_it_away() -> None:
+    worker = FakeWorker("d0")
+    worker.keeps = {"r1-0": whole(), "r1-1": whole(1)}
+    async with cluster(worker, FakeWorker("d1", incarnation=2)) as router:
+        assert await collect(router.generate(continued(n=2))) == {0: whole(), 1: whole(1)}
+        asked = [worker.adoptions.get_nowait() for _ in range(2)]
+        assert [(a.request_id, a.num_shown, a.attempt) for a in asked] == [
+            ("r1-0", 2, (1 << 16) + 1),
+            ("r1-1", 2, (1 << 16) + 1),
+        ]
+        assert worker.submissions.empty()
+        assert router.observed.modes == ["adopted", "adopted"]
+        router.assert_idle()
+
+
+async def test_a_worker_that_has_it_no_more_generates_it_again() -> None:
+    worker = FakeWorker("d0")
+    async with cluster(worker) as router:
+        assert await collect(router.generate(continued())) == {0: whole()}
+        assert worker.adoptions.qsize() == 1
+        submit = worker.submissions.get_nowait().submit
+        assert (submit.sampling.seed, list(submit.generated_token_ids)) == (3, [])
+        assert router.observed.retries == []
+        router.assert_idle()
+
+
+async def test_a_worker_that_is_gone_is_not_asked() -> None:
+    worker = FakeWorker("d0", incarnation=9)
+    async with cluster(worker) as router:
+        assert await collect(router.generate(continued(worker=1))) == {0: whole()}
+        assert worker.adoptions.empty()
+        router.assert_idle()
+
+
+async def test_a_worker_lost_while_it_is_asked_is_followed_by_another() -> None:
+    async def silent(_: Submission) -> None: ...
+
+    dying = FakeWorker("d0", script=silent)
+    dying._give_away = lambda adopt: dying.adoptions.put_nowait(adopt)  # type: ignore[method-assign]
+    async with cluster(dying, FakeWorker("d1", incarnation=2)) as router:
+        answer = asyncio.create_task(collect(router.generate(continued())))
+        await dying.adoptions.get()
+        await dying.crash()
+        assert await answer == {0: whole()}
+        router.assert_idle()
+
+
+async def test_its_former_reader_here_is_told_and_ends_nothing() -> None:
+    held = asyncio.Event()
+
+    async def begin(submission: Submission) -> None:
+        submission.give(whole()[:2])
+        await held.wait()
+
+    worker = FakeWorker("d0", script=begin)
+    worker.keeps = {"r1-0": whole()}
+    async with cluster(worker) as router:
+        async with aclosing(router.generate(routed(max_tokens=LENGTH))) as former:
+            await anext(former)
+            assert await collect(router.generate(continued())) == {0: whole()}
+            with pytest.raises(StreamTaken):
+                await anext(former)
+        assert not worker.submissions.get_nowait().cancelled.is_set()
+        router.assert_idle()
+
+
+@pytest.mark.parametrize("resumptions", [1, 2, 7])
+async def test_of_two_readers_of_one_place_the_latest_has_it(resumptions: int) -> None:
+    """A client sends the same id again while its former connection is half open, or an earlier one, or a later one."""
+    worker = FakeWorker("d0")
+    worker._give_away = lambda adopt: worker.adoptions.put_nowait(adopt)  # type: ignore[method-assign]
+    async with cluster(worker) as router:
+        readers, numbers = [], []
+        for _ in range(3):
+            readers.append(asyncio.create_task(collect(router.generate(continued(resumptions=resumptions)))))
+            numbers.append((await worker.adoptions.get()).attempt)
+            resumptions = 2
+        assert numbers == sorted(set(numbers)), "no attempt is taken for a former one"
+        for former in readers[:-1]:
+            with pytest.raises(StreamTaken):
+                await former
+        readers[-1].cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
+        router.assert_idle()
+
+
+async def test_two_continuations_from_one_place_are_two_hand_offs() -> None:
+    """Their attempts have the same number, and the first one's hand-off may still be at the worker that gets both."""
+    decode, prefill = FakeWorker("d0", incarnation=9), FakeWorker("p0", role=WorkerRole.PREFILL)
+    again = replace(continued(worker=8), prompt_token_ids=LONG_PROMPT)
+    async with cluster(decode, prefill) as router:
+        for _ in range(2):
+            await collect(router.generate(again))
+        orders = [decode.submissions.get_nowait().submit for _ in range(2)]
+        assert [order.attempt for order in orders] == [(1 << 16) + 1] * 2
+        assert len({order.prefill.transfer_id for order in orders}) == 2
+        assert all(order.prefill.transfer_id.startswith("r1-0.65537.") for order in orders)
+
+
+async def test_a_long_answer_comes_back_in_one_piece() -> None:
+    """More tokens than a slow reader may have waiting."""
+    long = replace(continued(num_tokens=6000), sampling=replace(continued().sampling, max_tokens=6001))
+    worker = FakeWorker("d0")
+    worker.keeps = {"r1-0": [7] * 6001}
+    async with cluster(worker) as router:
+        assert await collect(router.generate(long)) == {0: [7] * 6001}
+
+
+async def begun(submission: Submission) -> None:
+    """Two tokens, and nothing after them by itself."""
+    submission.give(whole()[:2])
+
+
+async def test_a_full_router_takes_a_stream_that_goes_on() -> None:
+    worker = FakeWorker("d0", script=begun)
+    worker.keeps = {"r1-0": whole()}
+    async with (
+        cluster(worker, max_inflight=1) as router,
+        aclosing(router.generate(routed(max_tokens=LENGTH))) as former,
+    ):
+        await anext(former)
+        assert await collect(router.generate(continued())) == {0: whole()}
+        with pytest.raises(StreamTaken):
+            await anext(former)
+        await former.aclose()
+        router.assert_idle()
+
+
+async def test_a_continuation_that_is_refused_leaves_the_stream_where_it_was() -> None:
+    worker = FakeWorker("d0", script=begun)
+    async with cluster(worker) as router, aclosing(router.generate(routed(max_tokens=LENGTH))) as former:
+        await anext(former)
+        router.dispatcher._admission.close()
+        with pytest.raises(Unavailable, match="draining"):
+            await collect(router.generate(continued()))
+        (submission,) = [worker.submissions.get_nowait()]
+        submission.give(whole()[2:], first_index=2, finish=FinishReason.LENGTH)
+        assert [t.token_id for delta in [d async for d in former] for t in delta.tokens] == whole()[2:]
+        router.assert_idle()
+
+
+async def test_a_continuation_that_nobody_can_run_ends_the_stream() -> None:
+    worker = FakeWorker("d0", script=begun)
+    async with cluster(worker) as router, aclosing(router.generate(routed(max_tokens=LENGTH))) as former:
+        await anext(former)
+        too_long = replace(continued(worker=9), prompt_token_ids=tuple(range(5000)))
+        with pytest.raises(RequestTooLarge):
+            await collect(router.generate(too_long))
+        with pytest.raises(StreamTaken):
+            await anext(former)
+        await worker.submissions.get_nowait().cancelled.wait()
+        await former.aclose()
+        router.assert_idle()

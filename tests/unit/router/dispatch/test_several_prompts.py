@@ -1,0 +1,146 @@
+"""One client call with several prompts is let in as a whole or not at all, and what is refused spends nothing."""
+
+import asyncio
+import time
+
+import httpx
+import pytest
+
+from router.admission.counts import Rejection
+from router.admission.types import Wanted
+from router.http.app import create_app
+from tandem.config.admission import LimitsConfig, TenantLimits
+from tandem.errors import InvalidRequest, Overloaded, Unavailable
+from tests.support.fake_worker import FakeWorker, hold
+from tests.support.router.admission_queues import gated, of
+from tests.support.router.admission_world import Desk
+from tests.support.router.cluster import collect
+from tests.support.router.servers import fakes
+from tests.support.router.servers.http_client import PLAIN, error_of
+
+WAIT_S = 20.0
+
+
+def wanted(tenant: str = "a", *, tokens: int = 100) -> Wanted:
+    return Wanted(tenant=tenant, priority=0, num_tokens=tokens, max_output_tokens=1, deadline_s=None)
+
+
+def limits(**bounds: int) -> LimitsConfig:
+    return LimitsConfig(default=TenantLimits(**bounds))
+
+
+@pytest.mark.parametrize(
+    ("bounds", "name"),
+    [({"concurrent_requests": 1}, "concurrent_requests"), ({"requests_per_minute": 1}, "requests_per_minute")],
+)
+def test_what_can_never_be_let_in_is_no_overload_and_spends_nothing(bounds: dict[str, int], name: str) -> None:
+    desk = Desk(limits=limits(**bounds))
+    for _ in range(5):
+        with pytest.raises(InvalidRequest, match=f"2 prompts: this API key's limit {name} is 1") as caught:
+            desk.admission.enter_call([wanted(), wanted()])
+        assert caught.value.param == name
+    assert not desk.ask().waiting
+
+
+def test_a_call_that_is_refused_for_now_spends_nothing() -> None:
+    desk = Desk(limits=limits(concurrent_requests=2, requests_per_minute=3, tokens_per_minute=1000))
+    held = desk.ask()
+    for _ in range(5):
+        with pytest.raises(Overloaded) as caught:
+            desk.admission.enter_call([wanted(), wanted()])
+        assert caught.value.param == "concurrent_requests"
+    assert desk.admission.num_inflight == 1
+    desk.admission.end(held)
+    entered = desk.admission.enter_call([wanted(), wanted()])
+    assert (len(entered.entries), entered.refusal) == (2, None)
+    assert desk.admission.num_inflight == 2
+
+
+def test_a_call_larger_than_a_minutes_tokens_is_let_in_when_the_account_is_full() -> None:
+    desk = Desk(limits=limits(tokens_per_minute=500))
+    assert desk.admission.enter_call([wanted(tokens=300), wanted(tokens=300)]).refusal is None
+    with pytest.raises(Overloaded):
+        desk.admission.enter_call([wanted(tokens=300), wanted(tokens=300)])
+    # 602 were taken of 500, and a full account is 500.
+    desk.now_s += 60.0 * 603 / 500
+    assert desk.admission.enter_call([wanted(tokens=300), wanted(tokens=300)]).refusal is None
+
+
+def test_a_call_whose_second_prompt_the_queue_refuses_spends_nothing_of_either() -> None:
+    desk = Desk(limits=limits(requests_per_minute=2), max_requests=1)
+    desk.fill()
+    for _ in range(5):
+        entered = desk.admission.enter_call([wanted(), wanted()])
+        assert isinstance(entered.refusal, Overloaded)
+        assert all(entry.ended for entry in entered.entries[:1])
+    assert (desk.admission.num_inflight, desk.admission.num_waiting) == (0, 0)
+    assert desk.admission.counts.rejections == {Rejection.QUEUE_FULL: 10}, "a call is, with all its requests"
+    assert desk.admission.counts.tenants["a"].rejected == 10
+    assert desk.ask().waiting
+    assert desk.admission.counts.tenants["a"].requests == 0
+
+
+async def test_at_the_gate_all_of_a_call_run_and_their_places_come_back() -> None:
+    worker = FakeWorker("d0")
+    async with gated(worker, limits=limits(concurrent_requests=3)) as (gate, core), asyncio.timeout(WAIT_S):
+        for turn in range(3):
+            call = [of("a", 10 * turn + i) for i in range(3)]
+            with gate.admitted(call):
+                # One runs, the others wait in the line: their turns come whether or not somebody asks for them yet.
+                answers = [await collect(gate.generate(request)) for request in call]
+            assert all(len(tokens[0]) == 8 for tokens in answers)
+        assert gate.admission.num_inflight == gate.admission.num_waiting == 0
+        core.assert_idle()
+
+
+async def test_at_the_gate_what_is_let_in_and_never_runs_is_given_back() -> None:
+    worker = FakeWorker("d0", script=hold)
+    bounds = limits(concurrent_requests=2, requests_per_minute=2)
+    async with gated(worker, limits=bounds) as (gate, core):
+        for _ in range(3):
+            with gate.admitted([of("a", 1), of("a", 2)]):
+                assert gate.admission.num_inflight == 2
+            assert gate.admission.num_inflight == gate.admission.num_waiting == 0
+        with pytest.raises(InvalidRequest), gate.admitted([of("a", i) for i in range(3)]):
+            pytest.fail("was let in")
+        with gate.admitted([of("a", 1)]), pytest.raises(Overloaded), gate.admitted([of("a", 2), of("a", 3)]):
+            pytest.fail("was let in")
+        assert not gate._turns
+        assert not gate._entered
+        core.assert_idle()
+
+
+async def test_one_that_is_turned_away_before_it_is_run_hears_of_it() -> None:
+    """Entered, it waits in the line; what is decided there before `run` is not lost."""
+    worker = FakeWorker("d0", script=hold)
+    async with gated(worker, max_queue_s=0.3) as (gate, _), asyncio.timeout(WAIT_S):
+        running = asyncio.create_task(collect(gate.generate(of("x", 0))))
+        await worker.submissions.get()
+        with gate.admitted([of("a", 1), of("a", 2)]):
+            while gate.admission.num_waiting:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            for number in (1, 2):
+                with pytest.raises(Unavailable):
+                    await collect(gate.generate(of("a", number)))
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_over_http_the_limit_is_named_and_the_next_call_is_served() -> None:
+    parts = fakes.make_doors(fakes.make_tokenizer())
+    parts.frontend.clock = time.monotonic
+    bounds = limits(concurrent_requests=1, requests_per_minute=1)
+    async with gated(FakeWorker("d0"), limits=bounds) as (gate, _), asyncio.timeout(WAIT_S):
+        app = create_app(parts.frontend, gate, parts.ready, parts.config, parts.metrics)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
+            for stream in (False, True, False):
+                answer = await client.post(PLAIN, json={"prompt": ["a b", "c d"], "stream": stream})
+                assert answer.status_code == 400
+                assert "retry-after" not in answer.headers
+                assert error_of(answer)["param"] == "concurrent_requests"
+            assert (await client.post(PLAIN, json={"prompt": "a b"})).status_code == 200
+            assert (await client.post(PLAIN, json={"prompt": "a b"})).status_code == 429
+    failures = parts.metrics.registry.get_sample_value
+    assert failures("tandem_request_failures_total", {"code": "INVALID_ARGUMENT"}) == 6.0
+    page = parts.metrics.render().decode()
+    assert next(line for line in page.splitlines() if line.startswith("vllm:num_requests_waiting{")).endswith(" 0.0")

@@ -1,0 +1,137 @@
+"""Canaries: a live session over a dead engine is not ready."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import replace
+
+import pytest
+
+from router.fleet.canary import Canary, CanarySchedule, CanarySettings
+from router.fleet.readiness import Readiness
+from router.metrics.router_metrics import RouterMetrics
+from router.types.requests import ChoiceDelta, RoutedRequest
+from tandem.values.block_hash import root_hash
+from tests.support.fake_worker import SECRET, FakeWorker, answer, hold
+from tests.support.router.cluster import Cluster, cluster, collect, routed
+from tests.support.router.servers import fakes
+from tests.support.router.servers.http_client import client_of
+from tests.support.router.worker_views import worker
+
+CANARY_ROOT = root_hash(secret=SECRET, model_fingerprint="model-a", salt="canary")
+
+
+@contextlib.asynccontextmanager
+async def _canary(
+    router: Cluster, *, timeout_s: float = 20.0, silence_s: float = 0.0
+) -> AsyncIterator[tuple[Canary, Readiness]]:
+    settings = CanarySettings(silence_s=silence_s, timeout_s=timeout_s, interval_s=0.01)
+    canary = Canary(router.registry, router.dispatcher, hash_root=CANARY_ROOT, settings=settings)
+    yield canary, Readiness(router.registry, RouterMetrics("m"), canary.answering)
+
+
+async def test_a_dead_engine_behind_a_live_session_is_not_ready_until_a_token_comes() -> None:
+    dead = FakeWorker("d0", script=hold)
+    async with cluster(dead) as router, _canary(router, timeout_s=0.1) as (canary, readiness):
+        assert readiness.not_ready_reason() is None
+        async with canary:
+            submission = await dead.submissions.get()
+            await submission.cancelled.wait()
+        assert readiness.not_ready_reason() == "no decode worker gives tokens"
+        dead.script = answer
+        await collect(router.generate(routed()))
+        assert readiness.not_ready_reason() is None
+        router.assert_idle()
+
+
+async def test_load_balancers_hear_that_no_key_is_good() -> None:
+    parts, why = fakes.make_doors(fakes.make_tokenizer()), "no API key is good: the file was not read for 300 s"
+    told: list[str | None] = [None]
+    async with cluster(FakeWorker("d0")) as router:
+        parts.ready = Readiness(router.registry, RouterMetrics("m"), lambda _: True, lambda: told[0])
+        async with client_of(parts) as client:
+            assert (await client.get("/readyz")).status_code == 200
+            told[0] = why
+            answered = await client.get("/readyz")
+            assert answered.status_code == 503
+            assert why in answered.text
+            assert (await client.get("/health")).status_code == 200
+
+
+async def test_load_balancers_hear_of_an_engine_that_died_behind_a_live_session() -> None:
+    """At the door: /health goes on to say that the router lives, /readyz says 503 until a token has come."""
+    parts = fakes.make_doors(fakes.make_tokenizer())
+    dead = FakeWorker("d0", script=hold)
+    async with cluster(dead) as router, _canary(router, timeout_s=0.1) as (canary, readiness):
+        parts.ready = readiness
+        async with client_of(parts) as client:
+            assert (await client.get("/readyz")).status_code == 200
+            async with canary:
+                await (await dead.submissions.get()).cancelled.wait()
+            answered = await client.get("/readyz")
+            assert (answered.status_code, answered.headers["retry-after"]) == (503, "1")
+            assert "no decode worker gives tokens" in answered.text
+            assert (await client.get("/health")).status_code == 200
+            dead.script = answer
+            await canary.ask(router.registry.snapshots()[0].info.key)
+            assert (await client.get("/readyz")).status_code == 200
+
+
+async def test_a_canary_asks_each_worker_for_one_token_and_is_not_counted() -> None:
+    workers = [FakeWorker("d0"), FakeWorker("d1", script=hold)]
+    async with cluster(*workers) as router, _canary(router, timeout_s=0.3, silence_s=10.0) as (canary, readiness):
+        keys = {w.info.key.worker_id: w.info.key for w in router.registry.snapshots()}
+        for key in keys.values():
+            await canary.ask(key)
+        for fake in workers:
+            submit = fake.submissions.get_nowait().submit
+            assert fake.submissions.empty()
+            assert (submit.sampling.max_tokens, len(submit.prompt_token_ids)) == (1, 1)
+            assert submit.hash_root == CANARY_ROOT
+        assert router.observed.modes == []
+        # One that answers is enough; the other is avoided.
+        assert readiness.not_ready_reason() is None
+        answering = {w.info.key.worker_id: canary.answering(w) for w in router.registry.snapshots()}
+        assert answering == {"d0": True, "d1": False}
+        assert next(w for w in router.registry.snapshots() if w.info.key == keys["d1"]).penalty_ms > 0.0
+        router.assert_idle()
+
+
+async def test_no_room_at_the_router_says_nothing_of_a_worker() -> None:
+    held = FakeWorker("d0", script=hold)
+    async with cluster(held, max_inflight=1) as router, _canary(router) as (canary, readiness):
+        client = asyncio.create_task(collect(router.generate(routed())))
+        await held.submissions.get()
+        await canary.ask(router.registry.snapshots()[0].info.key)
+        assert readiness.not_ready_reason() is None
+        client.cancel()
+
+
+async def test_a_fault_is_logged_and_workers_are_asked_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    async with cluster(FakeWorker("d0")) as router, _canary(router) as (canary, _):
+        generate, asked = router.dispatcher.generate, asyncio.Event()
+
+        def faulty_at_first(request: RoutedRequest) -> AsyncGenerator[ChoiceDelta, None]:
+            if request.request_id == "canary-0":
+                raise RuntimeError("a fault of ours")
+            asked.set()
+            return generate(request)
+
+        router.dispatcher.generate = faulty_at_first
+        async with canary, asyncio.timeout(20.0):
+            await asked.wait()
+        assert "a fault of ours" in caplog.text
+
+
+def test_only_silent_decode_workers_are_asked() -> None:
+    schedule = CanarySchedule(CanarySettings(silence_s=10.0))
+    silent, busy = replace(worker("d0"), answered_s=5.0), replace(worker("d1"), answered_s=10.0)
+    leaving, prefill = replace(worker("d2"), draining=True), worker("p0")
+    assert schedule.due([silent, busy, leaving, prefill], 15.0) == [silent.info.key]
+    schedule.failed(silent.info.key, 16.0)
+    assert not schedule.answering(silent)
+    assert schedule.answering(replace(silent, answered_s=17.0))
+    assert schedule.answering(busy)
+    # A worker that left and came back is believed again.
+    schedule.due([busy], 18.0)
+    assert schedule.answering(silent)

@@ -1,0 +1,84 @@
+"""Renewals of pins that a worker does not take: bounded, whatever is asked for meanwhile."""
+
+import asyncio
+from typing import Any
+
+from router.fleet.pending_pin_orders import WaitingPins
+from router.fleet.session_wire import hello_from_pb
+from router.fleet.worker_session import SessionSettings, WorkerSession
+from tandem.v1 import session_pb2 as pb
+from tandem.values.ids import BlockHash, Incarnation
+from tandem.values.prefix_pin import PinKey, PinOrder
+from tests.support.fake_worker import FakeWorker
+from tests.support.router.cluster import WatchedRegistry
+from worker.session_port import orders_of
+
+
+def _key(name: object) -> PinKey:
+    return PinKey("t", str(name))
+
+
+def _order(name: object, ttl_s: float) -> PinOrder:
+    return PinOrder(key=_key(name), last_block=BlockHash(b"block"), ttl_s=ttl_s)
+
+
+def test_only_the_newest_word_on_a_pin_waits() -> None:
+    pins = WaitingPins[str](most=10)
+    for order in ("made", "renewed", "renewed again"):
+        pins.put(_key("a"), order)
+        pins.put(_key("b"), order)
+    pins.put(_key("a"), "ended")
+    assert len(pins) == 2
+    assert list(pins.take(10)) == ["renewed again", "ended"]
+    assert not pins
+
+
+def test_beyond_the_bound_the_oldest_is_dropped() -> None:
+    pins = WaitingPins[int](most=3)
+    for number in range(5):
+        pins.put(_key(number), number)
+    pins.put(_key(2), 22)
+    assert (list(pins.take(2)), len(pins)) == ([3, 4], 1)
+    pins.clear()
+    assert list(pins.take(2)) == []
+
+
+class _Stuck:
+    """A call to a worker that takes nothing until it is told to; it never says anything."""
+
+    def __init__(self) -> None:
+        self.written: list[pb.RouterMessage] = []
+        self.is_called, self.may_go, self.has_unpinned = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def write(self, message: pb.RouterMessage) -> None:
+        self.is_called.set()
+        await self.may_go.wait()
+        self.written += orders_of(message)
+        if self.written[-1].HasField("unpin"):
+            self.has_unpinned.set()
+
+    async def read(self) -> Any:
+        await asyncio.Event().wait()
+
+    def cancel(self) -> None:
+        """See grpc.aio.Call."""
+
+
+async def test_renewals_to_a_worker_that_is_stuck_are_few_and_the_newest() -> None:
+    call, settings = _Stuck(), SessionSettings(metadata=(), incarnation=Incarnation(5), silence_s=3600.0)
+    info = hello_from_pb(pb.WorkerMessage(hello=FakeWorker("d0").hello))
+    session = WorkerSession(call, info, settings)
+    conversing = asyncio.create_task(session.converse(WatchedRegistry()))
+    await call.is_called.wait()
+    for number in range(3_000):
+        session.pin(_order(number % 100, ttl_s=number))
+    session.unpin(_key(7))
+    call.may_go.set()
+    await call.has_unpinned.wait()
+    conversing.cancel()
+    await asyncio.gather(conversing, return_exceptions=True)
+    told, kinds = call.written[1:], [order.WhichOneof("kind") for order in call.written]
+    assert kinds == ["supersede", *["pin"] * 99, "unpin"]
+    assert sorted(order.pin.ttl_s for order in told[:-1]) == [2900 + n for n in range(100) if n != 7]
+    session.pin(_order("late", ttl_s=1.0))
+    assert not session._pins

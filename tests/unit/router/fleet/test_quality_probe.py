@@ -1,0 +1,125 @@
+"""Every worker reads the probe's text, and a metric says how probable it was to its model."""
+
+import asyncio
+import time
+from array import array
+from collections.abc import Callable
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from router.fleet.quality_probe import ProbeSchedule, QualityProbe, loss_of
+from router.types.prompt_scoring import PromptReading
+from tandem.config.cluster import load
+from tandem.errors import ConfigError
+from tandem.values.block_hash import root_hash
+from tandem.values.roles import WorkerRole
+from tests.support.fake_worker import SECRET, FakeWorker, ReadAttempt
+from tests.support.router.cluster import Cluster, cluster
+from tests.support.router.worker_views import worker
+
+ROOT = root_hash(secret=SECRET, model_fingerprint="model-a", salt="quality")
+TEXT = (7, 8, 12)
+WAIT_S = 20.0
+
+
+def probe_of(router: Cluster) -> tuple[QualityProbe, CollectorRegistry]:
+    made = QualityProbe(router.registry, router.dispatcher, tokens=TEXT, hash_root=ROOT, period_s=60.0)
+    registry = CollectorRegistry()
+    registry.register(made)
+    return made, registry
+
+
+def told(registry: CollectorRegistry, name: str, role: str) -> float | None:
+    return registry.get_sample_value("tandem_quality_loss_nats", {"worker": name, "role": role})
+
+
+def test_each_worker_reads_as_it_joins_and_then_once_a_period() -> None:
+    schedule = ProbeSchedule(60.0)
+    first, second = worker("d0"), worker("p0")
+    assert schedule.due([first], 1.0) == [(first.info.key, WorkerRole.DECODE)]
+    assert schedule.due([first, second], 2.0) == [(second.info.key, WorkerRole.PREFILL)]
+    assert schedule.due([first, second], 60.9) == []
+    assert schedule.due([first], 61.0) == [(first.info.key, WorkerRole.DECODE)]
+    assert not schedule.knows(second.info.key), "it has left"
+    assert schedule.due([first, second], 61.5) == [(second.info.key, WorkerRole.PREFILL)], "and is another now"
+
+
+def test_the_loss_is_a_mean_of_what_was_read() -> None:
+    assert loss_of(PromptReading(logprobs=array("f", [-1.0, -2.0, -6.0]))) == 3.0
+
+
+async def test_every_worker_of_both_pools_reads_it_and_is_told_apart() -> None:
+    decode, reads = FakeWorker("d0"), FakeWorker("p0", role=WorkerRole.PREFILL)
+    async with cluster(decode, reads) as router:
+        probe, registry = probe_of(router)
+        await probe.look()
+        assert (told(registry, "d0", "decode"), told(registry, "p0", "prefill")) == (10.0, 10.0)
+        for one in (decode, reads):
+            order = one.reads.get_nowait().order
+            assert (list(order.prompt_token_ids), order.hash_root, order.num_top) == (list(TEXT), ROOT, 0)
+            assert one.reads.empty(), "one of each"
+        assert router.observed.modes == [], "no request of a client's"
+        await probe.look()
+        assert decode.reads.empty(), "not before its period is over"
+        router.assert_idle()
+
+
+async def test_a_worker_that_refuses_is_not_stood_in_for_and_one_that_left_is_forgotten() -> None:
+    decode, reads = FakeWorker("d0"), FakeWorker("p0", role=WorkerRole.PREFILL)
+    decode.read_script = lambda reading: reading.refuse("Overloaded")
+    async with cluster(decode, reads) as router:
+        probe, registry = probe_of(router)
+        await probe.look()
+        assert (told(registry, "d0", "decode"), told(registry, "p0", "prefill")) == (None, 10.0)
+        assert reads.reads.qsize() == 1
+        await reads.crash()
+        await router.registry.until_live(1)
+        await probe.look()
+        assert told(registry, "p0", "prefill") is None
+
+
+@pytest.mark.parametrize(
+    "sick", [lambda reading: reading.refuse("Overloaded"), lambda reading: reading.give(scale=float("nan"))]
+)
+async def test_what_a_worker_was_is_not_told_of_one_that_reads_no_more(sick: Callable[[ReadAttempt], None]) -> None:
+    decode = FakeWorker("d0")
+    async with cluster(decode) as router:
+        later_s = 0.0
+        probe = QualityProbe(
+            router.registry,
+            router.dispatcher,
+            tokens=TEXT,
+            hash_root=ROOT,
+            period_s=60.0,
+            clock=lambda: time.monotonic() + later_s,
+        )
+        registry = CollectorRegistry()
+        registry.register(probe)
+        await probe.look()
+        assert told(registry, "d0", "decode") == 10.0
+        later_s = 61.0
+        decode.read_script = sick
+        await probe.look()
+        assert told(registry, "d0", "decode") is None
+
+
+async def test_it_asks_by_itself_while_entered_and_takes_no_place_when_left() -> None:
+    decode = FakeWorker("d0")
+    asked = asyncio.Event()
+
+    def hold(_: ReadAttempt) -> None:
+        asked.set()
+
+    decode.read_script = hold
+    async with cluster(decode) as router:
+        probe, _ = probe_of(router)
+        async with probe:
+            await asyncio.wait_for(asked.wait(), WAIT_S)
+        router.assert_idle()
+
+
+def test_it_is_off_unless_asked_for_and_its_text_is_long_enough_to_say_something() -> None:
+    assert load(None).router.quality.period_s is None
+    with pytest.raises(ConfigError, match=r"router\.quality\.text"):
+        load(None, {"router.quality.text": "short"})

@@ -1,0 +1,157 @@
+"""Which workers a router says that it reaches, and where the configuration says that they are."""
+
+import asyncio
+import logging
+from dataclasses import replace
+
+from router.fleet import reachable_workers
+from router.fleet.configured_workers import StatedWorkers
+from router.fleet.reachable_workers import ReachedWorkers
+from tandem.rpc.worker_directory import ChangingDirectory, stated_addresses
+from tests.support.router.worker_views import worker
+
+NOBODY = stated_addresses(prefill=[], decode=[])
+
+
+class Registry:
+    """Workers that join, drain and leave as the test likes."""
+
+    def __init__(self, *workers):
+        self.workers = {one.info.key: one for one in workers}
+        self.watchers = []
+
+    def snapshots(self):
+        return list(self.workers.values())
+
+    def watch(self, callback):
+        self.watchers.append(callback)
+
+    def unwatch(self, callback):
+        self.watchers.remove(callback)
+
+    def put(self, one):
+        self.workers[one.info.key] = one
+        self.tell()
+
+    def remove(self, one):
+        del self.workers[one.info.key]
+        self.tell()
+
+    def tell(self):
+        for callback in list(self.watchers):
+            callback()
+
+
+class Canary:
+    """Workers that give a token when they are let."""
+
+    def __init__(self):
+        self.asked = asyncio.Queue()
+        self.alive = set()
+
+    async def ask(self, key):
+        await self.asked.put(key)
+        return key in self.alive
+
+
+def reached_workers(registry, canary, told):
+    def addresses():
+        return {key: f"{key.worker_id}:1" for key in registry.workers}
+
+    return ReachedWorkers(registry, canary, addresses=addresses, tell=lambda news: told.put_nowait(news["reaches"]))
+
+
+async def test_a_decode_worker_that_joins_is_reached_when_it_has_given_a_token(monkeypatch):
+    monkeypatch.setattr(reachable_workers, "_AGAIN_S", 0.0)
+    old, new = worker("d0"), worker("d1")
+    registry, canary, told = Registry(old), Canary(), asyncio.Queue()
+    async with reached_workers(registry, canary, told):
+        registry.put(new)
+        for _ in range(2):  # it is asked again and again
+            assert await canary.asked.get() == new.info.key
+        assert told.get_nowait() == ["d0:1"]
+        assert told.empty()
+        canary.alive.add(new.info.key)
+        assert await told.get() == ["d0:1", "d1:1"]
+        registry.put(replace(old, draining=True))
+        registry.put(worker("p0"))
+        registry.remove(old)
+    assert [told.get_nowait() for _ in range(told.qsize())] == [["d1:1"], ["d1:1", "p0:1"]]
+    assert registry.watchers == []
+
+
+async def test_a_question_that_fails_in_a_way_that_nobody_foresaw_is_asked_again(monkeypatch, caplog):
+    monkeypatch.setattr(reachable_workers, "_AGAIN_S", 0.0)
+
+    class Broken(Canary):
+        async def ask(self, key):
+            if await super().ask(key):
+                return True
+            raise ZeroDivisionError
+
+    new, registry, canary, told = worker("d1"), Registry(), Broken(), asyncio.Queue()
+    async with reached_workers(registry, canary, told):
+        registry.put(new)
+        for _ in range(2):
+            await canary.asked.get()
+        canary.alive.add(new.info.key)
+        while await told.get() != ["d1:1"]:
+            pass
+    assert "asking d1 for a token failed" in caplog.text
+
+
+async def test_a_token_of_anybodys_request_is_proof_where_there_is_no_room_for_the_question(monkeypatch):
+    monkeypatch.setattr(reachable_workers, "_AGAIN_S", 0.0)
+    new, registry, canary, told = worker("d1"), Registry(), Canary(), asyncio.Queue()
+    async with reached_workers(registry, canary, told):
+        registry.put(new)
+        await canary.asked.get()
+        registry.put(replace(new, answered_s=new.answered_s + 1.0))
+        while await told.get() != ["d1:1"]:
+            pass
+
+
+async def test_one_that_leaves_unproven_is_asked_no_more(monkeypatch):
+    monkeypatch.setattr(reachable_workers, "_AGAIN_S", 0.0)
+    registry, canary, told = Registry(), Canary(), asyncio.Queue()
+    async with reached_workers(registry, canary, told) as watching:
+        new = worker("d1")
+        registry.put(new)
+        await canary.asked.get()
+        (asking,) = watching._asking.values()
+        registry.remove(new)
+        await asking
+        assert canary.asked.qsize() <= 1
+    assert [told.get_nowait() for _ in range(told.qsize())] == [[]]
+
+
+async def test_stated_workers_are_those_of_the_file_and_what_makes_no_sense_changes_nothing(tmp_path, caplog):
+    path, applied, heard = tmp_path / "cluster.yaml", [], asyncio.Event()
+
+    def apply(addresses):
+        applied.append(addresses)
+        heard.set()
+
+    path.write_text('decode: {addresses: ["a:1", "b:2"]}\nprefill: {addresses: ["c:3"]}\n')
+    workers = StatedWorkers(path, apply)
+    await asyncio.to_thread(workers.read)
+    await heard.wait()
+    assert applied == [stated_addresses(prefill=["c:3"], decode=["a:1", "b:2"])]
+    for wrong in ('decode: {addresses: ["a:1", "a:1"]}', "nonsense: 1"):
+        path.write_text(wrong)
+        with caplog.at_level(logging.ERROR):
+            await asyncio.to_thread(workers.read)
+    path.unlink()
+    await asyncio.to_thread(workers.read)
+    assert len(applied) == 1
+    assert len(caplog.records) == 3
+    await asyncio.to_thread(StatedWorkers(None, apply).read)
+
+
+async def test_who_watches_a_directory_late_sees_the_newest():
+    directory = ChangingDirectory(NOBODY)
+    newest = stated_addresses(prefill=[], decode=["a:1"])
+    directory.replace(newest)
+    watching = directory.watch()
+    assert await anext(watching) == newest
+    await watching.aclose()

@@ -1,0 +1,346 @@
+"""Sessions over real sockets: meeting, reporting, losing and finding workers again."""
+
+import asyncio
+import logging
+import sys
+from collections import deque
+from random import Random
+
+import pytest
+
+from router.fleet.session_wire import ProtocolError, hello_from_pb, submit_to_pb, take_together, tokens_from_pb
+from router.fleet.worker_session import SessionSettings
+from router.types.session_events import PrefillRoute, SubmitOrder
+from router.types.worker_view import WorkerKey
+from router.workers.prefix_map import PrefixMap
+from tandem.backoff import Backoff
+from tandem.errors import ConfigError, Unavailable
+from tandem.protocol.wire import sampling_from_pb
+from tandem.rpc.worker_directory import ChangingDirectory, stated_addresses
+from tandem.v1 import common_pb2 as common
+from tandem.v1 import session_pb2 as pb
+from tandem.values.block_hash import BlockHasher
+from tandem.values.ids import BlockHash, Incarnation, RequestId, TransferId, WorkerId
+from tandem.values.roles import WorkerRole
+from tandem.values.sampling import SamplingParams
+from tests.support.fake_worker import SECRET, FakeWorker, hold
+from tests.support.router.cluster import (
+    PROMPT,
+    ROOT,
+    WatchedRegistry,
+    cluster,
+    collect,
+    fleet_of,
+    routed,
+    session_settings,
+)
+from worker.session_port import orders_of
+
+_NAMES: list[BlockHash] = []
+BlockHasher(SECRET).extend(ROOT, _NAMES, range(64))
+
+
+def _events(first: int, *changes: tuple[int, bool], cleared: bool = False) -> pb.WorkerMessage:
+    events = [pb.KVEvent(block_hash=_NAMES[index], stored=stored) for index, stored in changes]
+    return pb.WorkerMessage(kv_events=pb.KVEvents(first_sequence=first, cleared=cleared, events=events))
+
+
+async def test_hello_tells_who_is_there() -> None:
+    async with cluster(FakeWorker("d0"), FakeWorker("p0", role=WorkerRole.PREFILL)) as router:
+        status = router.registry.status()
+        assert status.ready
+        assert (status.model_name, status.max_model_len, status.model_fingerprint) == ("toy", 1024, "model-a")
+        assert sorted((w.info.key.worker_id, w.info.role.value) for w in status.workers) == [
+            ("d0", "decode"),
+            ("p0", "prefill"),
+        ]
+
+
+async def test_prefill_workers_alone_are_not_ready() -> None:
+    async with cluster(FakeWorker("p0", role=WorkerRole.PREFILL)) as router:
+        assert not router.registry.status().ready
+
+
+async def test_load_and_cache_events_reach_the_registry() -> None:
+    worker = FakeWorker("d0")
+    worker.first_messages = [_events(7, (0, True), (1, True), cleared=True)]
+    async with cluster(worker) as router:
+        prefix_map = router.registry.prefix_map
+        worker.send(_events(7, (2, True), (3, True), (3, False)))
+        worker.send(pb.WorkerMessage(load=pb.LoadSnapshot(num_running=2, backlog_tokens=50, num_free_blocks=9)))
+        await router.registry.until(lambda: router.registry.snapshots()[0].load.num_running == 2)
+        (snapshot,) = router.registry.snapshots()
+        assert (snapshot.backlog_tokens, snapshot.num_active, snapshot.load.num_free_blocks) == (50, 2, 9)
+        assert prefix_map.longest_prefix(_NAMES) == {"d0": 3}
+        assert not prefix_map.is_approximate(WorkerId("d0"))
+
+
+async def test_missed_events_make_a_worker_approximate_until_its_snapshot() -> None:
+    worker = FakeWorker("d0")
+    worker.first_messages = [_events(1, (0, True), cleared=True)]
+    async with cluster(worker) as router:
+        prefix_map, d0 = router.registry.prefix_map, WorkerId("d0")
+        worker.send(_events(5, (1, True)))
+        await router.registry.until(lambda: prefix_map.is_approximate(d0) and prefix_map.num_blocks(d0) == 1)
+        assert prefix_map.longest_prefix(_NAMES) == {}
+        worker.send(_events(6, (0, True), (1, True), cleared=True))
+        await router.registry.until(lambda: not prefix_map.is_approximate(d0))
+        assert prefix_map.longest_prefix(_NAMES) == {"d0": 2}
+
+
+async def test_a_worker_whose_events_were_missed_is_asked_for_all_of_them() -> None:
+    worker, d0 = FakeWorker("d0"), WorkerId("d0")
+    worker.first_messages = [_events(1, (0, True), (1, True), cleared=True)]
+    registry = WatchedRegistry(PrefixMap(silence_s=0.0))
+    async with worker, fleet_of(worker, registry=registry):
+        await registry.until_live(1)
+        worker.send(_events(5, (1, True)))
+        await registry.until(lambda: registry.prefix_map.is_approximate(d0) and len(registry.prefix_map) == 1)
+        # The first report shows that it lives, the second that it had time to tell by itself.
+        for _ in range(2):
+            worker.send(pb.WorkerMessage(load=pb.LoadSnapshot()))
+        await registry.until(lambda: not registry.prefix_map.is_approximate(d0))
+        assert registry.prefix_map.longest_prefix(_NAMES) == {"d0": 2}
+        assert worker.num_resyncs == 1
+
+
+async def test_orders_of_one_moment_travel_together_and_in_order() -> None:
+    worker = FakeWorker("d0", script=hold)
+    async with cluster(worker) as router:
+        (port,) = [router.registry.port(w.info.key) for w in router.registry.snapshots()]
+        assert port is not None
+        names = [RequestId(f"r{i}") for i in range(40)]
+        for name in names:
+            port.submit(_order(name, attempt=1), lambda _event: None)
+        port.cancel(names[0], 1)
+        arrived = [(await worker.submissions.get()).submit.request_id for _ in names]
+        assert arrived == names
+        await worker.submission(names[0]).cancelled.wait()
+
+
+def test_orders_together_stay_far_below_the_bound_of_a_message() -> None:
+    long = submit_to_pb(_order(prompt=tuple(range(1 << 17, 1 << 18))))
+    short = submit_to_pb(_order())
+    waiting = deque([short, short, long, long, long, short])
+    sizes = []
+    while waiting:
+        sizes.append(len(orders_of(take_together(waiting))))
+    assert sizes == [5, 1]
+    assert orders_of(short) == (short,)
+
+
+async def test_restarted_worker_is_a_new_one_with_nothing_cached() -> None:
+    worker = FakeWorker("d0")
+    worker.first_messages = [_events(1, (0, True), cleared=True)]
+    async with cluster(worker) as router:
+        registry = router.registry
+        await registry.until(lambda: registry.prefix_map.num_blocks(WorkerId("d0")) == 1)
+        old_port = registry.port(WorkerKey(WorkerId("d0"), Incarnation(1)))
+        await worker.crash()
+        await registry.until_live(0)
+        assert len(registry.prefix_map) == 0
+        async with FakeWorker("d0", incarnation=2, port=worker.port):
+            await registry.until_live(1)
+            assert registry.snapshots()[0].info.key == ("d0", 2)
+            assert registry.port(WorkerKey(WorkerId("d0"), Incarnation(1))) is None
+            assert old_port is not None
+            with pytest.raises(Unavailable):
+                old_port.submit(_order(), lambda _: None)
+            assert await collect(router.generate(routed()))
+
+
+async def test_silent_worker_is_taken_for_dead() -> None:
+    registry, worker = WatchedRegistry(), FakeWorker("d0")
+    async with worker, fleet_of(worker, registry=registry, settings=session_settings(silence_s=0.05)):
+        await registry.until_live(1)
+        await registry.until_live(0)
+
+
+async def test_killed_process_is_noticed_by_the_end_of_its_socket() -> None:
+    """Long before any keepalive or silence could tell."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "tests.support.fake_worker", stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    shadow = FakeWorker("d0", port=int(await process.stdout.readline()))
+    registry = WatchedRegistry()
+    async with fleet_of(shadow, registry=registry, settings=session_settings(silence_s=3600.0)):
+        await registry.until_live(1)
+        process.kill()
+        await registry.until_live(0)
+    await process.wait()
+
+
+async def test_worker_of_another_model_is_kept_out(caplog: pytest.LogCaptureFixture) -> None:
+    ours, other = FakeWorker("d0"), FakeWorker("d1", model_fingerprint="model-b")
+    registry = WatchedRegistry()
+    async with ours, fleet_of(ours, registry=registry):
+        await registry.until_live(1)
+        async with other, fleet_of(other, registry=registry):
+            await _until_logged(caplog, "model_fingerprint is 'model-b'")
+        assert [w.info.key.worker_id for w in registry.snapshots()] == ["d0"]
+
+
+async def test_a_router_serves_one_model_also_when_all_its_workers_have_left(caplog: pytest.LogCaptureFixture) -> None:
+    ours, other = FakeWorker("d0"), FakeWorker("d0", model_fingerprint="model-b", incarnation=2)
+    renamed = FakeWorker("d0", incarnation=3)
+    renamed.hello.model_name = "another name"
+    registry = WatchedRegistry()
+    async with ours, fleet_of(ours, registry=registry):
+        await registry.until_live(1)
+    await registry.until_live(0)
+    async with other, fleet_of(other, registry=registry):
+        await _until_logged(caplog, "model_fingerprint is 'model-b'; this router serves 'model-a', of its first worker")
+    async with renamed, fleet_of(renamed, registry=registry):
+        await _until_logged(caplog, "model is 'another name'; this router serves 'toy'")
+    async with ours, fleet_of(ours, registry=registry):
+        await registry.until_live(1)
+
+
+async def test_second_worker_of_the_same_id_is_kept_out(caplog: pytest.LogCaptureFixture) -> None:
+    registry, one, two = WatchedRegistry(), FakeWorker("d0", incarnation=1), FakeWorker("d0", incarnation=2)
+    async with one, two, fleet_of(one, registry=registry):
+        await registry.until_live(1)
+        async with fleet_of(two, registry=registry):
+            await _until_logged(caplog, "worker id d0 is taken")
+        assert registry.snapshots()[0].info.key.incarnation == 1
+        async with asyncio.timeout(10.0):
+            while not one.num_superseded:  # noqa: ASYNC110 - a fake worker wakes nobody
+                await asyncio.sleep(0.01)
+    assert two.num_superseded == 0, "this session might be the second one to the same worker, whose first one lives"
+
+
+async def test_wrong_role_and_wrong_secret_are_refused(caplog: pytest.LogCaptureFixture) -> None:
+    registry, worker = WatchedRegistry(), FakeWorker("d0")
+    async with worker:
+        worker.role = WorkerRole.PREFILL
+        async with fleet_of(worker, registry=registry):
+            await _until_logged(caplog, "expected a prefill worker, found a decode worker")
+        stranger = SessionSettings(metadata=(("x", "y"),), incarnation=Incarnation(1))
+        worker.role = WorkerRole.DECODE
+        async with fleet_of(worker, registry=registry, settings=stranger):
+            await _until_logged(caplog, "UNAUTHENTICATED")
+    assert registry.snapshots() == []
+
+
+async def test_nonsense_ends_the_session_and_it_comes_again() -> None:
+    worker = FakeWorker("d0")
+    async with cluster(worker) as router:
+        left = router.registry.num_left
+        worker.send(pb.WorkerMessage(hello=worker.hello))
+        await router.registry.until(lambda: router.registry.num_left > left)
+        await router.registry.until_live(1)
+        assert await collect(router.generate(routed()))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"protocol_version": 99}, "protocol version 99"),
+        ({"worker_id": ""}, "lacks"),
+        ({"num_blocks": 0}, "lacks"),
+        ({"role": pb.WORKER_ROLE_UNSPECIFIED}, "lacks"),
+        ({"layout": common.KVLayout(dtype="float3")}, "impossible"),
+        ({"layout": common.KVLayout(dtype="float32")}, "impossible"),
+    ],
+)
+def test_impossible_hello_is_refused(change: dict[str, object], said: str) -> None:
+    hello = FakeWorker("d0").hello
+    for name, value in change.items():
+        if isinstance(value, common.KVLayout):
+            hello.layout.CopyFrom(value)
+        else:
+            setattr(hello, name, value)
+    with pytest.raises(ProtocolError, match=said):
+        hello_from_pb(pb.WorkerMessage(hello=hello))
+
+
+def test_first_message_must_be_hello() -> None:
+    with pytest.raises(ProtocolError, match="got load"):
+        hello_from_pb(pb.WorkerMessage(load=pb.LoadSnapshot()))
+
+
+def _order(name: str = "r-0", *, attempt: int = 2, prompt: tuple[int, ...] = PROMPT) -> SubmitOrder:
+    return SubmitOrder(
+        request_id=RequestId(name),
+        attempt=attempt,
+        choice_index=1,
+        prompt_token_ids=prompt,
+        generated_token_ids=(5, 6),
+        sampling=SamplingParams(temperature=0.0, num_logprobs=0, logit_bias={3: -1.0}, stop_token_ids=(9,)),
+        hash_root=ROOT,
+        priority=-1,
+        timeout_s=None,
+        prefill=PrefillRoute(
+            worker=WorkerKey(WorkerId("p0"), Incarnation(2**63 - 1)),
+            address="h:1",
+            transfer_id=TransferId("t"),
+            attempt=3,
+        ),
+    )
+
+
+def test_submit_on_the_wire_keeps_every_field() -> None:
+    submit = submit_to_pb(_order()).submit
+    assert sampling_from_pb(submit.sampling) == _order().sampling
+    assert list(submit.generated_token_ids) == [5, 6]
+    assert not submit.HasField("timeout_s")
+    assert (submit.prefill.incarnation, submit.prefill.attempt, submit.choice_index) == (2**63 - 1, 3, 1)
+
+
+def test_logprobs_must_match_the_tokens() -> None:
+    delta = pb.TokenDelta(token_ids=[1, 2], logprobs=[common.Logprobs(logprob=-0.5)])
+    with pytest.raises(ProtocolError, match="2 tokens with 1"):
+        tokens_from_pb(delta)
+    delta.logprobs.append(common.Logprobs(logprob=-1.5, top=[common.TokenLogprob(token_id=4, logprob=-0.1)]))
+    first, second = tokens_from_pb(delta).tokens
+    assert (first.logprob, second.logprob, second.top_logprobs[0].token_id) == (-0.5, -1.5, 4)
+
+
+def test_backoff_grows_to_its_bound_and_is_never_in_step() -> None:
+    backoff, rng = Backoff(first_s=0.1, most_s=2.0), Random(4)
+    waits = [backoff.wait_s(n, rng) for n in range(1, 200)]
+    for n, wait in enumerate(waits, 1):
+        whole = min(2.0, 0.1 * 2.0 ** (n - 1))
+        assert whole / 2 <= wait <= whole
+    assert len(set(waits)) == len(waits)
+
+
+async def test_a_directory_tells_what_is_stated_and_each_change_of_it() -> None:
+    stated = stated_addresses(prefill=["a:1"], decode=["b:2", "[::1]:3"])
+    assert {(a.role.value, a.address) for a in stated} == {("prefill", "a:1"), ("decode", "b:2"), ("decode", "[::1]:3")}
+    directory = ChangingDirectory(stated)
+    watching = directory.watch()
+    assert await anext(watching) == stated
+    directory.replace(stated)
+    fewer = stated_addresses(prefill=[], decode=["b:2"])
+    directory.replace(fewer)
+    assert await anext(watching) == fewer
+    await watching.aclose()
+
+
+@pytest.mark.parametrize("address", ["", "host", "host:", ":1", "host:0", "host:65536", "host:-1", "host:x"])
+def test_what_is_no_address_is_refused(address: str) -> None:
+    with pytest.raises(ConfigError, match=r"decode\.addresses"):
+        stated_addresses(prefill=[], decode=[address])
+
+
+def test_an_address_twice_is_refused() -> None:
+    with pytest.raises(ConfigError, match="twice"):
+        stated_addresses(prefill=["a:1"], decode=["a:1"])
+
+
+async def _until_logged(caplog: pytest.LogCaptureFixture, text: str) -> None:
+    logged = asyncio.Event()
+
+    def seen(record: logging.LogRecord) -> bool:
+        if text in record.getMessage():
+            logged.set()
+        return True
+
+    caplog.handler.addFilter(seen)
+    try:
+        if text not in caplog.text:
+            await logged.wait()
+    finally:
+        caplog.handler.removeFilter(seen)

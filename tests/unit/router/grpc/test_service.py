@@ -1,0 +1,122 @@
+"""The one message of a call over gRPC: none, too late, no message at all, or of somebody without a key."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
+
+import grpc.aio
+import pytest
+from google.rpc.error_details_pb2 import ErrorInfo
+from pydantic import SecretStr
+
+from router.access.access_control import Doorkeeper
+from router.grpc.errors import MESSAGE_TIMEOUT_S, StatusInterceptor
+from router.grpc.server import GrpcDoor
+from router.grpc.service import InferenceService
+from tandem.config.admission import ApiKey
+from tandem.config.cluster import RouterConfig
+from tandem.v1 import inference_pb2 as pb
+from tandem.v1.inference_pb2_grpc import add_InferenceServicer_to_server
+from tests.support.router.servers import fakes
+from tests.support.router.servers.grpc_client import WAIT_S, details_of
+
+KEY = "sk-a-key-of-more-than-sixteen-characters"
+METHODS = ("Generate", "Tokenize")
+
+
+class Calls:
+    """Of a client that sends whatever bytes it likes, or none."""
+
+    def __init__(self, channel: grpc.aio.Channel, key: str | None) -> None:
+        self._channel = channel
+        self._metadata = () if key is None else (("authorization", f"Bearer {key}"),)
+
+    def begin(self, method: str) -> Any:
+        call = self._channel.stream_stream(f"/tandem.v1.Inference/{method}")
+        return call(metadata=self._metadata, timeout=WAIT_S)
+
+    async def sent(self, method: str, messages: Iterable[bytes]) -> Any:
+        call = self.begin(method)
+        for message in messages:
+            await call.write(message)
+        await call.done_writing()
+        return call
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return fakes.make_tokenizer()
+
+
+@pytest.fixture
+def message_timeout_s() -> float:
+    return MESSAGE_TIMEOUT_S
+
+
+@pytest.fixture
+async def channel(tokenizer: Any, message_timeout_s: float) -> AsyncIterator[grpc.aio.Channel]:
+    config = RouterConfig(api_keys=(ApiKey(key=SecretStr(KEY)),))
+    parts = fakes.make_doors(tokenizer, config)
+    parts.say("hello")
+    keys = Doorkeeper(config).keys
+    interceptor = StatusInterceptor(parts.metrics, keys, message_timeout_s=message_timeout_s)
+    server = grpc.aio.server(interceptors=(interceptor,))
+    service = InferenceService(parts.frontend, parts.generator, keys, parts.metrics)
+    add_InferenceServicer_to_server(service, server)
+    async with (
+        GrpcDoor(server, host="127.0.0.1", port=0, grace_s=0.0) as door,
+        grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel,
+    ):
+        yield channel
+
+
+async def refusal(call: Any) -> tuple[grpc.StatusCode, str]:
+    """Its code and the reason in its details."""
+    async with asyncio.timeout(WAIT_S):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await anext(aiter(call))
+    return caught.value.code(), details_of(caught.value)[1][ErrorInfo].reason
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("messages", [(), (b"\xff" * 50,), (b"\x12\x04\xff\xfe\xfd\xfc",)])
+async def test_what_is_no_message_is_refused_and_leaves_no_trace(
+    channel: grpc.aio.Channel, caplog: pytest.LogCaptureFixture, method: str, messages: tuple[bytes, ...]
+) -> None:
+    call = await Calls(channel, KEY).sent(method, messages)
+    assert await refusal(call) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST")
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+@pytest.mark.parametrize("method", METHODS)
+async def test_who_has_no_key_is_told_so_before_anything_is_sent(channel: grpc.aio.Channel, method: str) -> None:
+    call = Calls(channel, None).begin(method)
+    assert await refusal(call) == (grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED")
+
+
+@pytest.mark.parametrize("message_timeout_s", [0.05])
+async def test_a_message_that_does_not_come_is_not_waited_for(channel: grpc.aio.Channel) -> None:
+    for method in METHODS:
+        call = Calls(channel, KEY).begin(method)
+        assert await refusal(call) == (grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED")
+
+
+async def test_the_first_message_is_the_call(channel: grpc.aio.Channel) -> None:
+    asked = pb.TokenizeRequest(text="hello").SerializeToString()
+    async with asyncio.timeout(60):
+        while (call := await both_sent(channel, [asked, b"\xff" * 50])) is None:
+            pass
+    assert pb.TokenizeResponse.FromString(await anext(aiter(call))).token_ids
+
+
+async def both_sent(channel: grpc.aio.Channel, messages: list[bytes]) -> Any:
+    """None: the call was answered before the second could be written, upon which gRPC gives the whole call up."""
+    try:
+        return await Calls(channel, KEY).sent("Tokenize", messages)
+    except asyncio.InvalidStateError:
+        return None
+    except grpc.aio.AioRpcError as error:
+        if error.code() is not grpc.StatusCode.INTERNAL:
+            raise
+        return None

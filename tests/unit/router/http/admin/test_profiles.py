@@ -1,0 +1,270 @@
+"""/debug/profile: for whom it is, what may be asked, and one at a time."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+
+import grpc.aio
+import httpx
+import pytest
+from pydantic import SecretStr
+
+from router.fleet.profiles import Profiles
+from router.http.admin.profiles import ProfileRoutes
+from router.http.app import Extras, create_app
+from router.types.worker_view import WorkerKey
+from tandem.config.admission import ApiKey
+from tandem.config.cluster import RouterConfig
+from tandem.config.profiling import ProfilingConfig
+from tandem.rpc.cluster_grpc import ClusterAuth, listen, make_server
+from tandem.v1 import profiling_pb2 as pb
+from tandem.v1.profiling_pb2_grpc import ProfilerServicer, add_ProfilerServicer_to_server
+from tandem.values.ids import Incarnation, WorkerId
+from tests.support.router.servers import fakes
+
+AUTH = ClusterAuth(b"0123456789abcdef")
+KEYED = RouterConfig(
+    api_keys=(
+        ApiKey(key=SecretStr("key-of-a-tenant"), tenant="a"),
+        ApiKey(key=SecretStr("key-of-who-runs-it"), tenant="b", operator=True),
+    )
+)
+ROUTER, WORKER = "/debug/profile/router", "/debug/profile/worker"
+OPERATOR = {"Authorization": "Bearer key-of-who-runs-it"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return fakes.make_tokenizer()
+
+
+class Worker(ProfilerServicer):
+    """Sends what it is told to, once it may."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, float]] = []
+        self.was_asked, self.go_on, self.was_left = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.refuses: grpc.StatusCode | None = None
+
+    async def Trace(self, request, context):
+        self.asked.append((request.num_steps, request.timeout_s))
+        self.was_asked.set()
+        try:
+            await self.go_on.wait()
+        except asyncio.CancelledError:
+            self.was_left.set()
+            raise
+        if self.refuses is not None:
+            await context.abort(self.refuses, "because")
+        yield pb.TracePart(content=b"one ", num_steps=3)
+        yield pb.TracePart(content=b"two")
+
+
+@asynccontextmanager
+async def serving(worker: Worker | None) -> AsyncIterator[Mapping[WorkerKey, str]]:
+    server = make_server(AUTH)
+    if worker is not None:
+        add_ProfilerServicer_to_server(worker, server)
+    port = listen(server, "127.0.0.1", 0)
+    await server.start()
+    try:
+        yield {WorkerKey(WorkerId("decode-0"), Incarnation(1)): f"127.0.0.1:{port}"}
+    finally:
+        await server.stop(None)
+
+
+@asynccontextmanager
+async def door(tokenizer, addresses, **bounds) -> AsyncIterator[httpx.AsyncClient]:
+    parts = fakes.make_doors(tokenizer, config=KEYED)
+    profiles = Profiles(ProfilingConfig(enabled=True, **bounds), lambda: addresses, AUTH.client_metadata())
+    extras = Extras(profiles=ProfileRoutes(profiles))
+    app = create_app(parts.frontend, parts.generator, parts.ready, KEYED, parts.metrics, extras)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
+        yield client
+
+
+async def hangs_up(client: httpx.AsyncClient, path: str, query: str, leaves: asyncio.Event) -> int:
+    """Ask, and leave before the answer; the status that nobody reads."""
+    sent: list[int] = []
+
+    async def receive():
+        await leaves.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        sent.append(message.get("status", 0))
+
+    headers = [(name.lower().encode(), value.encode()) for name, value in OPERATOR.items()]
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": query.encode(),
+        "headers": headers,
+        "client": ("10.0.0.1", 1),
+    }
+    await client._transport.app(scope, receive, send)
+    return sent[0]
+
+
+async def test_operators_alone_may_look(tokenizer):
+    async with door(tokenizer, {}) as client:
+        for path in (ROUTER, WORKER):
+            assert (await client.post(path)).status_code == 401
+            refused = await client.post(path, headers={"Authorization": "Bearer key-of-a-tenant"})
+            assert refused.status_code == 403
+            assert "operator" in refused.json()["error"]["message"]
+
+
+async def test_off_there_is_nothing_and_the_setting_is_named(tokenizer):
+    parts = fakes.make_doors(tokenizer, config=KEYED)
+    app = create_app(parts.frontend, parts.generator, parts.ready, KEYED, parts.metrics)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
+        answer = await client.post(ROUTER, headers=OPERATOR)
+    assert answer.status_code == 404
+    assert "profiling.enabled" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "media_type", "begins"),
+    [
+        ("speedscope", "application/json", b'{"$schema"'),
+        ("svg", "image/svg+xml", b"<svg"),
+        ("collapsed", "text/plain", b""),
+    ],
+)
+async def test_a_router_shows_itself(tokenizer, shape, media_type, begins):
+    async with door(tokenizer, {}) as client:
+        answer = await client.post(ROUTER, params={"seconds": 0.05, "format": shape}, headers=OPERATOR)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"].startswith(media_type)
+    assert answer.content.startswith(begins)
+    assert b"event loop" in answer.content
+
+
+async def test_a_flame_graph_is_not_drawn_on_the_event_loop(tokenizer, monkeypatch):
+    drew = []
+
+    def draw(tally, *, title):
+        drew.append(threading.get_ident())
+        return title
+
+    monkeypatch.setattr("router.http.admin.profiles.flame_svg", draw)
+    async with door(tokenizer, {}) as client:
+        answer = await client.post(ROUTER, params={"seconds": 0.01, "format": "svg"}, headers=OPERATOR)
+    assert answer.text.startswith("router, 0.01 s")
+    assert drew
+    assert drew != [threading.get_ident()]
+
+
+@pytest.mark.parametrize(
+    ("path", "query"), [(ROUTER, "seconds=60"), (WORKER, "worker=decode-0&seconds=60")], ids=["router", "worker"]
+)
+async def test_who_hangs_up_ends_what_was_asked_for(tokenizer, monkeypatch, path, query):
+    worker, sampling, stopped = Worker(), asyncio.Event(), threading.Event()
+
+    class Sampler:
+        """Takes as long as it may."""
+
+        def __init__(self, loop):
+            self._loop = loop
+
+        def run(self, _seconds):
+            self._loop.call_soon_threadsafe(sampling.set)
+            stopped.wait()
+
+        def stop(self):
+            stopped.set()
+
+    monkeypatch.setattr("router.fleet.profiles.StackSampler", Sampler)
+    async with serving(worker) as addresses, door(tokenizer, addresses) as client:
+        leaves = asyncio.Event()
+        looking = asyncio.create_task(hangs_up(client, path, query, leaves))
+        await (sampling if path == ROUTER else worker.was_asked).wait()
+        leaves.set()
+        assert await looking == 499
+        if path == WORKER:
+            await worker.was_left.wait()
+        else:
+            assert stopped.is_set()
+        worker.go_on.set()
+        again = await client.post(WORKER, params={"worker": "decode-0"}, headers=OPERATOR)
+        assert again.status_code == 200, "nobody's look is under way any more"
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "says"),
+    [
+        (ROUTER, {"seconds": "61"}, "profiling.max_seconds"),
+        (ROUTER, {"seconds": "0"}, "seconds"),
+        (ROUTER, {"seconds": "nan"}, "seconds"),
+        (ROUTER, {"seconds": "soon"}, "seconds"),
+        (ROUTER, {"format": "pdf"}, "format"),
+        (ROUTER, {"steps": "3"}, "parameter"),
+        (WORKER, {}, "which worker"),
+        (WORKER, {"worker": "decode-9"}, "there are: decode-0"),
+        (WORKER, {"worker": "decode-0", "steps": "201"}, "profiling.max_steps"),
+        (WORKER, {"worker": "decode-0", "steps": "1.5"}, "integer"),
+    ],
+)
+async def test_what_is_out_of_bounds_is_refused_by_name(tokenizer, path, asked, says):
+    addresses = {WorkerKey(WorkerId("decode-0"), Incarnation(1)): "127.0.0.1:1"}
+    async with door(tokenizer, addresses) as client:
+        answer = await client.post(path, params=asked, headers=OPERATOR)
+    assert answer.status_code == 400
+    assert says in answer.json()["error"]["message"]
+
+
+async def test_a_workers_trace_is_passed_on_and_only_one_at_a_time(tokenizer):
+    worker = Worker()
+    asked = {"worker": "decode-0", "steps": "7", "seconds": "2.5"}
+    async with serving(worker) as addresses, door(tokenizer, addresses) as client:
+        first = asyncio.create_task(client.post(WORKER, params=asked, headers=OPERATOR))
+        await worker.was_asked.wait()
+        for path, more in ((WORKER, asked), (ROUTER, {"seconds": "0.01"})):
+            assert (await client.post(path, params=more, headers=OPERATOR)).status_code == 429
+        worker.go_on.set()
+        answer = await first
+        assert (answer.status_code, answer.content) == (200, b"one two")
+        assert answer.headers["x-tandem-steps"] == "3"
+        assert answer.headers["content-type"] == "application/gzip"
+        assert worker.asked == [(7, 2.5)]
+        assert (await client.post(ROUTER, params={"seconds": "0.01"}, headers=OPERATOR)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "says"),
+    [(grpc.StatusCode.RESOURCE_EXHAUSTED, 429, "because"), (grpc.StatusCode.OUT_OF_RANGE, 503, "because")],
+)
+async def test_a_workers_refusal_is_told(tokenizer, code, status, says):
+    worker = Worker()
+    worker.refuses = code
+    worker.go_on.set()
+    async with serving(worker) as addresses, door(tokenizer, addresses) as client:
+        answer = await client.post(WORKER, params={"worker": "decode-0"}, headers=OPERATOR)
+    assert answer.status_code == status
+    assert says in answer.json()["error"]["message"]
+
+
+async def test_a_worker_that_serves_none_is_told_apart(tokenizer):
+    async with serving(None) as addresses, door(tokenizer, addresses) as client:
+        answer = await client.post(WORKER, params={"worker": "decode-0"}, headers=OPERATOR)
+    assert answer.status_code == 503
+    assert "profiling.enabled is off there" in answer.json()["error"]["message"]
+
+
+async def test_more_than_the_bound_is_not_kept(tokenizer):
+    worker = Worker()
+    worker.go_on.set()
+    large = b"x" * 2048
+
+    async def trace(request, context):
+        yield pb.TracePart(content=large, num_steps=1)
+
+    worker.Trace = trace
+    async with serving(worker) as addresses, door(tokenizer, addresses, max_bytes=1024) as client:
+        answer = await client.post(WORKER, params={"worker": "decode-0"}, headers=OPERATOR)
+    assert answer.status_code == 503
+    assert "profiling.max_bytes" in answer.json()["error"]["message"]

@@ -1,0 +1,65 @@
+"""A page that many ask for at once."""
+
+import asyncio
+
+import pytest
+
+from router.http.admin.shared_scrape import SharedReading
+from tests.support.router.servers import fakes
+from tests.support.router.servers.http_client import client_of
+
+
+class Reader:
+    """Tells how many readings there were; each waits until it may end."""
+
+    def __init__(self):
+        self.num = 0
+        self.began = asyncio.Event()
+        self.may_end = asyncio.Event()
+
+    async def read(self):
+        self.num += 1
+        told = self.num
+        self.began.set()
+        await self.may_end.wait()
+        if told == 2:
+            raise ValueError("spoilt")
+        return str(told).encode()
+
+
+async def test_fifty_who_ask_at_once_are_told_of_one_reading():
+    reader = Reader()
+    reader.may_end.set()
+    shared = SharedReading(reader.read)
+    assert await asyncio.gather(*(shared() for _ in range(50))) == [b"1"] * 50
+    assert reader.num == 1
+
+
+async def test_who_asks_while_it_is_read_has_part_in_the_next_reading_and_may_leave():
+    reader = Reader()
+    shared = SharedReading(reader.read)
+    first = asyncio.create_task(shared())
+    await reader.began.wait()
+    later = [asyncio.create_task(shared()) for _ in range(5)]
+    await asyncio.sleep(0)
+    later.pop(0).cancel()
+    reader.may_end.set()
+    assert await first == b"1"
+    for one in later:
+        with pytest.raises(ValueError, match="spoilt"):
+            await one
+    assert await shared() == b"3"
+
+
+async def test_scrapes_that_come_at_once_are_answered_with_one_reading():
+    parts, readings = fakes.make_doors(fakes.make_tokenizer()), []
+
+    async def read():
+        readings.append(1)
+        return b"page"
+
+    parts.metrics.collect_with(read)
+    async with client_of(parts) as client:
+        pages = await asyncio.gather(*(client.get("/metrics") for _ in range(20)))
+    assert {page.content for page in pages} == {b"page"}
+    assert len(readings) == 1

@@ -1,0 +1,163 @@
+"""The OpenAPI document says what the door does: all routes, bodies as they are validated, answers as they come."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from router.http.app import create_app
+from router.http.openapi.requests import shown_path
+from tandem.config.cluster import RouterConfig
+from tandem.errors import Overloaded
+from tandem.values.outputs import FinishReason
+from tests.support.router.servers import fakes
+from tests.support.router.servers.http_client import CHAT, HELLO, PLAIN, client_of
+from tests.support.router.servers.openapi_check import Described
+
+RESPONSES = "/v1/responses"
+
+
+@pytest.fixture
+def parts() -> fakes.Doors:
+    return fakes.make_doors(fakes.make_tokenizer())
+
+
+@pytest_asyncio.fixture
+async def client(parts: fakes.Doors) -> AsyncIterator[httpx.AsyncClient]:
+    async with client_of(parts) as made:
+        yield made
+
+
+CLOCK = {"type": "function", "function": {"name": "clock"}}
+CALL = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+STREAMED = {"stream": True}
+WORDS = {"model": fakes.MODEL, "max_tokens": 20, "messages": [{"role": "user", "content": "the quick brown fox jumps"}]}
+BY_NAME = {"name": "clock", "input_schema": {"type": "object"}}
+
+
+async def test_every_answer_is_as_described(client: httpx.AsyncClient, parts: fakes.Doors) -> None:
+    described = await Described.by(client)
+    parts.say("hello", logprobs=True)
+    for method, path, shown, body in (
+        ("POST", CHAT, CHAT, HELLO | {"n": 2, "logprobs": True}),
+        ("POST", CHAT, CHAT, {"messages": 5}),
+        ("POST", PLAIN, PLAIN, {"prompt": ["a", "b"]}),
+        ("POST", PLAIN, PLAIN, {"model": "gpt-4", "prompt": "a"}),
+        ("POST", RESPONSES, RESPONSES, {"input": "a"}),
+        ("POST", RESPONSES, RESPONSES, {"input": "a", "store": True}),
+        ("POST", "/v1/messages", "/v1/messages", WORDS),
+        ("POST", "/v1/messages", "/v1/messages", {"model": "gpt-4"}),
+        ("POST", "/tokenize", "/tokenize", {"prompt": "a", "return_token_strs": True}),
+        ("POST", "/detokenize", "/detokenize", {"tokens": [5]}),
+        ("GET", "/v1/models", "/v1/models", None),
+        ("GET", f"/v1/models/{fakes.MODEL}", "/v1/models/{model}", None),
+        ("GET", "/v1/models/gpt-4", "/v1/models/{model}", None),
+        ("GET", "/v1/usage", "/v1/usage", None),
+        ("GET", "/health", "/health", None),
+        ("GET", "/readyz", "/readyz", None),
+        ("GET", "/version", "/version", None),
+    ):
+        described.check(method, shown, await client.request(method, path, json=body))
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, HELLO | {"n": 2, "logprobs": True, "stream_options": {"include_usage": True}}),
+        (CHAT, HELLO | {"tools": [CLOCK], "return_token_ids": True}),
+        (CHAT, HELLO | {"functions": [CLOCK["function"]]}),
+        (PLAIN, {"prompt": ["a", "b"], "echo": True, "stream_options": {"continuous_usage_stats": True}}),
+        (RESPONSES, {"input": "a"}),
+        (RESPONSES, {"input": "a", "tools": [{"type": "function", **CLOCK["function"]}]}),
+        ("/v1/messages", WORDS),
+        ("/v1/messages", WORDS | {"tools": [BY_NAME]}),
+    ],
+)
+async def test_every_event_is_as_described(
+    client: httpx.AsyncClient, parts: fakes.Doors, path: str, body: dict[str, Any]
+) -> None:
+    described = await Described.by(client)
+    headers = {"X-Tandem-Timing": "1"} | ({} if path == RESPONSES else {"X-Tandem-Stream-Ids": "1"})
+    for text, script in (
+        (f"hello {CALL}", {"logprobs": True}),
+        ("hello", {"reason": FinishReason.LENGTH}),
+        ("hello world", {"error": Overloaded("full"), "error_after": 2}),
+    ):
+        parts.say(text, **script)
+        answer = await client.post(path, json=body | STREAMED, headers=headers)
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        described.check("POST", path, answer)
+
+
+def test_what_is_no_event_of_a_stream_is_not_as_described() -> None:
+    """The comparison itself sees what is wrong."""
+    number = {"type": "string", "contentSchema": {"type": "integer"}}
+    schema = {"type": "object", "required": ["data"], "properties": {"data": number}}
+    told = {"200": {"content": {"text/event-stream": {"itemSchema": schema}}}}
+    described = Described({"components": {}, "paths": {"/x": {"get": {"responses": told}}}})
+    media = {"content-type": "text/event-stream"}
+    described.check("GET", "/x", httpx.Response(200, headers=media, text="data: 5\n\n"))
+    with pytest.raises(AssertionError):
+        described.check("GET", "/x", httpx.Response(200, headers=media, text='data: "5"\n\n'))
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "fits"),
+    [
+        (CHAT, HELLO | {"tools": [], "store": False, "temperature": 0.5}, True),
+        (CHAT, HELLO | {"store": True}, False),
+        (CHAT, HELLO | {"temprature": 0.5}, False),
+        (CHAT, {"messages": []}, False),
+        (CHAT, HELLO | {"n": "2"}, False),
+        (CHAT, HELLO | {"temperature": 2.5}, False),
+        (CHAT, HELLO | {"top_p": 0}, False),
+        (CHAT, HELLO | {"seed": 2**63}, False),
+        (CHAT, HELLO | {"stop": ["a"] * 17}, False),
+        (PLAIN, {"prompt": [10_000]}, False),
+        (PLAIN, {"prompt": "a", "logit_bias": {str(i): 1 for i in range(1025)}}, False),
+        (PLAIN, {"prompt": [[1, 2], [3]]}, True),
+        (PLAIN, {"prompt": []}, False),
+        (PLAIN, {"prompt": [1, "a"]}, False),
+        (RESPONSES, {"input": [{"role": "user", "content": "a"}], "truncation": "disabled"}, True),
+        (RESPONSES, {"input": "a", "previous_response_id": "resp_1"}, False),
+        (RESPONSES, {"input": 5}, False),
+        ("/tokenize", {"prompt": "a", "more": 1}, False),
+        ("/v1/messages", WORDS | {"system": "be brief"}, True),
+        ("/v1/messages", WORDS | {"system": [{"type": "text", "text": "be brief"}]}, True),
+        ("/v1/messages", WORDS | {"system": 5}, False),
+        ("/detokenize", {"tokens": ["a"]}, False),
+        ("/detokenize", {"tokens": []}, True),
+    ],
+)
+async def test_a_body_fits_the_document_if_and_only_if_it_is_taken(
+    client: httpx.AsyncClient, parts: fakes.Doors, path: str, body: dict[str, Any], fits: bool
+) -> None:
+    described = await Described.by(client)
+    parts.say("hello")
+    assert described.fits(described.body("POST", path), body) == fits
+    assert ((await client.post(path, json=body)).status_code == 200) == fits
+
+
+@pytest.mark.parametrize("keys", [(), ("a-key",)])
+async def test_it_says_where_a_key_is_asked_for(keys: tuple[str, ...]) -> None:
+    parts = fakes.make_doors(fakes.make_tokenizer(), RouterConfig(api_keys=keys))
+    async with client_of(parts) as client:
+        document = (await Described.by(client)).document
+        for path, operations in document["paths"].items():
+            for method, operation in operations.items():
+                answer = await client.request(method, path)
+                assert (answer.status_code == 401) == bool(operation["security"]), path
+
+
+async def test_all_routes_are_in_it() -> None:
+    parts = fakes.make_doors(fakes.make_tokenizer())
+    app = create_app(parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://r") as client:
+        document = (await Described.by(client)).document
+    shown = {(method, path) for path, operations in document["paths"].items() for method in operations}
+    routes = app._app.described()  # type: ignore[attr-defined]
+    assert shown == {(method.lower(), shown_path(path)) for method, path, *_ in routes}
+    ids = [operation["operationId"] for one in document["paths"].values() for operation in one.values()]
+    assert len(ids) == len(set(ids))

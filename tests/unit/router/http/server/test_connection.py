@@ -1,0 +1,213 @@
+"""The HTTP door's bounds on connections, over real sockets: silent ones, slow ones, too many of them."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from router.http.server.connection_limits import ConnectionLimits
+from router.http.server.http_server import HttpDoor
+
+WAIT_S = 20.0
+ASK = b"GET / HTTP/1.1\r\nHost: r\r\n\r\n"
+LONG_S = 600.0
+
+
+async def hello(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers without reading the request's body."""
+    await Response("hello")(scope, receive, send)
+
+
+class Client:
+    """A raw connection."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    async def ask(self) -> bytes:
+        self.writer.write(ASK)
+        head = await self.reader.readuntil(b"\r\n\r\n")
+        length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length: "))
+        return head + await self.reader.readexactly(int(length.removeprefix(b"content-length: ")))
+
+    async def drip(self, data: bytes) -> None:
+        """One byte after the other, until the door closes the connection."""
+        closing = asyncio.create_task(self.reader.read(1))
+        for byte in data:
+            self.writer.write(bytes([byte]))
+            done, _ = await asyncio.wait({closing}, timeout=0.01)
+            if done:
+                break
+        else:
+            pytest.fail("the door took all of it")
+        await self.closed(closing)
+
+    async def closed(self, reading: asyncio.Task[bytes] | None = None) -> None:
+        """Return when the door has closed it."""
+        try:
+            rest = await (reading or self.reader.read())
+        except ConnectionError:
+            rest = b""
+        assert rest == b""
+
+
+class Opened:
+    """An open door, and who is connected to it."""
+
+    def __init__(self, http: HttpDoor) -> None:
+        self.http = http
+        self.clients: list[Client] = []
+
+    async def connect(self) -> Client:
+        client = Client(*await asyncio.open_connection("127.0.0.1", self.http.port))
+        self.clients.append(client)
+        return client
+
+
+@asynccontextmanager
+async def door(app: ASGIApp = hello, *, most: int = 100, **timeouts: float) -> AsyncIterator[Opened]:
+    bounds = {"head_timeout_s": LONG_S, "keep_alive_s": LONG_S, "write_timeout_s": LONG_S} | timeouts
+    limits = ConnectionLimits(most=most, **bounds)
+    async with HttpDoor(app, host="127.0.0.1", port=0, grace_s=1.0, limits=limits) as http, asyncio.timeout(WAIT_S):
+        opened = Opened(http)
+        try:
+            yield opened
+        finally:
+            for client in opened.clients:
+                client.writer.close()
+
+
+@pytest.mark.parametrize("begun", [b"", b"POST / HTTP/1.1\r\nHost: r\r\nX-A: "])
+async def test_a_connection_that_never_asks_is_closed(begun: bytes) -> None:
+    async with door(head_timeout_s=0.1) as opened:
+        client = await opened.connect()
+        client.writer.write(begun)
+        await client.closed()
+        assert opened.http.num_connections == 0
+
+
+async def test_a_head_that_drips_is_cut_off() -> None:
+    async with door(head_timeout_s=0.1) as opened:
+        await (await opened.connect()).drip(b"GET / HTTP/1.1\r\nX-A: " + b"a" * 5000)
+
+
+@pytest.mark.parametrize("next_bytes", [b"GET /" + b"a" * 5000, b"\r\n" * 2500])
+async def test_a_next_head_that_drips_is_cut_off(next_bytes: bytes) -> None:
+    async with door(head_timeout_s=0.1, keep_alive_s=0.1) as opened:
+        client = await opened.connect()
+        assert (await client.ask()).endswith(b"hello")
+        await client.drip(next_bytes)
+
+
+async def test_a_body_that_drips_behind_its_answer_is_cut_off() -> None:
+    async with door(head_timeout_s=0.1) as opened:
+        client = await opened.connect()
+        client.writer.write(b"POST / HTTP/1.1\r\nHost: r\r\nContent-Length: 6000\r\n\r\n")
+        await client.reader.readuntil(b"hello")
+        await client.drip(b"a" * 5000)
+
+
+async def test_a_connection_that_asks_nothing_more_is_closed() -> None:
+    async with door(keep_alive_s=0.1) as opened:
+        client = await opened.connect()
+        for _ in range(3):
+            assert (await client.ask()).endswith(b"hello")
+        await client.closed()
+        assert opened.http.num_connections == 0
+
+
+async def test_a_slow_answer_is_waited_for() -> None:
+    go = asyncio.Event()
+
+    async def slow(scope: Scope, receive: Receive, send: Send) -> None:
+        await go.wait()
+        await hello(scope, receive, send)
+
+    async with door(slow, head_timeout_s=0.1, keep_alive_s=0.1, write_timeout_s=0.1) as opened:
+        silent = await opened.connect()
+        asking = asyncio.create_task((await opened.connect()).ask())
+        await silent.closed()
+        silent = await opened.connect()
+        await silent.closed()
+        go.set()
+        assert (await asking).endswith(b"hello")
+
+
+async def test_more_silent_connections_than_there_is_room_for_shut_nobody_out() -> None:
+    async with door(most=8) as opened, httpx.AsyncClient(trust_env=False) as client:
+        kept = await opened.connect()
+        await kept.ask()
+        silent = [await opened.connect() for _ in range(40)]
+        for _ in range(4):
+            assert (await client.get(f"http://127.0.0.1:{opened.http.port}/")).text == "hello"
+        assert opened.http.num_connections == 8
+        for one in silent[:30]:
+            await one.closed()
+        await kept.closed()
+
+
+async def test_those_that_ask_are_not_closed_for_others() -> None:
+    go = asyncio.Event()
+
+    async def slow(scope: Scope, receive: Receive, send: Send) -> None:
+        asked.release()
+        await go.wait()
+        await hello(scope, receive, send)
+
+    asked = asyncio.Semaphore(0)
+    async with door(slow, most=2) as opened:
+        asking = [asyncio.create_task((await opened.connect()).ask()) for _ in range(2)]
+        for _ in asking:
+            await asked.acquire()
+        refused = await (await opened.connect()).reader.read()
+        assert refused.startswith(b"HTTP/1.1 503 ")
+        assert b'"code":"unavailable"' in refused
+        go.set()
+        for one in asking:
+            assert (await one).endswith(b"hello")
+
+
+@pytest.mark.parametrize(
+    ("size", "num_asked", "headers"), [(8 << 20, 1, {}), (8 << 20, 1, {"Connection": "close"}), (200_000, 60, {})]
+)
+async def test_whole_answers_that_are_never_read_are_given_up(
+    size: int, num_asked: int, headers: dict[str, str]
+) -> None:
+    """Nothing of them stays in memory for a client that does not read."""
+    asked = asyncio.Event()
+
+    async def large(scope: Scope, receive: Receive, send: Send) -> None:
+        asked.set()
+        await Response(b"x" * size, headers=headers)(scope, receive, send)
+
+    async with door(large, write_timeout_s=0.1) as opened:
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.setblocking(False)
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(client, ("127.0.0.1", opened.http.port))
+            await loop.sock_sendall(client, ASK * num_asked)
+            await asked.wait()
+            while opened.http.num_connections:  # noqa: ASYNC110  # uvicorn tells nobody
+                await asyncio.sleep(0.01)
+
+
+async def test_too_many_requests_sent_ahead_are_cut_off() -> None:
+    async with door() as opened:
+        client = await opened.connect()
+        client.writer.write(ASK * 60)
+        for _ in range(60):
+            await client.reader.readuntil(b"hello")
+        client.writer.write(ASK * 1000)
+        answered = (await client.reader.read()).count(b"hello")
+        assert answered < 1000
+        # What it may still send is read on until it ends itself, too.
+        client.writer.close()
+        while opened.http.num_connections:  # noqa: ASYNC110  # uvicorn tells nobody
+            await asyncio.sleep(0.01)

@@ -1,0 +1,142 @@
+"""Which connections must go, and when: the books alone, on a clock that the test moves."""
+
+import pytest
+
+from router.http.server.connection_limits import ConnectionLimits, Connections
+from router.process.open_files import ConnectionBounds, connection_bounds
+from tandem.config.servers import ConnectionsConfig
+from tandem.errors import ConfigError
+
+LIMITS = ConnectionLimits(most=3, head_timeout_s=10.0, keep_alive_s=60.0, write_timeout_s=30.0)
+
+
+def nothing_waits(_connection: str) -> int:
+    return 0
+
+
+@pytest.fixture
+def books() -> Connections[str]:
+    return Connections(LIMITS)
+
+
+def test_a_connection_that_says_nothing_has_the_time_of_a_head(books: Connections[str]) -> None:
+    assert books.opened("a", 0.0) is None
+    assert books.opened("b", 5.0) is None
+    assert books.overdue(9.9, nothing_waits) == []
+    assert books.overdue(10.0, nothing_waits) == ["a"]
+    assert len(books) == 1
+    assert books.overdue(15.0, nothing_waits) == ["b"]
+    assert books.overdue(1000.0, nothing_waits) == []
+
+
+def test_a_request_under_way_has_no_bound_here(books: Connections[str]) -> None:
+    books.opened("a", 0.0)
+    books.head_complete("a")
+    assert list(books.asking) == ["a"]
+    assert books.overdue(1000.0, nothing_waits) == []
+
+
+def test_each_next_head_has_its_own_time_and_bytes_do_not_prolong_it(books: Connections[str]) -> None:
+    books.opened("a", 0.0)
+    books.head_complete("a")
+    books.answered("a", 100.0, is_sending=False)
+    books.head_begins("a", 150.0)
+    books.head_begins("a", 159.0)
+    assert books.overdue(159.9, nothing_waits) == []
+    assert books.overdue(160.0, nothing_waits) == ["a"]
+
+
+def test_one_that_asks_nothing_more_is_kept_for_a_while(books: Connections[str]) -> None:
+    books.opened("a", 0.0)
+    books.head_complete("a")
+    books.answered("a", 100.0, is_sending=False)
+    assert books.overdue(159.9, nothing_waits) == []
+    assert books.overdue(160.0, nothing_waits) == ["a"]
+
+
+def test_what_still_comes_of_an_answered_request_has_the_time_of_a_head(books: Connections[str]) -> None:
+    books.opened("a", 0.0)
+    books.head_complete("a")
+    books.answered("a", 100.0, is_sending=True)
+    books.head_begins("a", 109.0)
+    assert books.overdue(110.0, nothing_waits) == ["a"]
+
+
+def test_the_idlest_makes_way(books: Connections[str]) -> None:
+    books.opened("asks", 0.0)
+    books.head_complete("asks")
+    books.opened("answered", 1.0)
+    books.head_complete("answered")
+    books.answered("answered", 4.0, is_sending=False)
+    books.opened("silent", 3.0)
+    assert books.opened("x", 5.0) == "silent"
+    assert books.opened("y", 6.0) == "answered"
+    assert books.opened("z", 7.0) == "x"
+    assert len(books) == LIMITS.most
+
+
+def test_nobody_who_asks_makes_way(books: Connections[str]) -> None:
+    for name in ("a", "b", "c"):
+        books.opened(name, 0.0)
+        books.head_complete(name)
+    assert books.opened("d", 1.0) == "d"
+    books.closed("d")
+    assert len(books) == 3
+    books.answered("b", 2.0, is_sending=False)
+    assert books.opened("e", 3.0) == "b"
+
+
+def test_a_reader_is_given_up_when_it_takes_nothing_and_not_while_it_takes_something(books: Connections[str]) -> None:
+    left = {"never": 1000, "slow": 1000, "quick": 1000}
+    for name in left:
+        books.opened(name, 0.0)
+        books.head_complete(name)
+        books.unread(name, 0.0, 1000)
+    given_up = []
+    for now_s in range(1, 100):
+        left["slow"] -= 1 if now_s % 20 == 0 else 0
+        left["quick"] = max(0, left["quick"] - 100)
+        given_up += [(now_s, name) for name in books.overdue(float(now_s), left.__getitem__)]
+    assert given_up == [(30, "never")]
+    books.read("slow")
+    assert books.overdue(1000.0, left.__getitem__) == []
+
+
+def test_more_that_is_written_is_nothing_that_is_taken(books: Connections[str]) -> None:
+    books.opened("a", 0.0)
+    books.head_complete("a")
+    books.unread("a", 0.0, 10)
+    books.unread("a", 20.0, 500)
+    assert books.overdue(25.0, lambda _: 600) == []
+    assert books.overdue(30.0, lambda _: 600) == ["a"]
+
+
+def test_closed_ones_are_forgotten(books: Connections[str]) -> None:
+    for name in ("a", "b", "c"):
+        books.opened(name, 0.0)
+        books.unread(name, 0.0, 5)
+        books.closed(name)
+        books.head_complete(name)
+        books.answered(name, 1.0, is_sending=False)
+        books.head_begins(name, 1.0)
+    assert len(books) == 0
+    assert books.overdue(1000.0, lambda _: 5) == []
+
+
+@pytest.mark.parametrize(
+    ("stated", "max_files", "bounds"),
+    [
+        ({}, 1024, ConnectionBounds(http=576, grpc=192)),
+        ({"max_http": 100}, 1024, ConnectionBounds(http=100, grpc=167)),
+        ({"max_grpc": 10}, 1024, ConnectionBounds(http=758, grpc=10)),
+        ({"max_http": 700, "max_grpc": 68}, 1024, ConnectionBounds(http=700, grpc=68)),
+        ({}, 256, ConnectionBounds(http=144, grpc=48)),
+    ],
+)
+def test_what_clients_have_of_the_open_files(stated: dict[str, int], max_files: int, bounds: ConnectionBounds) -> None:
+    assert connection_bounds(ConnectionsConfig(**stated), max_files) == bounds
+
+
+def test_more_than_the_open_files_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"router\.connections: 700 over HTTP and 100 over gRPC"):
+        connection_bounds(ConnectionsConfig(max_http=700, max_grpc=100), 1024)

@@ -1,0 +1,245 @@
+"""Heads without end, requests that can be read in two ways, and ends that leave the answer alone; real sockets."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, closing
+
+import pytest
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from router.http.body.errors import error_response
+from router.http.server import connection
+from router.http.server.connection_limits import ConnectionLimits
+from router.http.server.http_server import HttpDoor
+from tandem.errors import RequestTooLarge
+
+WAIT_S = 30.0
+LONG_S = 600.0
+ASK = b"GET / HTTP/1.1\r\nHost: r\r\n\r\n"
+CHUNKED = b"POST / HTTP/1.1\r\nHost: r\r\nTransfer-Encoding: chunked\r\n\r\n"
+PIECE = b"x" * (64 << 10)
+MOST_TAKEN = 64 << 20
+"""What a client got rid of includes what both kernels hold; without a bound there would be no end."""
+
+
+async def show_headers(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers the body's size and the headers when it has read all."""
+    request = Request(scope, receive)
+    size = len(await request.body())
+    names = sorted(name.decode() for name, _ in scope["headers"])
+    await JSONResponse({"size": size, "headers": names})(scope, receive, send)
+
+
+async def too_large(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers before it has read any of the body."""
+    await error_response(RequestTooLarge("the body is larger than that"))(scope, receive, send)
+
+
+@asynccontextmanager
+async def listening(app: ASGIApp = show_headers, *, head_timeout_s: float = LONG_S) -> AsyncIterator[HttpDoor]:
+    limits = ConnectionLimits(most=100, head_timeout_s=head_timeout_s, keep_alive_s=LONG_S, write_timeout_s=LONG_S)
+    async with HttpDoor(app, host="127.0.0.1", port=0, grace_s=1.0, limits=limits) as door, asyncio.timeout(WAIT_S):
+        yield door
+
+
+async def answer_to(door: HttpDoor, sent: bytes) -> bytes:
+    """All that is answered until the door says its end."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
+    writer.write(sent)
+    answer = await reader.read()
+    writer.close()
+    return answer
+
+
+def poured(port: int, begin: bytes, pieces: Iterator[bytes]) -> tuple[bytes, int]:
+    """The answer to somebody who reads only once it can send no more, or has sent all; and what it sent."""
+    num_sent = 0
+    with closing(socket.create_connection(("127.0.0.1", port), timeout=WAIT_S)) as client:
+        client.sendall(begin)
+        try:
+            for piece in pieces:
+                client.sendall(piece)
+                num_sent += len(piece)
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+        answer = bytearray()
+        try:
+            while part := client.recv(1 << 16):
+                answer += part
+        except ConnectionResetError:
+            pass
+    return bytes(answer), num_sent
+
+
+async def ended(door: HttpDoor) -> None:
+    """Every connection has."""
+    while door.num_connections:  # noqa: ASYNC110  # uvicorn tells nobody
+        await asyncio.sleep(0.01)
+
+
+def endlessly() -> Iterator[bytes]:
+    while True:
+        yield PIECE
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        b"GET / HTTP/1.1\r\nHost: r\r\nX-A: ",
+        b"GET / HTTP/1.1\r\nHost: r\r\nX-",
+        CHUNKED + b"1\r\na\r\n0\r\nX-A: ",
+        CHUNKED + b"1;",
+    ],
+    ids=["value", "name", "trailer", "extension"],
+)
+async def test_a_header_without_end_ends_at_its_bound(begin: bytes) -> None:
+    async with listening() as door:
+        reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
+        answering = asyncio.create_task(reader.readuntil(b"}}"))
+        writer.write(begin)
+        num_sent = 0
+        while not answering.done():
+            writer.write(PIECE)
+            num_sent += len(PIECE)
+            await asyncio.wait({answering}, timeout=0.02)
+        answer = await answering
+        assert answer.startswith(b"HTTP/1.1 431 Request Header Fields Too Large\r\n")
+        assert b'"code":"head_too_large"' in answer
+        assert num_sent <= 2 << 20
+        writer.close()
+        _, num_taken = await asyncio.to_thread(poured, door.port, begin, endlessly())
+        assert num_taken <= MOST_TAKEN
+        assert b'"size":1' in await answer_to(
+            door, CHUNKED.replace(b"Host", b"Connection: close\r\nHost") + b"1\r\na\r\n0\r\n\r\n"
+        )
+
+
+async def test_a_target_without_end_is_refused() -> None:
+    async with listening() as door:
+        assert (await answer_to(door, b"GET /" + b"x" * 20_000)).startswith(b"HTTP/1.1 414 ")
+
+
+@pytest.mark.parametrize(
+    ("head", "named"),
+    [
+        (b"POST / HTTP/1.1\r\nHost: r\r\nTransfer-Encoding: gzip, chunked\r\n", b"Transfer-Encoding"),
+        (b"POST / HTTP/1.1\r\nHost: r\r\nTransfer-Encoding: identity\r\nTransfer-Encoding: chunked\r\n", b"Transfer"),
+        (b"POST / HTTP/1.1\r\nHost: r\r\nTransfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n", b""),
+        (b"POST / HTTP/1.0\r\nTransfer-Encoding: chunked\r\n", b"Transfer-Encoding"),
+        (b"POST / HTTP/1.1\r\nHost: r\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n", b""),
+        (b"GET / HTTP/1.1\r\n", b"Host"),
+        (b"GET / HTTP/1.1\r\nHost: r\r\nHost: r\r\n", b"Host"),
+        (b"GET / HTTP/1.1\r\nHost: r\r\nX-A: b\r\nhOST: s\r\n", b"Host"),
+        (b"GET / HTTP/1.0\r\nHost: r\r\nHost: s\r\n", b"Host"),
+        (b"GET / HTTP/1.1\r\nHost: r, s\r\n", b"Host"),
+        (b"GET / HTTP/1.1\r\nHost: r/metrics\r\n", b"Host"),
+    ],
+)
+async def test_a_head_that_can_be_read_in_two_ways_is_refused(head: bytes, named: bytes) -> None:
+    async with listening() as door:
+        answer = await answer_to(door, head + b"\r\n1\r\na\r\n0\r\n\r\n" + ASK)
+    assert answer.startswith(b"HTTP/1.1 400 Bad Request\r\n")
+    assert named in answer
+    assert answer.count(b"HTTP/1.1 ") == 1, "what is behind it is nobody's request"
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET / HTTP/1.0\r\n",
+        b"GET / HTTP/1.0\r\nHost: r\r\n",
+        b"GET / HTTP/1.1\r\nHost:\r\nConnection: close\r\n",
+        b"GET / HTTP/1.1\r\nHost: [::1]:8000\r\nConnection: close\r\n",
+        b"GET / HTTP/1.1\r\nHost: llm_1.example.com:8000 \r\nConnection: close\r\n",
+    ],
+)
+async def test_one_host_or_an_old_client_is_answered(head: bytes) -> None:
+    async with listening() as door:
+        assert (await answer_to(door, head + b"\r\n")).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_what_stands_behind_a_chunked_body_is_no_header() -> None:
+    async with listening() as door:
+        sent = CHUNKED.replace(b"chunked", b"Chunked\r\nConnection: close")
+        answer = await answer_to(door, sent + b"1\r\na\r\n0\r\nAuthorization: Bearer key\r\nX-A: b\r\n\r\n")
+    assert answer.endswith(b'{"size":1,"headers":["connection","host","transfer-encoding"]}')
+
+
+async def test_a_bad_request_behind_a_stream_says_nothing_into_it() -> None:
+    began = asyncio.Event()
+
+    async def stream(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"hello", "more_body": True})
+        began.set()
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    async with listening(stream) as door:
+        reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
+        writer.write(ASK)
+        await began.wait()
+        writer.write(b"GET / HTTP/1.1\r\n\r\n")
+        answer = await reader.read()
+        writer.close()
+    assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert answer.endswith(b"5\r\nhello\r\n")
+
+
+@pytest.mark.parametrize("length", [b"Content-Length: %d" % (32 << 20), b"Transfer-Encoding: chunked"])
+async def test_a_refusal_reaches_a_client_that_sends_all_before_it_reads(length: bytes) -> None:
+    async with listening(too_large) as door:
+        begin = b"POST / HTTP/1.1\r\nHost: r\r\n" + length + b"\r\n\r\n"
+        chunk = PIECE if length.startswith(b"Content") else b"%x\r\n%b\r\n" % (len(PIECE), PIECE)
+        answer, num_sent = await asyncio.to_thread(poured, door.port, begin, iter([chunk] * 512))
+    assert num_sent == 512 * len(chunk), "a reset, which takes the answer from many a client"
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    assert b"connection: close" in answer.lower()
+    assert b'"code":"request_too_large"' in answer
+
+
+async def test_what_is_sent_behind_a_refusal_is_read_on_for_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "_MOST_BEHIND_BODY", 1 << 20)
+    async with listening(too_large) as door:
+        _, num_taken = await asyncio.to_thread(poured, door.port, CHUNKED + b"ffffffffff\r\n", endlessly())
+        assert num_taken <= MOST_TAKEN
+        await ended(door)
+
+
+async def test_what_is_sent_behind_a_refusal_is_read_on_for_so_long() -> None:
+    async with listening(too_large, head_timeout_s=0.1) as door:
+        reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
+        writer.write(b"POST / HTTP/1.1\r\nHost: r\r\nContent-Length: 100\r\n\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 413 ")
+        # Neither the rest nor an end comes.
+        await ended(door)
+        writer.close()
+
+
+async def test_an_answer_that_breaks_off_ends_its_connection_though_its_client_sends() -> None:
+    async def broken(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        raise ZeroDivisionError
+
+    async with listening(broken, head_timeout_s=0.1) as door:
+        reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
+        writer.write(b"POST / HTTP/1.1\r\nHost: r\r\nContent-Length: 100\r\n\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+        await ended(door)
+        writer.close()
+
+
+async def test_requests_behind_the_last_answer_get_none() -> None:
+    num_asked = 0
+
+    async def last(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal num_asked
+        num_asked += 1
+        await Response("hello", headers={"Connection": "close"})(scope, receive, send)
+
+    async with listening(last) as door:
+        answer = await answer_to(door, ASK * 3)
+    assert answer.count(b"HTTP/1.1 200 ") == num_asked == 1

@@ -1,0 +1,64 @@
+"""Plain instruments show what prometheus_client's own would."""
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from router.metrics.instruments import Spread, Total, Totals
+
+LABELS = {"model_name": "m", "engine": "router"}
+
+
+def samples(registry: CollectorRegistry) -> list[str]:
+    lines = generate_latest(registry).decode().splitlines()
+    return [line for line in lines if "_created" not in line]
+
+
+@pytest.mark.parametrize("finer", [(), (0.001, 0.25, 0.5, 3e9)])
+def test_a_histogram_is_the_librarys(finer: tuple[float, ...]) -> None:
+    bounds = (0.015625, 0.5, 1.0, 500000.0, 2e7)
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    plain = Spread("tandem_x", "some", bounds, LABELS, finer=finer)
+    ours.register(plain)
+    library = Histogram("tandem_x", "some", tuple(LABELS), buckets=bounds, registry=theirs).labels(*LABELS.values())
+    for value in (0.0, 0.015625, 0.03125, 0.5, 3.0, 1e9):
+        for _ in range(3):
+            library.observe(value)
+        plain.observe(value, 3)
+    assert samples(ours) == samples(theirs)
+    assert sum(plain.counts) == 18
+    assert plain.counts[plain.bounds.index(0.5)] == (3 if finer else 6)
+
+
+def test_totals() -> None:
+    registry = CollectorRegistry()
+    count = Total("tandem_c", "some", CounterMetricFamily, LABELS)
+    level = Total("tandem_g", "some", GaugeMetricFamily, LABELS)
+    registry.register(count)
+    registry.register(level)
+    count.inc()
+    count.inc(4)
+    level.inc(2)
+    level.dec()
+    assert registry.get_sample_value("tandem_c_total", LABELS) == 5
+    assert registry.get_sample_value("tandem_g", LABELS) == 1
+
+
+def test_totals_by_label_are_the_librarys() -> None:
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    plain = Totals("tandem_c", "some", ("a", "b"))
+    ours.register(plain)
+    library = Counter("tandem_c", "some", ("a", "b"), registry=theirs)
+    for values in (("1", 'q"uote'), ("2", "y"), ("1", 'q"uote')):
+        plain.inc(*values)
+        library.labels(*values).inc()
+    plain.inc("2", "y", amount=40)
+    library.labels("2", "y").inc(40)
+    assert samples(ours) == samples(theirs)
+
+
+def test_totals_by_label_are_added_up() -> None:
+    counts = Totals("tandem_t", "some", ("code",))
+    counts.inc("a", amount=2)
+    counts.inc("b")
+    assert (counts.sum(), counts.sum(without="a")) == (3, 1)

@@ -1,0 +1,282 @@
+"""Placement: who is chosen, why, and what never may be."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.placement import place as placing
+from router.placement.costs import CostModel
+from router.placement.place import Affinity, Demand, NoDecodeWorker, Placement, PlacementReason
+from router.placement.prefix_holders import best_holder
+from router.types.worker_view import WorkerKey, WorkerLoad, WorkerSnapshot
+from tandem.errors import RequestTooLarge
+from tandem.values.ids import Incarnation, WorkerId
+from tandem.values.kv_layout import KVLayout
+from tests.support.router.worker_views import LAYOUT, Wanted, demand, view_of, worker
+
+MODEL = CostModel()
+
+
+def place(wanted: Wanted, workers: Sequence[WorkerSnapshot], model: CostModel, rng: Random) -> Placement:
+    view = view_of(workers)
+    return placing.place(wanted(view), view, model, rng)
+
+
+def place_prefill(
+    wanted: Wanted, decode: WorkerSnapshot, workers: Sequence[WorkerSnapshot], model: CostModel, rng: Random
+) -> str | None:
+    view = view_of(workers)
+    found = placing.place_prefill(wanted(view), decode, view, model, rng)
+    return None if found is None else found[0].info.key.worker_id
+
+
+def chosen(wanted: Demand, *workers: WorkerSnapshot, seed: int = 0) -> tuple[str, str | None]:
+    placement = place(wanted, workers, MODEL, Random(seed))
+    prefill = placement.prefill
+    return placement.decode.info.key.worker_id, prefill.info.key.worker_id if prefill else None
+
+
+def test_long_prompt_is_disaggregated() -> None:
+    placement = place(demand(500), [worker("d0"), worker("p0")], MODEL, Random(0))
+    assert placement.reason is PlacementReason.DISAGGREGATED
+    assert placement.computing.info.key.worker_id == "p0"
+    assert (placement.cached_tokens, placement.uncached_tokens) == (0, 500)
+    assert placement.affinity is Affinity.COLD
+    assert placement.predicted_ms == pytest.approx(placement.decode_candidates[0].total_ms)
+
+
+@pytest.mark.parametrize(("tokens", "local"), [(1, True), (64, True), (65, False)])
+def test_short_prompt_is_computed_where_it_is_decoded(tokens: int, local: bool) -> None:
+    placement = place(demand(tokens), [worker("d0"), worker("p0")], MODEL, Random(0))
+    assert (placement.prefill is None) is local
+    assert (placement.reason is PlacementReason.SHORT_SUFFIX) is local
+
+
+def test_threshold_counts_only_what_is_not_cached() -> None:
+    workers = [worker("d0"), worker("p0")]
+    assert chosen(demand(500, d0=448), *workers) == ("d0", None)
+    assert chosen(demand(500, d0=400, p0=400), *workers) == ("d0", "p0")
+    placement = place(demand(500, d0=448), workers, MODEL, Random(0))
+    assert (placement.cached_tokens, placement.uncached_tokens) == (448, 52)
+
+
+def test_without_prefill_workers_the_decode_worker_computes() -> None:
+    placement = place(demand(500), [worker("d0")], MODEL, Random(0))
+    assert placement.reason is PlacementReason.NO_PREFILL_WORKER
+    assert placement.computing.info.key.worker_id == "d0"
+
+
+def test_prefix_attracts() -> None:
+    for seed in range(10):
+        assert chosen(demand(500, p1=320), worker("d0"), worker("p0"), worker("p1"), seed=seed) == ("d0", "p1")
+
+
+def test_hot_prefix_spreads_when_its_queue_costs_more_than_computing() -> None:
+    hot, cold = worker("p1", backlog=300), worker("p0")
+    assert chosen(demand(500, p1=320), worker("d0"), cold, hot) == ("d0", "p1")
+    hot = worker("p1", backlog=400)
+    assert chosen(demand(500, p1=320), worker("d0"), cold, hot) == ("d0", "p0")
+
+
+def test_one_hot_worker_does_not_end_affinity_elsewhere() -> None:
+    workers = [worker("d0"), worker("p0", backlog=10_000), worker("p1"), worker("p2")]
+    assert chosen(demand(500, p0=480, p1=320), *workers) == ("d0", "p1")
+
+
+def test_least_loaded_decode_worker() -> None:
+    assert chosen(demand(500), worker("d0", active=9), worker("d1", active=2), worker("p0"))[0] == "d1"
+
+
+def test_measured_rates_decide() -> None:
+    slow = worker("p0", load=WorkerLoad(prefill_tokens_per_s=1_000.0))
+    fast = worker("p1", load=WorkerLoad(prefill_tokens_per_s=10_000.0), backlog=2_000)
+    decode = worker("d0", active=50)
+    assert chosen(demand(500), decode, slow, fast)[1] == "p1"
+    fast = replace(fast, backlog_tokens=6_000)
+    assert chosen(demand(500), decode, slow, fast)[1] == "p0"
+
+
+def test_unmeasured_worker_takes_its_pools_mean() -> None:
+    measured = worker("p0", load=WorkerLoad(prefill_tokens_per_s=100.0))
+    placement = place(demand(500), [worker("d0"), measured, worker("p1")], MODEL, Random(0))
+    assert [cost.compute_ms for cost in placement.prefill_candidates] == pytest.approx([5_000.0, 5_000.0])
+
+
+def test_slow_link_counts() -> None:
+    slow = worker("d0", load=WorkerLoad(num_free_blocks=1000, kv_bytes_per_s=1e5))
+    fast = worker("d1", load=WorkerLoad(num_free_blocks=1000, kv_bytes_per_s=1e9))
+    assert chosen(demand(500), slow, fast, worker("p0"))[0] == "d1"
+
+
+def test_prefix_held_by_the_decode_worker_need_not_travel() -> None:
+    link = WorkerLoad(num_free_blocks=1000, kv_bytes_per_s=1e6)
+    pair = worker("d0", load=link, active=9), worker("d1", load=link, active=9)
+    assert chosen(demand(500, d1=400), *pair, worker("p0")) == ("d1", "p0")
+
+
+def test_full_memory_repels() -> None:
+    full = worker("d0", load=WorkerLoad(num_free_blocks=1, num_running=2))
+    assert chosen(demand(500), full, worker("d1"), worker("p0"))[0] == "d1"
+
+
+def test_penalty_repels_but_does_not_exclude() -> None:
+    punished = replace(worker("d0"), penalty_ms=2_000.0)
+    assert chosen(demand(), punished, worker("d1")) == ("d1", None)
+    assert chosen(demand(), punished) == ("d0", None)
+
+
+def test_unequal_layouts_are_never_paired() -> None:
+    other = worker("p0", layout=replace(LAYOUT, dtype="bfloat16"))
+    assert chosen(demand(500), worker("d0"), other) == ("d0", None)
+    assert chosen(demand(500), worker("d0", active=50), other, worker("p1", backlog=10**4)) == ("d0", "p1")
+
+
+def test_workers_without_a_common_transport_are_never_paired() -> None:
+    decode = worker("d0", transports=frozenset({"tcp"}))
+    assert chosen(demand(500), decode, worker("p0", transports=frozenset({"shm"}))) == ("d0", None)
+    assert chosen(demand(500), decode, worker("p0", transports=frozenset({"shm", "tcp"}))) == ("d0", "p0")
+
+
+_KINDS = st.builds(
+    lambda tp, heads, dtype, block_size, fingerprint: replace(
+        LAYOUT, tp_size=tp, num_kv_heads=heads, dtype=dtype, block_size=block_size, model_fingerprint=fingerprint
+    ),
+    tp=st.sampled_from([1, 2, 4]),
+    heads=st.sampled_from([2, 4]),
+    dtype=st.sampled_from(["float32", "bfloat16", "int8"]),
+    block_size=st.sampled_from([16, 32]),
+    fingerprint=st.sampled_from(["m", "m", "n"]),
+)
+_WAYS = st.frozensets(st.sampled_from(["shm", "tcp", "nixl"]), min_size=1)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    kinds=st.lists(st.tuples(_KINDS, _WAYS, st.integers(0, 4_096)), min_size=2, max_size=6),
+    num_decoders=st.integers(1, 5),
+    seed=st.integers(0, 9),
+)
+def test_whatever_is_there_an_impossible_pair_is_never_chosen(
+    kinds: list[tuple[KVLayout, frozenset[str], int]], num_decoders: int, seed: int
+) -> None:
+    """Not at first, not after a failed hand-off, and not as who lends a prefix."""
+    workers = [
+        worker(f"d{i}" if i < num_decoders else f"p{i}", layout=layout, transports=ways)
+        for i, (layout, ways, _) in enumerate(kinds)
+    ]
+    wanted = demand(500, **{w.info.key.worker_id: held for w, (*_, held) in zip(workers, kinds, strict=True)})
+    view = view_of(workers)
+    placement = placing.place(wanted(view), view, MODEL, Random(seed))
+    decode = placement.decode.info
+    if placement.prefill is not None:
+        assert decode.cannot_pair(placement.prefill.info) is None
+    others = [w for w in workers if w.info.key.worker_id[0] == "p"]
+    again = place_prefill(demand(500), placement.decode, workers, MODEL, Random(seed))
+    fit = {w.info.key.worker_id for w in others if decode.cannot_pair(w.info) is None}
+    assert (again in fit) if fit else (again is None), "another pair, or none: never one that cannot work"
+    holder = best_holder(wanted(view), placement.computing.info, view, lambda _, held: held)
+    if holder is not None:
+        lender = next(w.info for w in workers if w.info.key.worker_id == holder.worker_id)
+        assert lender.cannot_send_to(placement.computing.info) is None
+
+
+def test_draining_and_excluded_workers_get_nothing() -> None:
+    decode, prefill = worker("d0"), worker("p0")
+    draining = replace(worker("p1"), draining=True)
+    assert chosen(demand(500, prefill), decode, prefill, draining) == ("d0", None)
+    with pytest.raises(NoDecodeWorker, match="none of 2 decode workers"):
+        place(demand(500, decode), [decode, replace(worker("d1"), draining=True)], MODEL, Random(0))
+
+
+def test_a_restarted_worker_is_not_the_excluded_one() -> None:
+    old = worker("d0")
+    new = replace(old, info=replace(old.info, key=WorkerKey(WorkerId("d0"), Incarnation(2))))
+    assert chosen(demand(10, old), new) == ("d0", None)
+
+
+def test_no_workers_at_all() -> None:
+    with pytest.raises(NoDecodeWorker):
+        place(demand(), [worker("p0")], MODEL, Random(0))
+
+
+def test_request_that_no_pool_can_hold() -> None:
+    with pytest.raises(RequestTooLarge, match="the largest pool holds 480"):
+        place(demand(480), [worker("d0", num_blocks=30), worker("d1", num_blocks=20)], MODEL, Random(0))
+    assert chosen(demand(479), worker("d0", num_blocks=30), worker("d1", num_blocks=20)) == ("d0", None)
+
+
+def test_prefill_worker_too_small_is_passed_over() -> None:
+    assert chosen(demand(500), worker("d0"), worker("p0", num_blocks=10)) == ("d0", None)
+
+
+def test_ties_are_broken_by_the_given_randomness() -> None:
+    workers = [worker(f"d{i}") for i in range(3)] + [worker(f"p{i}") for i in range(3)]
+    rng, view = Random(1), view_of(workers)
+    wanted = demand(500)(view)
+    picks: Counter[tuple[str, str]] = Counter()
+    for _ in range(900):
+        placement = placing.place(wanted, view, MODEL, rng)
+        assert placement.prefill is not None
+        picks[placement.decode.info.key.worker_id, placement.prefill.info.key.worker_id] += 1
+    assert len(picks) == 9
+    assert min(picks.values()) > 50
+    assert chosen(demand(500), *workers, seed=7) == chosen(demand(500), *workers, seed=7)
+
+
+def test_whole_prompt_cached_still_computes_its_last_token() -> None:
+    placement = place(demand(512, d0=512), [worker("d0")], MODEL, Random(0))
+    assert (placement.cached_tokens, placement.uncached_tokens) == (496, 16)
+
+
+def test_match_is_rounded_to_the_workers_own_blocks() -> None:
+    coarse = worker("d0", layout=replace(LAYOUT, block_size=64))
+    assert place(demand(500, d0=144), [coarse], MODEL, Random(0)).cached_tokens == 128
+
+
+def test_reroute_keeps_the_decode_worker() -> None:
+    decode, one, two = worker("d0"), worker("p0"), worker("p1")
+    again = place_prefill(demand(500, one), decode, [decode, one, two], MODEL, Random(0))
+    assert again == "p1"
+    assert place_prefill(demand(500, one, two), decode, [decode, one, two], MODEL, Random(0)) is None
+
+
+_LOADS = st.builds(
+    WorkerLoad,
+    num_running=st.integers(0, 300),
+    num_free_blocks=st.integers(0, 1000),
+    prefill_tokens_per_s=st.sampled_from([50.0, 9e3]),
+    decode_step_s=st.sampled_from([0.004, 0.2]),
+    kv_bytes_per_s=st.sampled_from([1e6, 1e10]),
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    decoders=st.lists(st.tuples(_LOADS, st.integers(0, 9_000), st.integers(0, 4_096)), min_size=1, max_size=3),
+    prefillers=st.lists(st.tuples(_LOADS, st.integers(0, 9_000), st.integers(0, 4_096)), min_size=1, max_size=3),
+    tokens=st.integers(1, 4_000),
+    seed=st.integers(0, 99),
+)
+def test_no_pair_would_have_been_cheaper(
+    decoders: list[tuple[WorkerLoad, int, int]],
+    prefillers: list[tuple[WorkerLoad, int, int]],
+    tokens: int,
+    seed: int,
+) -> None:
+    """The linear search against all pairs, each priced alone; a tie's margin may be taken once in each pool."""
+    alone = replace(MODEL, again_weight=0.0)
+    named = {f"d{i}": d for i, d in enumerate(decoders)} | {f"p{i}": p for i, p in enumerate(prefillers)}
+    workers = {name: worker(name, load=load, backlog=backlog) for name, (load, backlog, _) in named.items()}
+    wanted = demand(tokens, **{name: matched for name, (_, _, matched) in named.items()})
+    best = place(wanted, list(workers.values()), alone, Random(seed))
+    assert best.cached_tokens + best.uncached_tokens == tokens
+    assert 0 <= best.cached_tokens < tokens
+    for d in (w for name, w in workers.items() if name[0] == "d"):
+        for p in (w for name, w in workers.items() if name[0] == "p"):
+            pair = place(wanted, [d, p], alone, Random(seed))
+            assert best.predicted_ms <= (pair.predicted_ms * 1.02 + 0.5) * 1.02 + 0.5 + 1e-6

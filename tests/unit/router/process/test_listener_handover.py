@@ -1,0 +1,349 @@
+"""Doors that go from one router to the next, by real sockets."""
+
+import asyncio
+import socket
+from pathlib import Path
+
+import pytest
+
+from router.process import listener_handover
+from router.process.listener_handover import HandsOver, Predecessor, enough_joined
+from router.process.port_steering import steer_to_last
+from router.workers.prefix_map import PrefixMap
+from router.workers.registry import WorkerRegistry
+from tandem.config.cluster import RouterConfig
+from tandem.errors import ConfigError
+from tandem.process.lifetime import Lifetime
+from tandem.process.runtime_folder import runtime_folder
+from tests.support.router.worker_views import worker
+
+CONNECTIONS = 40
+
+
+@pytest.fixture
+def config(tmp_path):
+    tmp_path.chmod(0o700)
+    return RouterConfig(port=8123, grpc_port=8124, handover_socket=str(tmp_path / "s.sock"))
+
+
+@pytest.fixture
+def door():
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield listening
+
+
+def hands_over(config, door, *, relieved, reached=frozenset, succeeds=False):
+    return HandsOver(config, lambda: door, reached=reached, relieved=relieved, succeeds=succeeds)
+
+
+async def find(config):
+    return await asyncio.to_thread(Predecessor.find, config)
+
+
+async def test_a_successor_gets_the_very_socket_and_relieves(config, door):
+    relieved = asyncio.Event()
+    async with hands_over(config, door, relieved=relieved.set) as handing:
+        found = await find(config)
+        assert found.http.getsockname() == door.getsockname()
+        client = socket.create_connection(door.getsockname())
+        found.http.settimeout(5.0)
+        accepted, _ = found.http.accept()  # what came to the one is there for the other
+        assert not handing.is_relieved
+        found.relieve()
+        await relieved.wait()
+        assert handing.is_relieved
+        for one in (client, accepted, found.http):
+            one.close()
+        found.close()
+
+
+async def test_one_that_dies_before_it_serves_changes_nothing(config, door):
+    async with hands_over(config, door, relieved=lambda: pytest.fail("relieved")) as handing:
+        for _ in range(2):
+            found = await find(config)
+            found.http.close()
+            found.close()
+        assert not handing.is_relieved
+
+
+async def test_nobody_is_found_where_nobody_is_or_other_doors_are(config, door, monkeypatch):
+    assert await find(config) is None
+    async with hands_over(config, door, relieved=lambda: None):
+        with pytest.raises(ConfigError, match="has other doors"):
+            await find(config.model_copy(update={"grpc_port": 9}))
+    assert await find(config) is None, "it has left nothing"
+    monkeypatch.setattr(listener_handover, "_ANSWER_S", 0.05)
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(config.handover_socket)
+        silent.listen()
+        assert await find(config) is None
+
+
+@pytest.fixture
+def unnamed(tmp_path, monkeypatch):
+    """No place stated."""
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return RouterConfig(host="127.0.0.1", port=8123, grpc_port=8124)
+
+
+async def test_routers_at_one_port_of_two_addresses_leave_each_other_alone(unnamed, door, caplog):
+    async with hands_over(unnamed, door, relieved=lambda: pytest.fail("relieved")):
+        other = unnamed.model_copy(update={"host": "127.0.0.2"})
+        assert await find(other) is None
+        async with hands_over(other, door, relieved=lambda: None):
+            assert "another router answers at" in caplog.text
+        found = await find(unnamed)
+        assert found is not None, "the second one took nothing along"
+        found.http.close()
+        found.close()
+    assert list((runtime_folder()).iterdir()) == []
+
+
+async def test_a_successor_that_cannot_be_accepted_once_is_accepted_later(config, door, monkeypatch):
+    loop, refused = asyncio.get_running_loop(), asyncio.Event()
+    real = loop.sock_accept
+
+    async def accept(listening):
+        if not refused.is_set():
+            refused.set()
+            raise OSError(24, "Too many open files")
+        return await real(listening)
+
+    monkeypatch.setattr(loop, "sock_accept", accept)
+    monkeypatch.setattr(listener_handover, "_AGAIN_S", 0.0)
+    async with hands_over(config, door, relieved=lambda: pytest.fail("relieved")):
+        found = await find(config)
+        assert refused.is_set()
+        assert found is not None
+        found.http.close()
+        found.close()
+
+
+class Sessions:
+    """A successor's, with the workers that it has joined."""
+
+    def __init__(self):
+        self.registry = WorkerRegistry(prefix_map=PrefixMap(), clock=lambda: 0.0)
+        self.known = {}
+        self.lifetime = Lifetime()
+
+    def join(self, name):
+        one = worker(name)
+        self.known[one.info.key] = f"{name}:1"
+        self.registry.joined(one.info, port=None)
+
+    def wait(self, predecessor):
+        return asyncio.create_task(
+            enough_joined(self.registry, lambda: self.known, self.lifetime, predecessor), name="joins"
+        )
+
+
+async def test_a_successor_opens_the_doors_when_it_has_every_worker_of_its_predecessor(config, door, monkeypatch):
+    """Not with the first that answers: all load of the router would fall on that one."""
+    alone = Sessions()
+    alone.join("a")
+    assert await alone.wait(None)
+    reached, asked = {"a:1", "b:1"}, asyncio.Event()
+
+    def told():
+        asked.set()
+        return frozenset(reached)
+
+    async with hands_over(config, door, reached=told, relieved=lambda: None):
+        found, sessions = await find(config), Sessions()
+        waits = sessions.wait(found)
+        sessions.join("a")
+        await asked.wait()
+        asked.clear()
+        sessions.join("c")  # has it look again, and wait on
+        await asked.wait()
+        assert not waits.done()
+        sessions.join("b")
+        assert await waits
+        reached.add("d:1")
+        waits = sessions.wait(found)
+        asked.clear()
+        await asked.wait()
+        reached.discard("d:1")  # the predecessor has lost it, too
+        assert await waits
+        found.http.close()
+        found.close()
+
+
+async def test_a_successor_does_not_wait_for_ever_and_not_once_it_is_told_to_stop(config, door, monkeypatch, caplog):
+    asked = asyncio.Event()
+
+    def told():
+        asked.set()
+        return frozenset({"a:1", "b:1"})
+
+    async with hands_over(config, door, reached=told, relieved=lambda: None):
+        found, sessions = await find(config), Sessions()
+        sessions.join("a")
+        waits = sessions.wait(found)
+        await asked.wait()
+        sessions.lifetime.stop()
+        assert await waits is False
+        monkeypatch.setattr(listener_handover, "_JOIN_S", 0.0)
+        sessions.lifetime = Lifetime()
+        assert await sessions.wait(found)
+        assert "takes over without a session with b:1" in caplog.text
+        found.http.close()
+        found.close()
+
+
+async def test_a_predecessor_that_has_gone_is_waited_for_by_nobody(config, door):
+    async with hands_over(config, door, reached=lambda: frozenset({"b:1"}), relieved=lambda: None):
+        found, sessions = await find(config), Sessions()
+    sessions.join("a")
+    assert await sessions.wait(found)
+    found.http.close()
+    found.close()
+
+
+class HandedOverBefore(HandsOver):
+    """As before a successor asked anything: whatever is not the word that it serves ends the connection."""
+
+    async def _offer(self, link):
+        with link:
+            link.setblocking(False)
+            socket.send_fds(link, [self._doors.as_json()], [self._http().fileno()])
+            if await asyncio.get_running_loop().sock_recv(link, 7) == b"serves\n":
+                self._relieved()
+
+
+async def test_a_predecessor_that_knows_no_questions_is_relieved_all_the_same(config, door):
+    relieved = asyncio.Event()
+    async with HandedOverBefore(config, lambda: door, reached=frozenset, relieved=relieved.set):
+        found, sessions = await find(config), Sessions()
+        sessions.join("a")
+        assert await sessions.wait(found)
+        found.relieve()
+        await relieved.wait()
+        found.http.close()
+        found.close()
+
+
+async def test_a_predecessor_that_is_silent_for_a_while_is_asked_again(config, door, monkeypatch):
+    """Else the successor would take over at once, with the first worker that it has met."""
+    monkeypatch.setattr(listener_handover, "_ANSWER_S", 0.05)
+    monkeypatch.setattr(listener_handover, "_LOOK_S", 0.0)
+    asked, speaks, sessions = asyncio.Event(), asyncio.Event(), Sessions()
+
+    class Silent(HandsOver):
+        async def _offer(self, link):
+            if not speaks.is_set() and found:
+                asked.set()
+                await speaks.wait()
+            await super()._offer(link)
+
+    found = []
+    async with Silent(config, lambda: door, reached=lambda: frozenset({"a:1", "b:1"}), relieved=lambda: None):
+        found.append(await find(config))
+        sessions.join("a")
+        waits = sessions.wait(found[0])
+        for _ in range(3):
+            asked.clear()
+            await asked.wait()
+            assert not waits.done()
+        sessions.join("b")
+        speaks.set()
+        assert await waits
+        found[0].http.close()
+        found[0].close()
+
+
+async def test_who_takes_over_from_one_that_says_nothing_tells_so(config, door, monkeypatch, caplog):
+    monkeypatch.setattr(listener_handover, "_ANSWER_S", 0.05)
+    monkeypatch.setattr(listener_handover, "_JOIN_S", 0.0)
+    async with hands_over(config, door, relieved=lambda: None) as handing:
+        found, sessions = await find(config), Sessions()
+        sessions.join("a")
+        handing._accepting.cancel()
+        assert await sessions.wait(found)
+        assert "without knowing whom the predecessor has" in caplog.text
+        found.http.close()
+        found.close()
+    found.relieve()
+    assert "cannot be told that this one serves" in caplog.text
+
+
+async def test_of_two_successors_that_found_the_same_router_one_stays(config, door, monkeypatch):
+    """Only the last one has the place; nobody has a link to the other to tell it."""
+    monkeypatch.setattr(listener_handover, "_LOOK_S", 0.01)
+    relieved = [asyncio.Event() for _ in range(2)]
+    async with hands_over(config, door, relieved=relieved[0].set) as predecessor:
+        found = [await find(config) for _ in range(2)]
+        async with hands_over(config, door, relieved=relieved[1].set, succeeds=True) as first:
+            found[0].relieve()
+            await relieved[0].wait()
+            await predecessor.close()
+            async with hands_over(config, door, relieved=lambda: pytest.fail("relieved"), succeeds=True) as last:
+                found[1].relieve()
+                await relieved[1].wait()
+                await first.close()
+                assert (first.is_relieved, last.is_relieved) == (True, False)
+                third = await find(config)
+                found.append(third)
+    assert not list(Path(config.handover_socket).parent.iterdir())
+    for one in found:
+        one.http.close()
+        one.close()
+
+
+async def test_the_successors_own_socket_stays_when_the_predecessor_leaves(config, door):
+    first = hands_over(config, door, relieved=lambda: None)
+    await first.__aenter__()
+    async with hands_over(config, door, relieved=lambda: None, succeeds=True):
+        await first.close()
+        await first.__aexit__(None, None, None)
+        found = await find(config)
+        assert found is not None
+        found.http.close()
+        found.close()
+
+
+async def test_where_others_can_enter_nobody_is_awaited(config, door, tmp_path, caplog):
+    tmp_path.chmod(0o755)
+    async with hands_over(config, door, relieved=lambda: None):
+        assert "a successor will not find this router" in caplog.text
+        assert await find(config) is None
+
+
+async def test_whoever_could_be_somebody_else_is_not_believed(config, door, tmp_path):
+    async with hands_over(config, door, relieved=lambda: pytest.fail("relieved")):
+        tmp_path.chmod(0o777)
+        with pytest.raises(ConfigError, match="can be written to by others"):
+            await find(config)
+        tmp_path.chmod(0o700)
+        found = await find(config)
+        found.http.close()
+        found.close()
+
+
+def accepted(listening):
+    """How many connections are in its queue."""
+    listening.setblocking(False)
+    count = 0
+    while True:
+        try:
+            listening.accept()[0].close()
+        except BlockingIOError:
+            return count
+        count += 1
+
+
+def test_the_kernel_brings_what_is_new_to_the_last_of_two_and_then_to_the_only_one():
+    first = socket.create_server(("127.0.0.1", 0), reuse_port=True)
+    address = first.getsockname()
+    with socket.create_server(address, reuse_port=True) as second:
+        assert steer_to_last(address[1])
+        clients = [socket.create_connection(address) for _ in range(CONNECTIONS)]
+        assert (accepted(first), accepted(second)) == (0, CONNECTIONS)
+        first.close()
+        clients += [socket.create_connection(address) for _ in range(CONNECTIONS)]
+        assert accepted(second) == CONNECTIONS
+        for client in clients:
+            client.close()
+    assert not steer_to_last(address[1])

@@ -1,0 +1,203 @@
+"""The process that judges grammars: what it says, what bounds it, and that nobody waits for a dead one."""
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from router.sandbox import grammar_check
+from router.sandbox.grammar_check import GrammarProcess
+from router.text.grammars.structured_output import Shape, Structure
+from tandem.errors import InvalidRequest, Overloaded
+from tandem.model_path import model_directory
+
+TOKENIZER = model_directory("builtin") / "tokenizer.json"
+
+
+def process(*, compile_s: float = 20.0, compile_bytes: int = 1 << 30) -> GrammarProcess:
+    return GrammarProcess(
+        TOKENIZER, vocab_size=2048, eos_token_ids=[0], compile_s=compile_s, compile_bytes=compile_bytes
+    )
+
+
+@pytest.fixture
+async def checker() -> AsyncIterator[GrammarProcess]:
+    made = process()
+    yield made
+    await made.close()
+
+
+def asked(shape: Shape, value: object) -> str:
+    return Structure(shape=shape, value=value, param="field").grammar()
+
+
+LARGE = {"type": "object", "properties": {f"p{i}": {"enum": [f"{i}-{j}" for j in range(40)]} for i in range(100)}}
+
+
+async def test_what_can_be_followed_comes_back_and_is_asked_once(
+    checker: GrammarProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammar = asked(Shape.JSON_SCHEMA, {"type": "integer"})
+    assert await checker.checked(grammar, "field") == grammar
+    lark = await checker.checked('root ::= "a" | "b"', "field")
+    assert json.loads(lark)["grammars"][0]["lark_grammar"]
+    monkeypatch.setattr(checker, "_compile", None)
+    assert await checker.checked(grammar, "field") == grammar
+    assert await checker.checked('root ::= "a" | "b"', "field") == lark
+
+
+@pytest.mark.parametrize(("num_dead", "begins"), [(2, True), (3, False)])
+async def test_a_process_that_dies_before_it_begins_is_begun_again(
+    checker: GrammarProcess, monkeypatch: pytest.MonkeyPatch, num_dead: int, begins: bool
+) -> None:
+    exec_of, num_begun = asyncio.create_subprocess_exec, 0
+
+    async def begin(*command: str, **pipes: int) -> asyncio.subprocess.Process:
+        nonlocal num_begun
+        num_begun += 1
+        return await exec_of(*(("false",) if num_begun <= num_dead else command), **pipes)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", begin)
+    grammar = asked(Shape.JSON_SCHEMA, {"type": "integer"})
+    if begins:
+        assert await checker.checked(grammar, "field") == grammar
+        return
+    with pytest.raises(Overloaded):
+        await checker.checked(grammar, "field")
+
+
+@pytest.mark.parametrize(
+    ("shape", "value", "message"),
+    [
+        (Shape.REGEX, "(a", "unclosed group"),
+        (Shape.JSON_SCHEMA, {"type": "array", "uniqueItems": True}, "uniqueItems"),
+        (Shape.JSON_SCHEMA, {"type": "array", "uniqueItems": True, "x-guidance": {"lenient": True}}, "uniqueItems"),
+        (Shape.JSON_SCHEMA, {"$ref": "#/nowhere"}, "nowhere"),
+        (Shape.GRAMMAR, "root ::= ((", "Expected"),
+        (Shape.GRAMMAR, "no grammar at all", "."),
+        (Shape.GRAMMAR, "root ::= " + "(" * 5000, "recursion"),
+    ],
+)
+async def test_what_cannot_is_refused_by_the_name_of_its_field(
+    checker: GrammarProcess, shape: Shape, value: object, message: str
+) -> None:
+    for _ in range(2):
+        with pytest.raises(InvalidRequest, match=message) as refused:
+            await checker.checked(asked(shape, value), "field")
+        assert refused.value.param == "field"
+        assert str(refused.value).startswith("field: ")
+
+
+NESTED = "(" * 5 + "a" + "{1,999})" * 5
+
+
+@pytest.mark.parametrize("pattern", ["a{900000000}", "(x|y)a{900000000}", "[a-f]{3}(g|h)a{900000000}", NESTED])
+async def test_what_compiles_but_takes_too_much_to_follow_is_refused(checker: GrammarProcess, pattern: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"^field: it takes too much to follow: \w") as refused:
+        await checker.checked(asked(Shape.REGEX, pattern), "field")
+    assert refused.value.param == "field"
+    assert "<" not in str(refused.value), "nothing of the parser's state"
+    assert await checker.checked(asked(Shape.REGEX, "a{900}"), "field")
+
+
+async def test_64_such_regexes_are_refused_by_one_process_that_stays_small(checker: GrammarProcess) -> None:
+    await checker.checked(asked(Shape.REGEX, "a"), "field")
+    assert checker._process is not None
+    pid = checker._process.pid
+    before = _resident_bytes(pid)
+    asking = [checker.checked(asked(Shape.REGEX, f"a{{{900_000_000 + index}}}"), "field") for index in range(64)]
+    told = await asyncio.gather(*asking, return_exceptions=True)
+    assert all(isinstance(one, InvalidRequest) for one in told)
+    assert checker._process.pid == pid
+    assert _resident_bytes(pid) - before < 64 << 20
+
+
+def _resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize(
+    ("shape", "value"),
+    [
+        (Shape.CHOICE, [f"choice number {index}" for index in range(2000)]),
+        (Shape.JSON_SCHEMA, {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(400)}}),
+        (Shape.JSON_SCHEMA, {"type": "string", "maxLength": 20_000}),
+        (Shape.JSON_SCHEMA, {"type": "array", "items": {"type": "number"}, "minItems": 5000, "maxItems": 9000}),
+        (Shape.REGEX, r"[\w .,'-]{1,4000}\.(com|org)"),
+        (Shape.REGEX, "(a+)+b"),
+    ],
+)
+async def test_what_is_large_and_harmless_is_followed(checker: GrammarProcess, shape: Shape, value: object) -> None:
+    assert await checker.checked(asked(shape, value), "field")
+
+
+async def test_a_loop_without_end_is_killed_wherever_it_begins() -> None:
+    """llguidance 1.9 goes on for ever when a greedy lexeme leaves nothing for what must follow it."""
+    checker = process(compile_s=1.0)
+    with pytest.raises(InvalidRequest, match="more than 1 s"):
+        await checker.checked(asked(Shape.GRAMMAR, 'start: /[x-z]{3}/ /a+/ "a"'), "field")
+    assert await checker.checked(asked(Shape.REGEX, "b"), "field")
+    await checker.close()
+
+
+async def test_what_takes_too_deep_a_stack_ends_its_process_alone(checker: GrammarProcess) -> None:
+    rules = "\n".join(f'r{index}: /[a-z]{{3,9}}/ "x{index}" r{index + 1}?' for index in range(1000))
+    with pytest.raises(InvalidRequest, match="too much memory"):
+        await checker.checked(asked(Shape.GRAMMAR, f'start: r0\n{rules}\nr1000: "q"'), "field")
+    assert await checker.checked(asked(Shape.REGEX, "a"), "field")
+
+
+async def test_what_takes_too_long_is_killed_and_the_next_one_is_judged() -> None:
+    checker = process(compile_s=1e-4)
+    with pytest.raises(InvalidRequest, match="more than 0"):
+        await checker.checked(asked(Shape.JSON_SCHEMA, LARGE), "field")
+    assert checker._process is None
+    checker._compile_s = 20.0
+    assert await checker.checked(asked(Shape.REGEX, "a+"), "field")
+    await checker.close()
+
+
+async def test_what_takes_too_much_memory_ends_its_process_alone() -> None:
+    checker = process(compile_bytes=1 << 20)
+    with pytest.raises(InvalidRequest, match="too much memory"):
+        await checker.checked(asked(Shape.CHOICE, [f"{i}" * 9 for i in range(4096)]), "field")
+    assert await checker.checked(asked(Shape.REGEX, "a"), "field")
+    await checker.close()
+
+
+async def test_a_process_that_died_is_started_again(checker: GrammarProcess) -> None:
+    await checker.checked(asked(Shape.REGEX, "a"), "field")
+    assert checker._process is not None
+    os.kill(checker._process.pid, signal.SIGKILL)
+    await checker._process.wait()
+    assert await checker.checked(asked(Shape.REGEX, "b"), "field")
+
+
+async def test_those_who_ask_for_the_same_share_a_verdict_though_one_leaves(checker: GrammarProcess) -> None:
+    grammar = asked(Shape.JSON_SCHEMA, LARGE)
+    callers = [asyncio.create_task(checker.checked(grammar, f"field{i}")) for i in range(5)]
+    await asyncio.sleep(0)
+    callers[0].cancel()
+    assert await asyncio.gather(*callers[1:]) == [grammar] * 4
+    assert callers[0].cancelled()
+
+
+async def test_too_many_at_once_are_told_so(checker: GrammarProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_check, "_MAX_WAITING", 1)
+    first = asyncio.create_task(checker.checked(asked(Shape.REGEX, "a"), "field"))
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded):
+        await checker.checked(asked(Shape.REGEX, "b"), "field")
+    await first
+
+
+async def test_a_process_that_cannot_begin_is_an_overload_not_a_hang(tmp_path: object) -> None:
+    checker = GrammarProcess(
+        TOKENIZER.with_name("none.json"), vocab_size=1, eos_token_ids=[], compile_s=1.0, compile_bytes=1 << 30
+    )
+    with pytest.raises(Overloaded):
+        await checker.checked(asked(Shape.REGEX, "a"), "field")

@@ -1,0 +1,182 @@
+"""A router that serves for long keeps no more than one that has just begun (docs/incidents.md).
+
+Peers' routers grew by tens of gigabytes a day: at a hundred requests a second, kilobytes for each request.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from random import Random
+from typing import Any
+
+import orjson
+import pytest
+
+from router.http.app import Extras, create_app
+from router.workers.circuit_breaker import Breakers
+from router.workers.poison_request import Suspicion
+from router.workers.prefix_map import PrefixMap
+from tests.support.router.kept_objects import Meter
+from tests.support.router.servers import fakes
+from tests.support.router.servers.http_client import CHAT, HELLO, PLAIN
+from tests.support.router.whole_router import Fate, WholeRouter
+
+MOST_OBJECTS_MORE = 2_400
+"""However many requests were served: logs and decisions are never equally full. A kept request is dozens of them."""
+CROWD = 50
+NUM_SAMPLES = 8
+FATES = (*[Fate.ANSWER] * 12, *Fate)
+
+
+@pytest.fixture(autouse=True)
+def _quiet(caplog: pytest.LogCaptureFixture) -> None:
+    """Or the test would keep every warning."""
+    caplog.set_level(logging.CRITICAL, logger="router")
+
+
+class Soak:
+    """Everything that may happen to a router, again and again."""
+
+    def __init__(self, seed: int) -> None:
+        self.whole = WholeRouter(seed)
+        self._rng = Random(seed + 5)
+        self.whole.draw = lambda: self._rng.choice(FATES)
+        self._num_names = 0
+
+    @property
+    def roots(self) -> dict[str, Any]:
+        whole = self.whole
+        return {name: getattr(whole, name) for name in ("registry", "dispatcher", "gate", "metrics", "decisions")}
+
+    async def go_on(self, num_requests: int) -> int:
+        """Serve so many; how many of them were answered in full."""
+        whole, rng, served = self.whole, self._rng, 0
+        for _ in range(num_requests // CROWD):
+            served += await whole.crowd(CROWD, lambda: rng.choice((0, 1, 2, 4, 6, 10, 25, 25, 25)))
+            whole.now_s += 2.0
+            self.restart_one()
+            whole.metrics.render()
+        return served
+
+    def restart_one(self) -> None:
+        """A worker goes, and comes back under its own name or another one."""
+        one = self._rng.choice(self.whole.workers)
+        one.leave(told=self._rng.random() < 0.5)
+        if self._rng.random() < 0.5:
+            self._num_names += 1
+            one.name = f"{one.name[0]}{self._num_names + 100}"
+        one.join()
+
+    async def measured(self, num_requests: int, *, warm_up: int = 800) -> Meter:
+        """Once every log of the last so many is full; each sample with empty caches."""
+        for _ in range(600):
+            self.restart_one()
+        await self.go_on(warm_up)
+        meter = Meter(self.roots)
+        for number in range(NUM_SAMPLES):
+            await self.go_on(num_requests // NUM_SAMPLES)
+            self.whole.assert_nothing_is_left()
+            for one in self.whole.workers:
+                one.leave(told=False)
+                one.join()
+            meter.sample(number * (num_requests // NUM_SAMPLES))
+        return meter
+
+
+@pytest.mark.parametrize("num_requests", [2_000, pytest.param(100_000, marks=pytest.mark.slow)])
+async def test_memory_does_not_grow_with_the_requests_that_were_served(num_requests: int) -> None:
+    soak = Soak(1)
+    meter = await soak.measured(num_requests)
+    assert not meter.grown(num_requests // 20), "no container has an entry for every twentieth request"
+    assert meter.objects_per_request() * num_requests < MOST_OBJECTS_MORE, meter.samples
+    assert await soak.go_on(200) > 50
+
+
+class Door:
+    """The HTTP door in front of all that, asked as a server asks an application."""
+
+    def __init__(self, soak: Soak) -> None:
+        self._whole, self._rng = soak.whole, Random(7)
+        self._parts = fakes.make_doors(fakes.make_tokenizer(), clock=soak.whole.clock)
+        parts, whole = self._parts, soak.whole
+        self.app = create_app(
+            parts.frontend, whole.gate, whole.readiness, parts.config, whole.metrics, Extras(decisions=whole.decisions)
+        )
+        self._number = 0
+        self.statuses: Counter[int] = Counter()
+
+    async def crowd(self, count: int) -> None:
+        """So many at once: right and wrong ones, of which some leave early."""
+        tasks = {asyncio.create_task(self._ask(left := asyncio.Event())): left for _ in range(count)}
+        turn = 0
+        while not all(task.done() for task in tasks):
+            for left in tasks.values():
+                if turn > 200 or self._rng.random() < 0.02:
+                    left.set()
+            turn += 1
+            await asyncio.sleep(0)
+        assert not [task.exception() for task in tasks if task.exception() is not None]
+
+    async def _ask(self, left: asyncio.Event) -> None:
+        rng = self._rng
+        self._number += 1
+        path = rng.choice((CHAT, PLAIN, PLAIN, PLAIN, f"/nowhere/{self._number}", "/v1/models"))
+        body: dict[str, Any] = {"max_tokens": 2, "stream": rng.random() < 0.5, "user": f"u{self._number}", "n": 1}
+        body |= {"prompt": f"hello {self._number}"} if path == PLAIN else HELLO
+        body |= rng.choice(({}, {}, {"cache_salt": str(self._number % 9)}, {"n": 10**6}, {"stop": f"s{self._number}"}))
+        data = rng.choice((orjson.dumps(body),) * 9 + (b"{",))
+        messages = [{"type": "http.request", "body": data, "more_body": False}]
+
+        async def receive() -> dict[str, Any]:
+            if messages:
+                return messages.pop()
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: dict[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                self.statuses[message["status"]] += 1
+
+        headers = [(b"content-type", b"application/json"), (b"x-request-id", b"id-%d" % self._number)]
+        scope = {"type": "http", "http_version": "1.1", "method": rng.choice(("POST",) * 8 + ("GET", "BREW"))}
+        scope |= {"path": path, "raw_path": path.encode(), "query_string": b"", "headers": headers, "state": {}}
+        await self.app(scope, receive, send)
+
+
+@pytest.mark.parametrize("num_requests", [800, pytest.param(30_000, marks=pytest.mark.slow)])
+async def test_nor_at_the_door(num_requests: int) -> None:
+    soak = Soak(2)
+    door = Door(soak)
+    meter = Meter(soak.roots | {"app": door.app, "frontend": door._parts.frontend})
+    for number in range(-2, NUM_SAMPLES):
+        for _ in range(num_requests // NUM_SAMPLES // CROWD):
+            await door.crowd(CROWD)
+            soak.whole.now_s += 2.0
+            soak.whole.metrics.render()
+        soak.whole.assert_nothing_is_left()
+        if number >= 0:
+            meter.sample(number * (num_requests // NUM_SAMPLES))
+    assert {200, 400, 404, 405} <= door.statuses.keys()
+    assert not meter.grown(num_requests // 20)
+    assert meter.objects_per_request() * num_requests < MOST_OBJECTS_MORE, meter.samples
+
+
+def forgetting_nothing(*_: object, **__: object) -> None:
+    """Instead of whatever forgets."""
+
+
+@pytest.mark.parametrize(
+    ("owner", "forgets", "keeper"),
+    [
+        (Suspicion, "gone", "_standings"),
+        (Breakers, "keep", "_breakers"),
+        (PrefixMap, "expire", "_lapses"),
+    ],
+)
+async def test_whoever_forgets_nothing_is_found(
+    owner: type, forgets: str, keeper: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, forgets, forgetting_nothing)
+    monkeypatch.setattr(WholeRouter, "assert_nothing_is_left", forgetting_nothing)
+    meter = await Soak(1).measured(400, warm_up=100)
+    assert any(keeper in way for way in meter.grown(5)), meter.grown(1)

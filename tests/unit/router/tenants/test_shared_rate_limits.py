@@ -1,0 +1,151 @@
+"""Several routers, one account: what any of them gives a tenant counts at all of them, once."""
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.tenants.rate_limits import RECENT_S, Grant, Limiter
+from router.tenants.shared_rate_limits import SharedLimits, tenant_tags
+from tandem.config.admission import LimitsConfig, TenantLimits
+from tandem.errors import Overloaded
+from tandem.values.ids import Incarnation
+
+TAG_OF = tenant_tags(b"a secret of the cluster")
+TENANTS = ("a", "b", "free")
+
+
+class Routers:
+    """Their clocks are one."""
+
+    def __init__(self, count: int, **limits: int) -> None:
+        self.now_s = 0.0
+        config = LimitsConfig(tenants={tenant: TenantLimits(**limits) for tenant in ("a", "b")})
+        self.limiters = [Limiter(config, clock=lambda: self.now_s) for _ in range(count)]
+        self.all = [SharedLimits(limiter, tenants=TENANTS, tag_of=TAG_OF) for limiter in self.limiters]
+
+    def exchange(self, teller: int, hearer: int) -> None:
+        self.all[hearer].heard(Incarnation(teller + 1), self.all[teller].tallies())
+
+    def exchange_all(self) -> None:
+        for teller in range(len(self.all)):
+            for hearer in range(len(self.all)):
+                if teller != hearer:
+                    self.exchange(teller, hearer)
+
+    def leave(self, teller: int) -> None:
+        for hearer in self.all:
+            hearer.keep({Incarnation(other + 1) for other in range(len(self.all)) if other != teller})
+
+
+def test_requests_that_another_router_let_in_count_here() -> None:
+    routers = Routers(3, requests_per_minute=10)
+    routers.exchange_all()
+    for index in (0, 1):
+        for _ in range(5):
+            routers.limiters[index].admit("a", 1.0)
+    routers.limiters[2].admit("b", 1.0)
+    routers.exchange_all()
+    routers.exchange_all()
+    for limiter in routers.limiters:
+        with pytest.raises(Overloaded, match="requests_per_minute") as refused:
+            limiter.admit("a", 1.0)
+        assert refused.value.retry_after_s == pytest.approx(6.0)
+        limiter.admit("b", 1.0)
+    routers.now_s = 6.0
+    routers.limiters[0].admit("a", 1.0)
+
+
+def test_requests_under_way_elsewhere_count_until_their_router_is_gone() -> None:
+    routers = Routers(2, concurrent_requests=3)
+    grants = [routers.limiters[0].admit("a", 1.0) for _ in range(2)]
+    routers.exchange(0, 1)  # also of a router that is heard of for the first time
+    here = routers.limiters[1].admit("a", 1.0)
+    with pytest.raises(Overloaded, match="concurrent_requests"):
+        routers.limiters[1].admit("a", 1.0)
+    routers.limiters[0].settle(grants[0], 1.0)
+    routers.exchange(0, 1)
+    again = routers.limiters[1].admit("a", 1.0)
+    with pytest.raises(Overloaded, match="concurrent_requests"):
+        routers.limiters[1].admit("a", 1.0)
+    routers.leave(0)
+    routers.limiters[1].admit("a", 1.0)
+    for grant in (here, again):
+        routers.limiters[1].settle(grant, 1.0)
+
+
+def level(limiter: Limiter, tenant: str, most: int) -> float:
+    """Tokens that a tenant may still have."""
+    bucket = limiter._account(tenant).tokens
+    assert bucket is not None
+    return most - bucket.wait_s(float(most), limiter._clock()) * most / 60.0
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 1 << 32), steps=st.integers(1, 80))
+def test_every_account_ends_where_one_account_for_all_would(seed: int, steps: int) -> None:
+    rng, most = Random(seed), 10_000_000
+    routers = Routers(3, tokens_per_minute=most)
+    routers.exchange_all()
+    live: list[tuple[int, Grant]] = []
+    used = dict.fromkeys(TENANTS, 0)
+    for _ in range(steps):
+        index, action = rng.randrange(3), rng.choice(("admit", "admit", "settle", "cancel", "exchange"))
+        if action == "admit":
+            tenant = rng.choice(TENANTS)
+            live.append((index, routers.limiters[index].admit(tenant, float(rng.randrange(1000)))))
+        elif action == "exchange":
+            # Any of them, any number of times: what is not told now is told later.
+            routers.exchange(index, rng.choice([other for other in range(3) if other != index]))
+        elif live:
+            owner, grant = live.pop(rng.randrange(len(live)))
+            tokens = rng.randrange(1000) if action == "settle" else 0
+            if action == "settle":
+                routers.limiters[owner].settle(grant, float(tokens))
+            else:
+                routers.limiters[owner].cancel(grant)
+            used[grant.tenant] += tokens
+    for owner, grant in live:
+        routers.limiters[owner].settle(grant, 7.0)
+        used[grant.tenant] += 7
+    routers.exchange_all()
+    for limiter in routers.limiters:
+        for tenant in ("a", "b"):
+            assert level(limiter, tenant, most) == pytest.approx(most - used[tenant])
+            assert limiter.num_elsewhere(tenant) == limiter.num_inflight(tenant) == 0
+
+
+def test_sums_begin_anew_after_a_while_and_old_ones_are_not_counted_again() -> None:
+    routers = Routers(2, requests_per_minute=10)
+    routers.exchange_all()
+    routers.limiters[0].settle(routers.limiters[0].admit("a", 1.0), 1.0)
+    routers.exchange_all()
+    routers.now_s = RECENT_S + 1.0
+    assert routers.all[0].tallies() == ()
+    for _ in range(9):
+        routers.limiters[0].admit("a", 1.0)
+    routers.exchange_all()  # nobody heard that it was silent in between
+    (told,) = routers.all[0].tallies()
+    assert (told.requests, told.epoch, told.num_inflight) == (9, 2, 9)
+    routers.limiters[1].admit("a", 1.0)
+    with pytest.raises(Overloaded):
+        routers.limiters[1].admit("a", 1.0)
+
+
+def test_tenants_are_not_named_and_only_those_with_limits_are_told() -> None:
+    routers = Routers(2, requests_per_minute=10)
+    for tenant in TENANTS:
+        routers.limiters[0].admit(tenant, 1.0)
+    tags = {tally.tenant for tally in routers.all[0].tallies()}
+    assert tags == {TAG_OF("a"), TAG_OF("b")}
+    assert TAG_OF("a") != tenant_tags(b"the secret of another")("a")
+
+
+def test_tenants_that_nobody_knows_here_are_ignored() -> None:
+    routers = Routers(2, requests_per_minute=10)
+    stranger = SharedLimits(routers.limiters[1], tenants=("x",), tag_of=TAG_OF)
+    routers.limiters[0].admit("a", 1.0)
+    for _ in range(2):
+        stranger.heard(Incarnation(1), routers.all[0].tallies())
+    assert stranger.limiter.num_elsewhere("a") == 0

@@ -1,0 +1,111 @@
+"""What clients say an answer must be, over HTTP and gRPC, up to the sampling that workers are told."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from router.text.grammars.structured_output import MAX_CHOICES, Shape, Structure
+from router.text.tokenizer import Tokenizer
+from tandem.errors import InvalidRequest
+from tests.support.router.servers import fakes
+from tests.support.router.servers.http_client import CHAT, HELLO, PLAIN, client_of, error_of
+
+
+class Echo:
+    """A checker that refuses one word."""
+
+    async def checked(self, grammar: str, param: str) -> str:
+        if "refuse me" in grammar:
+            raise InvalidRequest(f"{param}: refused", param=param)
+        return grammar + " as checked"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return fakes.make_tokenizer()
+
+
+@pytest.fixture
+def parts(tokenizer: Tokenizer) -> fakes.Doors:
+    return fakes.make_doors(tokenizer, grammars=Echo())
+
+
+@pytest.fixture
+async def client(parts: fakes.Doors) -> AsyncIterator[httpx.AsyncClient]:
+    async with client_of(parts) as client:
+        yield client
+
+
+SCHEMA = {"type": "integer"}
+
+
+@pytest.mark.parametrize(
+    ("field", "shape", "value"),
+    [
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}}},
+         Shape.JSON_SCHEMA, SCHEMA),
+        ({"response_format": {"type": "json_object"}}, Shape.JSON_OBJECT, None),
+        ({"structured_outputs": {"json": SCHEMA}}, Shape.JSON_SCHEMA, SCHEMA),
+        ({"structured_outputs": {"json": '{"type": "integer"}'}}, Shape.JSON_SCHEMA, SCHEMA),
+        ({"structured_outputs": {"json_object": True}}, Shape.JSON_OBJECT, None),
+        ({"structured_outputs": {"regex": "a/b"}}, Shape.REGEX, "a/b"),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, Shape.CHOICE, ["a", "b"]),
+        ({"structured_outputs": {"grammar": "root ::= x"}}, Shape.GRAMMAR, "root ::= x"),
+        ({"guided_json": SCHEMA}, Shape.JSON_SCHEMA, SCHEMA),
+        ({"guided_regex": "a"}, Shape.REGEX, "a"),
+        ({"guided_choice": ["a"]}, Shape.CHOICE, ["a"]),
+        ({"guided_grammar": 'start: "a"'}, Shape.GRAMMAR, 'start: "a"'),
+    ],
+)  # fmt: skip
+async def test_every_way_reaches_the_workers(
+    client: httpx.AsyncClient, parts: fakes.Doors, field: dict[str, Any], shape: Shape, value: object
+) -> None:
+    parts.say("hello")
+    expected = Structure(shape=shape, value=value, param="x").grammar() + " as checked"
+    for path, body in ((CHAT, HELLO), (PLAIN, {"prompt": "x"})):
+        assert (await client.post(path, json=body | field)).status_code == 200
+        assert parts.generator.requests[-1].sampling.grammar == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format"),
+        ({"response_format": {"type": "json_object", "json_schema": {"schema": SCHEMA}}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {"type": "json_object", "more": 1}}, "response_format"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": ""}}, "structured_outputs"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs"),
+        ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs"),
+        ({"structured_outputs": {"choice": ["a"] * (MAX_CHOICES + 1)}}, "structured_outputs"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs"),
+        ({"structured_outputs": {"json": "[1]"}}, "structured_outputs"),
+        ({"structured_outputs": {"json": "[" * 100_000}}, "structured_outputs"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "x" * 300_000}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "refuse me"}}, "structured_outputs"),
+        ({"guided_json": SCHEMA, "guided_regex": "a"}, "guided_regex"),
+        ({"guided_json": SCHEMA, "response_format": {"type": "json_object"}}, "guided_json"),
+        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
+        ({"guided_regex": "a", "min_tokens": 2}, "min_tokens"),
+    ],
+)
+async def test_what_cannot_be_kept_is_refused_by_name(
+    client: httpx.AsyncClient, parts: fakes.Doors, change: dict[str, Any], param: str
+) -> None:
+    answer = await client.post(CHAT, json=HELLO | change)
+    assert answer.status_code == 400
+    assert error_of(answer)["param"] == param
+    assert not parts.generator.requests
+
+
+async def test_a_router_that_can_judge_no_grammar_promises_none(tokenizer: Tokenizer) -> None:
+    parts = fakes.make_doors(tokenizer)
+    async with client_of(parts) as client:
+        answer = await client.post(CHAT, json=HELLO | {"guided_regex": "a"})
+    assert (answer.status_code, error_of(answer)["param"]) == (400, "guided_regex")

@@ -1,0 +1,214 @@
+"""Who inherits a cache, how much of it is named, and what happens when somebody goes in the middle."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from router.types.session_events import Bequest, Inheritance
+from router.types.worker_view import WorkerKey, WorkerLoad, WorkerSnapshot
+from router.workers.cache_migration import Successions, share_of, successor_of
+from tandem.values.cached_chain import CachedChain
+from tandem.values.ids import BlockHash, Incarnation, WorkerId
+from tests.support.router.worker_views import LAYOUT, worker
+
+
+def made(name: str, *, free: int = 100, block_size: int = 16, **more: Any) -> WorkerSnapshot:
+    load = WorkerLoad(num_free_blocks=free, prefill_tokens_per_s=more.pop("rate", 0.0))
+    one = worker(name, load=load, layout=replace(LAYOUT, block_size=block_size), **more)
+    return replace(one, info=replace(one.info, handoff_address=f"{name}:1"))
+
+
+def names(first: int, count: int) -> tuple[BlockHash, ...]:
+    return tuple(BlockHash(number.to_bytes(16, "big")) for number in range(first, first + count))
+
+
+CHAINS = (
+    CachedChain(after=BlockHash(bytes(16)), from_root=True, names=names(1, 10)),
+    CachedChain(after=names(3, 1)[0], from_root=False, names=names(20, 10)),
+)
+
+
+def chosen(leaving: WorkerSnapshot, *workers: WorkerSnapshot) -> str | None:
+    successor = successor_of(leaving, [leaving, *workers])
+    return None if successor is None else successor.info.key.worker_id
+
+
+def test_the_one_with_most_room_then_least_to_do_then_by_name() -> None:
+    assert chosen(made("d0"), made("d1", free=50), made("d2", free=60)) == "d2"
+    assert chosen(made("d0"), made("d1", free=50), made("d2", free=30, block_size=32)) == "d2", "in tokens"
+    assert chosen(made("d0"), made("d1", active=3), made("d2", active=2)) == "d2"
+    assert chosen(made("d0"), made("d2"), made("d1")) == "d1"
+
+
+def test_its_own_pool_comes_first() -> None:
+    assert chosen(made("p0"), made("d1", free=500), made("p1", free=5)) == "p1"
+    assert chosen(made("p0"), made("d1", free=500)) == "d1"
+
+
+@pytest.mark.parametrize(
+    "unfit",
+    [
+        made("d1", free=0),
+        replace(made("d1"), draining=True),
+        made("d1", transports=frozenset({"tcp"})),
+        worker("d1", layout=replace(LAYOUT, num_layers=3)),
+        made("d1", block_size=8),
+    ],
+)
+def test_who_cannot_succeed(unfit: WorkerSnapshot) -> None:
+    leaving = made("d0", transports=frozenset({"shm"}))
+    assert chosen(leaving, unfit) is None
+    assert chosen(leaving) is None
+
+
+def test_a_worker_that_lends_to_nobody_has_no_successor() -> None:
+    assert chosen(worker("d0"), made("d1")) is None
+
+
+def test_no_more_is_named_than_has_room() -> None:
+    leaving = made("d0", block_size=16)
+    share = share_of(CHAINS, leaving, made("d1", free=7, block_size=32))
+    assert share is not None
+    assert [len(chain.names) for chain in share.chains] == [10, 4]
+    assert (share.block_size, share.holder.worker_id, share.holder.address) == (16, "d0", "d0:1")
+    assert share_of(CHAINS, leaving, made("d1", free=0)) is None
+
+
+class Port:
+    def __init__(self) -> None:
+        self.inherited: list[tuple[Inheritance, float, float]] = []
+        self.num_settled = 0
+
+    def inherit(self, share: Inheritance, *, within_s: float, prefill_tokens_per_s: float) -> None:
+        self.inherited.append((share, within_s, prefill_tokens_per_s))
+
+    def settle(self) -> None:
+        self.num_settled += 1
+
+
+class World:
+    def __init__(self, *workers: WorkerSnapshot) -> None:
+        self.workers = {one.info.key: one for one in workers}
+        self.ports = {key: Port() for key in self.workers}
+        self.now_s = 100.0
+        ports: Any = self.ports
+        self.successions = Successions(
+            snapshots=lambda: list(self.workers.values()), port=ports.get, clock=lambda: self.now_s
+        )
+
+    def bequeath(self, name: str, lends_s: float = 5.0) -> None:
+        self.workers[key(name)] = replace(self.workers[key(name)], draining=True)
+        self.successions.bequeathed(key(name), Bequest(chains=CHAINS, lends_s=lends_s))
+
+    def leave(self, name: str) -> None:
+        del self.workers[key(name)]
+        del self.ports[key(name)]
+        self.successions.left(key(name))
+
+    def whom(self, successor: str) -> list[str]:
+        return [share.holder.worker_id for share, _, _ in self.ports[key(successor)].inherited]
+
+    def asked(self) -> list[str]:
+        return [name.worker_id for name, port in self.ports.items() if port.inherited]
+
+
+def key(name: str) -> WorkerKey:
+    return WorkerKey(WorkerId(name), Incarnation(1))
+
+
+def test_a_succession_from_the_bequest_to_its_end() -> None:
+    world = World(made("d0", rate=10.0), made("d1"), made("d2", free=10, rate=30.0))
+    world.bequeath("d0")
+    assert world.asked() == ["d1"]
+    [(share, within_s, rate)] = world.ports[key("d1")].inherited
+    assert (share.holder.worker_id, share.chains, within_s, rate) == ("d0", CHAINS, 5.0, 30.0)
+    world.successions.inherited(key("d2"), key("d0"))  # it was not asked
+    assert not world.ports[key("d0")].num_settled
+    world.successions.inherited(key("d1"), key("d0"))
+    world.successions.inherited(key("d1"), key("d0"))
+    assert world.ports[key("d0")].num_settled == 1
+    assert not len(world.successions)
+
+
+def test_without_a_successor_the_leaver_is_let_go_at_once() -> None:
+    world = World(made("d0"))
+    world.bequeath("d0")
+    assert world.ports[key("d0")].num_settled == 1
+    assert not len(world.successions)
+
+
+def test_a_successor_that_dies_has_a_successor_while_there_is_time() -> None:
+    world = World(made("d0"), made("d1"), made("d2", free=10), made("d3", free=5))
+    world.bequeath("d0")
+    world.now_s += 2.0
+    world.leave("d1")
+    [(_, within_s, _)] = world.ports[key("d2")].inherited
+    assert within_s == pytest.approx(3.0)
+    world.now_s += 3.0
+    world.leave("d2")
+    assert not world.ports[key("d3")].inherited
+    assert world.ports[key("d0")].num_settled == 1
+    assert not len(world.successions)
+
+
+def test_a_leaver_that_dies_leaves_nothing_behind() -> None:
+    world = World(made("d0"), made("d1"))
+    world.bequeath("d0")
+    world.leave("d0")
+    assert not len(world.successions)
+    world.successions.inherited(key("d1"), key("d0"))
+    assert not len(world.successions)
+
+
+def test_two_that_leave_do_not_inherit_from_each_other() -> None:
+    world = World(made("d0"), made("d1"))
+    world.bequeath("d0")
+    world.bequeath("d1")
+    assert world.asked() == ["d1"], "who leaves later is asked before that is known"
+    assert world.ports[key("d1")].num_settled == 1
+    world.successions.inherited(key("d1"), key("d0"))
+    assert world.ports[key("d0")].num_settled == 1, "nobody else is there"
+    assert not len(world.successions)
+
+
+def test_a_successor_that_is_told_to_go_has_a_successor_while_there_is_time() -> None:
+    world = World(made("d0"), made("d1"), made("d2", free=50), made("d3", free=5))
+    world.bequeath("d0")
+    world.now_s += 1.0
+    world.bequeath("d1")
+    assert world.asked() == ["d1", "d2"]
+    world.successions.inherited(key("d1"), key("d0"))
+    assert world.whom("d2") == ["d1", "d0"]
+    assert not world.ports[key("d0")].num_settled
+    assert world.ports[key("d2")].inherited[1][1] == pytest.approx(4.0)
+    world.successions.inherited(key("d1"), key("d0"))  # it is that no more
+    assert not world.ports[key("d0")].num_settled
+    world.successions.inherited(key("d2"), key("d0"))
+    world.successions.inherited(key("d2"), key("d1"))
+    assert [world.ports[key(name)].num_settled for name in ("d0", "d1")] == [1, 1]
+    assert world.asked() == ["d1", "d2"]
+    assert not len(world.successions)
+
+
+def test_who_does_not_drain_bequeaths_nothing() -> None:
+    world = World(made("d0"), made("d1"))
+    for _ in range(3):
+        world.successions.bequeathed(key("d0"), Bequest(chains=CHAINS, lends_s=5.0))
+    assert not world.asked()
+    assert not len(world.successions)
+
+
+def test_a_worker_that_bequeaths_again_makes_no_more_work() -> None:
+    """Neither while somebody inherits nor afterwards, until it has gone and come back."""
+    world = World(made("d0"), made("d1"))
+    for _ in range(3):
+        world.bequeath("d0")
+    assert world.whom("d1") == ["d0"]
+    world.successions.inherited(key("d1"), key("d0"))
+    world.bequeath("d0")
+    assert world.whom("d1") == ["d0"]
+    assert world.ports[key("d0")].num_settled == 1
+    world.successions.left(key("d0"))
+    world.bequeath("d0")
+    assert world.whom("d1") == ["d0", "d0"]

@@ -1,0 +1,114 @@
+"""The columns follow the registry, cell by cell, and say what its snapshots say."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from router.types.worker_view import WorkerKey, WorkerLoad, WorkerSnapshot
+from router.workers.booking import Booking
+from router.workers.columns import PoolView
+from router.workers.peer_load import PeerShare
+from router.workers.prefix_map import PrefixMap
+from router.workers.registry import WorkerRegistry
+from tandem.values.ids import Incarnation
+from tests.support.router.worker_views import port, worker
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def seen(registry: WorkerRegistry, now_s: float) -> dict[WorkerKey, WorkerSnapshot]:
+    view = registry.view()
+    return {
+        info.key: replace(pool.snapshot(row, now_s), answered_s=0.0)
+        for pool in (view.decode, view.prefill)
+        for row, info in enumerate(pool.roster.infos)
+    }
+
+
+def rates(pool: PoolView, row: int) -> tuple[float, ...]:
+    return tuple(float(column[row]) for column in (pool.prefill_ms, pool.step_ms, pool.link_ms))
+
+
+def random_load(rng: Random) -> WorkerLoad:
+    return WorkerLoad(
+        num_running=rng.randrange(5),
+        num_waiting=rng.randrange(3),
+        backlog_tokens=rng.randrange(500),
+        num_free_blocks=rng.randrange(100),
+        prefill_tokens_per_s=rng.choice([0.0, 1000.0]),
+        decode_step_s=rng.choice([0.0, 0.01]),
+        kv_bytes_per_s=rng.choice([0.0, 1e6]),
+        context_tokens=rng.choice([0, 800]),
+    )
+
+
+def test_whatever_the_registry_is_told_the_view_says_the_same() -> None:
+    rng, clock = Random(5), Clock()
+    registry = WorkerRegistry(prefix_map=PrefixMap(), clock=clock)
+    sent: list[Booking] = []
+    for step in range(2_000):
+        name = rng.choice(["d0", "d1", "d2", "p0", "p1"])
+        live = {s.info.key.worker_id: s.info.key for s in registry.snapshots()}
+        key = live.get(name)
+        if key is None:
+            info = worker(name).info
+            registry.joined(replace(info, key=WorkerKey(info.key.worker_id, Incarnation(step))), port())
+        else:
+            match rng.randrange(9):
+                case 0 | 1:
+                    registry.load_changed(key, random_load(rng))
+                case 2 | 3:
+                    sent.append(registry.assign(key, rng.randrange(300)))
+                case 4 if sent:
+                    rng.choice(sent).owes(rng.randrange(10))
+                case 5 if sent:
+                    # Of whoever it is, live, gone or back.
+                    sent.pop(rng.randrange(len(sent))).end()
+                case 6:
+                    registry.penalise(key, rng.random())
+                case 7:
+                    registry.loaded_elsewhere(
+                        key, PeerShare(backlog_tokens=rng.randrange(900), num_requests=rng.randrange(9))
+                    )
+                case _ if rng.random() < 0.2:
+                    registry.draining(key, "test")
+                case _ if rng.random() < 0.2:
+                    registry.left(key, "test")
+        clock.now_s += 0.01
+        assert seen(registry, clock.now_s) == {s.info.key: replace(s, answered_s=0.0) for s in registry.snapshots()}
+        for pool in (registry.view().decode, registry.view().prefill):
+            incomplete = {
+                name
+                for index, name in enumerate(("prefill_ms", "step_ms", "link_ms"))
+                if any(rates(pool, row)[index] == 0.0 for row in range(len(pool.roster)))
+            }
+            assert pool.unmeasured == incomplete
+            loads = pool.loads[: len(pool.roster)]
+            assert (pool.attention is not None) == any(load.context_tokens for load in loads)
+
+
+def test_a_view_cannot_be_written() -> None:
+    registry = WorkerRegistry(prefix_map=PrefixMap(), clock=Clock())
+    registry.joined(worker("d0").info, port())
+    with pytest.raises(ValueError, match="read-only"):
+        registry.view().decode.backlog[0] = 1.0
+
+
+def test_load_that_other_routers_tell_of_counts_until_they_tell_otherwise() -> None:
+    registry, key = WorkerRegistry(prefix_map=PrefixMap(), clock=Clock()), worker("d0").info.key
+    registry.joined(worker("d0").info, port())
+    registry.assign(key, 100)
+    registry.loaded_elsewhere(key, PeerShare(backlog_tokens=300, num_requests=2))
+    assert (registry.snapshots()[0].backlog_tokens, registry.snapshots()[0].num_active) == (400, 3)
+    # The worker's own word knows of more than routers do, or of less.
+    registry.load_changed(key, WorkerLoad(num_running=5, backlog_tokens=1_000))
+    assert (registry.snapshots()[0].backlog_tokens, registry.snapshots()[0].num_active) == (1_000, 5)
+    registry.loaded_elsewhere(key, PeerShare(backlog_tokens=0, num_requests=0))
+    registry.load_changed(key, WorkerLoad())
+    assert (registry.snapshots()[0].backlog_tokens, registry.snapshots()[0].num_active) == (100, 1)

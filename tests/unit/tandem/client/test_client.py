@@ -1,0 +1,268 @@
+"""tandem.client against the real gRPC door: answers whole and streamed, typed errors, keys, certificates, breaks."""
+
+import asyncio
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from random import Random
+
+import grpc.aio
+import pytest
+import trustme
+
+from router.grpc.server import GrpcDoor, build_server
+from tandem.client.aio import AsyncClient
+from tandem.client.options import Options, Structure, Tls, Turn
+from tandem.client.progress import StreamProgress
+from tandem.client.requests import generate_request
+from tandem.client.sync import Client
+from tandem.config.cluster import RouterConfig
+from tandem.errors import (
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    InvalidRequest,
+    ModelNotFound,
+    Overloaded,
+    Unauthenticated,
+    Unavailable,
+)
+from tandem.v1 import inference_pb2 as pb
+from tests.support.router.servers import fakes
+
+HELLO = [Turn(role="user", content="hello")]
+TEXT = "hello wörld 😀"
+
+
+@pytest.fixture
+def parts() -> fakes.Doors:
+    return fakes.make_doors(fakes.make_tokenizer())
+
+
+@asynccontextmanager
+async def door_of(parts: fakes.Doors) -> AsyncIterator[str]:
+    server = build_server(parts.frontend, parts.generator, parts.config, parts.metrics)
+    async with GrpcDoor(server, host="127.0.0.1", port=0, grace_s=0.0) as door:
+        yield f"127.0.0.1:{door.port}"
+
+
+async def test_whole_answers(parts: fakes.Doors) -> None:
+    ids = parts.say(TEXT, logprobs=True)
+    async with door_of(parts) as address, AsyncClient(address) as client:
+        asked = Options(max_tokens=40, n=2, num_logprobs=1, seed=4, logit_bias={5: 1.5}, stop=["nothing"], priority=-1)
+        answer = await client.chat(HELLO, asked)
+        assert [choice.text for choice in answer.choices] == [TEXT, TEXT]
+        assert [choice.token_ids for choice in answer.choices] == [ids, ids]
+        assert (answer.choices[0].finish_reason, answer.usage.cached_tokens) == ("stop", 7)
+        assert answer.usage.completion_tokens == 2 * len(ids)
+        assert answer.choices[1].logprobs[0].top[ids[0]] == -0.5
+        assert answer.timing["prefill_s"] == 0.5
+        (routed,) = parts.generator.requests
+        assert (routed.num_choices, routed.sampling.seed, routed.priority) == (2, 4, -1)
+        assert dict(routed.sampling.logit_bias) == {5: 1.5}
+        assert (await client.generate([10, 11])).text == TEXT
+        assert parts.generator.requests[-1].prompt_token_ids == (10, 11)
+        tokens = await client.tokenize(TEXT, add_special_tokens=False)
+        assert await client.detokenize(tokens) == TEXT
+        assert (await client.tokenize(HELLO))[-1] == fakes.ASSISTANT
+        assert [model.id for model in await client.models()] == [fakes.MODEL]
+
+
+@pytest.fixture
+def thread_of_a_door(parts: fakes.Doors) -> Iterator[str]:
+    """The door on a loop of its own: a client for threads would stop this one."""
+    loop, told, over = asyncio.new_event_loop(), threading.Event(), asyncio.Event()
+    addresses: list[str] = []
+
+    async def serve() -> None:
+        async with door_of(parts) as address:
+            addresses.append(address)
+            told.set()
+            await over.wait()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+    thread.start()
+    assert told.wait(20.0)
+    yield addresses[0]
+    loop.call_soon_threadsafe(over.set)
+    thread.join()
+    loop.close()
+
+
+def test_the_client_for_threads(parts: fakes.Doors, thread_of_a_door: str) -> None:
+    ids = parts.say(TEXT)
+    with Client(thread_of_a_door) as client:
+        pieces = list(client.stream("a"))
+        assert "".join(piece.text for piece in pieces) == TEXT
+        assert pieces[-1].usage is not None
+        assert client.generate("a").choices[0].token_ids == ids
+        assert client.chat(HELLO).timing["decode_s"] == 1.0
+        assert client.detokenize(client.tokenize("hello")) == "hello"
+        assert client.models()[0].max_model_len == fakes.CONTEXT
+        with pytest.raises(InvalidRequest) as wrong:
+            client.generate("a", Options(temperature=3.0))
+        assert wrong.value.param == "temperature"
+    with pytest.raises(RuntimeError, match="not open"):
+        client.models()
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "param"),
+    [
+        (Options(n=0), InvalidRequest, "n"),
+        (Options(max_tokens=-1), InvalidRequest, "max_tokens"),
+        (Options(stop=[3]), InvalidRequest, "stop"),  # type: ignore[list-item]
+        (Options(model="other"), ModelNotFound, "model"),
+        (Options(cache_salt=""), InvalidRequest, "cache_salt"),
+        (Options(structure=Structure(json_schema="{")), InvalidRequest, "structured_output"),
+        (Options(max_tokens=10, min_tokens=511, truncate_prompt_tokens=5000), InvalidRequest, "truncate_prompt_tokens"),
+    ],
+)
+async def test_errors_have_a_type_and_a_field(
+    parts: fakes.Doors, options: Options, kind: type[Exception], param: str
+) -> None:
+    async with door_of(parts) as address, AsyncClient(address) as client:
+        with pytest.raises(kind) as caught:
+            await client.generate("a", options)
+        assert caught.value.param == param  # type: ignore[attr-defined]
+
+
+async def test_refusals_of_the_server_are_not_asked_for_again(parts: fakes.Doors) -> None:
+    async with door_of(parts) as address, AsyncClient(address) as client:
+        for error in (Overloaded("full", retry_after_s=2.25), Unavailable("nobody is here", retry_after_s=0.5)):
+            parts.generator.requests.clear()
+            parts.generator.script = fakes.Script(error=error)
+            with pytest.raises(type(error)) as caught:
+                await client.generate("a")
+            assert (caught.value.retry_after_s, caught.value.message) == (error.retry_after_s, error.message)
+            assert len(parts.generator.requests) == 1
+        with pytest.raises(ContextLengthExceeded):
+            await client.generate([5] * fakes.CONTEXT)
+
+
+async def test_keys(parts: fakes.Doors) -> None:
+    guarded = fakes.make_doors(fakes.make_tokenizer(), RouterConfig(api_keys=["key-a"]))
+    guarded.say(TEXT)
+    async with door_of(guarded) as address:
+        async with AsyncClient(address, api_key="key-a") as client:
+            assert (await client.generate("a")).text == TEXT
+        async with AsyncClient(address, api_key="key-b") as client:
+            with pytest.raises(Unauthenticated):
+                await client.models()
+
+
+async def test_certificates(parts: fakes.Doors) -> None:
+    parts.say(TEXT)
+    authority = trustme.CA()
+    ours, theirs = authority.issue_cert("router.example"), authority.issue_cert("client.example")
+    credentials = grpc.ssl_server_credentials(
+        [(ours.private_key_pem.bytes(), ours.cert_chain_pems[0].bytes())],
+        root_certificates=authority.cert_pem.bytes(),
+        require_client_auth=True,
+    )
+    server = build_server(parts.frontend, parts.generator, parts.config, parts.metrics)
+    port = server.add_secure_port("127.0.0.1:0", credentials)
+    await server.start()
+    tls = Tls(
+        ca=authority.cert_pem.bytes(),
+        cert=theirs.cert_chain_pems[0].bytes(),
+        key=theirs.private_key_pem.bytes(),
+        server_name="router.example",
+    )
+    try:
+        async with AsyncClient(f"127.0.0.1:{port}", tls=tls) as client:
+            assert (await client.generate("a")).text == TEXT
+    finally:
+        await server.stop(0.0)
+
+
+async def test_a_stream_goes_on_at_the_next_router(parts: fakes.Doors) -> None:
+    """The first one dies when three tokens are out."""
+    first, other = parts, fakes.make_doors(fakes.make_tokenizer(), mint_seed=lambda: 1)
+    ids = first.say(TEXT, hang_after=3)
+    other.say(TEXT)
+    server = build_server(first.frontend, first.generator, first.config, first.metrics)
+    dying, pieces = GrpcDoor(server, host="127.0.0.1", port=0, grace_s=0.0), []
+    async with dying, door_of(other) as address, AsyncClient([f"127.0.0.1:{dying.port}", address]) as client:
+        async for piece in client.stream("a", Options(temperature=1.0)):
+            pieces.append(piece)
+            if len(pieces) == 3:
+                await server.stop(0.0)
+    assert [token for piece in pieces for token in piece.token_ids] == ids
+    assert "".join(piece.text for piece in pieces) == TEXT
+    assert len({piece.id for piece in pieces}) == 1
+    assert other.generator.requests[0].sampling.seed == first.generator.requests[0].sampling.seed
+
+
+async def test_what_does_no_harm_twice_is_asked_of_the_next_router(parts: fakes.Doors, thread_of_a_door: str) -> None:
+    async with door_of(parts) as gone:
+        pass
+    addresses = [gone, thread_of_a_door]
+    async with AsyncClient(addresses) as client:
+        assert [model.id for model in await client.models()] == [fakes.MODEL]
+    async with AsyncClient([gone, gone]) as client:
+        with pytest.raises(Unavailable):
+            await client.models()
+    async with AsyncClient(addresses) as client:
+        with pytest.raises(Unavailable):
+            await client.delete_cached("cachedContents/0")
+        assert [model.id for model in await client.models()] == [fakes.MODEL]
+    with Client(addresses) as threads:
+        assert (await asyncio.to_thread(threads.tokenize, HELLO))[-1] == fakes.ASSISTANT
+
+
+@pytest.mark.slow
+async def test_a_router_that_takes_connections_and_says_nothing_is_left(parts: fakes.Doors) -> None:
+    """Within the answer's own time."""
+    parts.say(TEXT)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent_address = f"127.0.0.1:{silent.getsockname()[1]}"
+        async with door_of(parts) as address, AsyncClient([silent_address, address]) as client:
+            assert (await client.chat(HELLO, Options(timeout_s=15.0))).text == TEXT
+
+
+async def test_the_time_of_a_call_is_its_own(parts: fakes.Doors) -> None:
+    parts.say(TEXT, hang_after=1)
+    async with door_of(parts) as address, AsyncClient(address) as client:
+        with pytest.raises(DeadlineExceeded):
+            await client.generate("a", Options(timeout_s=0.5))
+    async with AsyncClient("127.0.0.1:1", max_reconnects=2) as client:
+        with pytest.raises(Unavailable):
+            await client.generate("a")
+
+
+def progress_of(most: int = 2) -> StreamProgress:
+    return StreamProgress(generate_request("a", Options()), max_reconnects=most, rng=Random(1))
+
+
+def test_what_follows_upon_a_break() -> None:
+    broken = Unavailable("Socket closed")
+    progress = progress_of()
+    waits = [progress.after(broken, from_server=False) for _ in range(3)]
+    assert [wait is not None for wait in waits] == [True, True, False]
+    assert waits[0] is not None
+    assert 0.05 <= waits[0].wait_s <= 0.1
+
+    progress = progress_of()
+    assert progress.after(Unavailable("drains", retry_after_s=3.0), from_server=True) is None
+    progress.take(pb.GenerateResponse(text="a", stream_id="there"))
+    assert progress.request().last_stream_id == "there"
+    again = progress.after(Unavailable("no worker yet", retry_after_s=3.0), from_server=True)
+    assert again is not None
+    assert again.wait_s == 3.0
+    assert progress.after(InvalidRequest("wrong"), from_server=True) is None
+    assert not progress.is_over
+    progress.take(pb.GenerateResponse(usage=pb.Usage(prompt_tokens=1)))
+    assert progress.is_over
+
+
+def test_nothing_heavy_is_imported() -> None:
+    heavy = "torch numpy pydantic starlette uvicorn transformers tokenizers redis"
+    code = (
+        "import sys, tandem.client.aio, tandem.client.sync; "
+        f"found = [name for name in '{heavy}'.split() if name in sys.modules]; assert not found, found"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,165 @@
+"""tandem.client: calls of tools, log probabilities of prompts, variables, votes, marks; what does not go on."""
+
+import json
+from random import Random
+from typing import Any
+
+import pytest
+
+from tandem.client.aio import AsyncClient
+from tandem.client.answers import CallPart
+from tandem.client.options import Options, Tool, ToolCall, ToolChoice, Turn
+from tandem.client.progress import StreamProgress
+from tandem.client.requests import generate_request
+from tandem.client.sync import Client
+from tandem.errors import InvalidRequest, Unavailable
+from tandem.v1 import inference_pb2 as pb
+from tests.support.router.servers import fakes
+from tests.support.router.servers.tool_calls import CALLS
+from tests.unit.tandem.client.test_client import HELLO, door_of, thread_of_a_door
+
+CITY = json.dumps({"type": "object", "properties": {"city": {"type": "string"}}})
+TOOLS = [Tool(name="weather", description="Of a place.", parameters=CITY), Tool(name="clock")]
+
+__all__ = ["thread_of_a_door"]
+
+
+@pytest.fixture
+def parts() -> fakes.Doors:
+    return fakes.make_doors(fakes.make_tokenizer(), grammars=fakes.AnyGrammar(), context=4096)
+
+
+def test_calls_and_how_a_conversation_goes_on_with_them(parts: fakes.Doors, thread_of_a_door: str) -> None:
+    parts.say(CALLS)
+    with Client(thread_of_a_door) as client:
+        options = Options(tools=TOOLS, n=2)
+        first, second = client.chat(HELLO, options).choices
+        assert (first.text, first.finish_reason) == ("I look.", "tool_calls")
+        assert [(call.name, json.loads(call.arguments)) for call in first.tool_calls] == [
+            ("weather", {"city": "Köln 😀"}),
+            ("clock", {}),
+        ]
+        assert len({call.id for choice in (first, second) for call in choice.tool_calls}) == 4
+        parts_of_calls = [part for piece in client.stream_chat(HELLO, options) for part in piece.tool_calls]
+        begun = parts_of_calls[0]
+        assert begun == CallPart(index=0, id=begun.id, name="weather", arguments=begun.arguments)
+        assert {part.id for part in parts_of_calls if not part.name} == {""}
+        told = Turn(role="tool", content="rain", tool_call_id=first.tool_calls[0].id)
+        talk = [*HELLO, first.turn(), told]
+        client.chat(talk, Options(tools=TOOLS, tool_choice=ToolChoice(mode="none")))
+        prompt = parts.generator.requests[-1].prompt_token_ids
+        assert '"city": "Köln 😀"' in parts.tokenizer.decode(prompt)
+        ids = client.tokenize(talk, tools=TOOLS)
+        assert len(ids) > len(client.tokenize(talk))
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        (ToolChoice(mode="required"), ["weather", "clock"]),
+        (ToolChoice(function="clock"), ["clock"]),
+        (ToolChoice(mode="required", allowed=["weather"]), ["weather"]),
+    ],
+)
+async def test_choices_among_tools(parts: fakes.Doors, choice: ToolChoice, names: list[str]) -> None:
+    parts.say(CALLS)
+    async with door_of(parts) as address, AsyncClient(address) as client:
+        await client.chat(HELLO, Options(tools=TOOLS, tool_choice=choice))
+    grammar = parts.generator.requests[0].sampling.grammar or ""
+    assert [tool.name for tool in TOOLS if tool.name in grammar] == names
+
+
+async def test_log_probabilities_of_a_prompt(parts: fakes.Doors) -> None:
+    parts.say("hello")
+    async with door_of(parts) as address, AsyncClient(address) as client:
+        answer = await client.generate([10, 11, 12], Options(prompt_logprobs=2))
+        assert [(place.token_id, place.logprob, place.rank) for place in answer.prompt_logprobs] == [
+            (11, -11.0, 3),
+            (12, -12.0, 3),
+        ]
+        assert answer.prompt_logprobs[0].top == {0: 0.0, 1: -1.0}
+        assert answer.text == "hello"
+        pieces = [piece async for piece in client.stream([10, 11], Options(prompt_logprobs=0, max_tokens=0))]
+        assert [len(piece.prompt_logprobs) for piece in pieces] == [1, 0]
+
+
+async def test_what_is_told_at_the_end(parts: fakes.Doors) -> None:
+    parts.say("it is 5", logprobs=True)
+    async with door_of(parts) as address, AsyncClient(address) as client:
+        answer = await client.generate("a", Options(n=3, vote=True, vote_pattern="[0-9]"))
+        (choice,) = answer.choices
+        assert choice.vote is not None
+        assert (choice.text, choice.vote.answer, choice.vote.votes, choice.vote.of) == ("it is 5", "5", 3, 3)
+        assert len((await client.generate("a", Options(n=2, best_of=3))).choices) == 2
+        beams = Options(n=2, use_beam_search=True, length_penalty=2.0, early_stopping="never")
+        await client.generate("a", beams)
+        asked = parts.generator.requests[-1].beams
+        assert asked is not None
+        assert (asked.num_beams, asked.length_penalty, asked.early_stopping) == (2, 2.0, "never")
+
+
+async def test_everything_has_its_field() -> None:
+    options = Options(
+        tools=TOOLS,
+        chat_template_kwargs={"think": True, "level": 7, "share": 0.5, "name": "x", "nothing": None},
+        continue_final_message=True,
+        parallel_tool_calls=False,
+        cached_content="cachedContents/x",
+    )
+    call = ToolCall(id="c", name="clock", arguments="{}")
+    request = generate_request([Turn(role="assistant", tool_calls=[call], cached_for="1h")], options)
+    kinds = {name: value.WhichOneof("kind") for name, value in request.chat_template_kwargs.items()}
+    assert kinds == {"think": "flag", "level": "integer", "share": "number", "name": "text", "nothing": None}
+    assert (request.continue_final_message, request.cached_content) == (True, "cachedContents/x")
+    assert request.HasField("parallel_tool_calls")
+    assert request.chat.messages[0].tool_calls[0].name == "clock"
+    assert request.chat.messages[0].cache_control.ttl == "1h"
+    assert request.stream_ids
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        (Options(tools=[Tool(name="f", parameters="[")]), "tools"),
+        (Options(tools=[Tool(name=3)]), "tools"),  # type: ignore[arg-type]
+        (Options(tool_choice=ToolChoice(mode="required")), "tool_choice"),
+        (Options(chat_template_kwargs={"x": [1]}), "chat_template_kwargs"),  # type: ignore[dict-item]
+        (Options(chat_template_kwargs={"x": "y"}), "chat_template_kwargs"),
+        (Options(early_stopping="soon"), "early_stopping"),  # type: ignore[arg-type]
+        (Options(best_of=1, n=2), "best_of"),
+        (Options(prompt_logprobs=99), "prompt_logprobs"),
+        (Options(cached_content="cachedContents/x"), "cached_content"),
+    ],
+)
+async def test_errors_name_the_field(parts: fakes.Doors, options: Options, param: str) -> None:
+    async with door_of(parts) as address, AsyncClient(address) as client:
+        with pytest.raises(InvalidRequest) as caught:
+            await client.chat(HELLO, options)
+        assert caught.value.param == param
+
+
+@pytest.mark.parametrize("more", [{"prompt_logprobs": 0}, {"best_of": 2}, {"vote": True}, {"use_beam_search": True}])
+def test_what_has_no_ids_is_not_asked_for_twice(more: dict[str, Any]) -> None:
+    """Before anything came it is asked for again; behind that the same would come twice."""
+    request = generate_request("a", Options(**more))
+    assert not request.stream_ids
+    progress = StreamProgress(request, max_reconnects=2, rng=Random(1))
+    broken = Unavailable("Socket closed")
+    assert progress.after(broken, from_server=False) is not None
+    progress.take(pb.GenerateResponse(text="a"))
+    assert progress.after(broken, from_server=False) is None
+
+
+async def test_thinking_stands_apart() -> None:
+    template = "{% for m in messages %}[{{ m.reasoning_content }}]{{ m.content }}{% endfor %}<think>\n{# </think> #}"
+    parts = fakes.make_doors(fakes.make_tokenizer(template))
+    count = len(parts.say("so\n</think>\n\nfour")) - len(parts.tokenizer.encode("\n\nfour")) - 1
+    async with door_of(parts) as address, AsyncClient(address) as client:
+        answer = await client.chat(HELLO)
+        (choice,) = answer.choices
+        assert (choice.text, choice.reasoning_content) == ("four", "so")
+        assert answer.usage.reasoning_tokens == count
+        await client.chat([*HELLO, choice.turn(), *HELLO])
+        assert "[so]four" in parts.tokenizer.decode(parts.generator.requests[-1].prompt_token_ids)
+        with pytest.raises(InvalidRequest, match="reasoning_content stands in an assistant's message"):
+            await client.chat([Turn(role="user", content="a", reasoning_content="b")])

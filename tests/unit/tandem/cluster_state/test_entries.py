@@ -1,0 +1,170 @@
+"""What stands on the board: entries survive the way there and back, and nothing else passes for one."""
+
+import hmac
+from random import Random
+
+import pytest
+
+from tandem.cluster_state.entries import (
+    MAX_CHANGES,
+    MAX_HEARD,
+    MAX_SHARES,
+    MAX_TALLIES,
+    SMALL_BYTES,
+    TAG_BYTES,
+    BadEntry,
+    BoardCodec,
+    Changes,
+    Footprint,
+    Notice,
+    Process,
+    RouterLoad,
+    Share,
+    TenantTally,
+)
+from tandem.v1 import board_pb2 as pb
+from tandem.values.ids import BlockHash, Incarnation, WorkerId
+from tandem.values.roles import WorkerRole
+
+SECRET = b"a secret of the cluster"
+CODEC = BoardCodec(SECRET, "c")
+ME = Process(WorkerId("decode-0"), Incarnation(7))
+OTHER = Process(WorkerId("decode-0"), Incarnation(8))
+NAMES = [BlockHash(i.to_bytes(16, "big")) for i in range(100)]
+NOTICE = Notice(process=ME, role=WorkerRole.DECODE, address="10.0.0.1:7000")
+FOOTPRINT = Footprint(next_sequence=9, state_sequence=4, num_entries=2)
+CHANGES = Changes(first_sequence=5, changes=((NAMES[0], True), (NAMES[1], False)))
+SHARE = Share(process=ME, report_number=3, backlog_tokens=100, num_requests=2, backlog_since=40, num_since=1)
+TALLY = TenantTally(tenant=bytes(TAG_BYTES), epoch=2, requests=3, tokens=400, num_inflight=1)
+LOAD = RouterLoad(router=Incarnation(99), sequence=4, shares=(SHARE,), tallies=(TALLY,), hears=(Incarnation(98),))
+
+
+def test_every_entry_comes_back_as_it_was() -> None:
+    assert CODEC.open_notice(CODEC.seal_notice(NOTICE), ME) == NOTICE
+    assert CODEC.open_head(CODEC.seal_head(ME, FOOTPRINT), ME) == FOOTPRINT
+    assert CODEC.open_changes(CODEC.seal_changes(ME, CHANGES), ME) == CHANGES
+    assert CODEC.open_load(CODEC.seal_load(LOAD), LOAD.router) == LOAD
+    state = CODEC.open_state(CODEC.seal_state(ME, 12, NAMES), ME)
+    assert (state.next_sequence, len(state)) == (12, 100)
+    assert [name for part in state.slices(33) for name in part] == NAMES
+
+
+def openers(codec: BoardCodec, process: Process):
+    return (
+        (CODEC.seal_notice(NOTICE), lambda data: codec.open_notice(data, process)),
+        (CODEC.seal_head(ME, FOOTPRINT), lambda data: codec.open_head(data, process)),
+        (CODEC.seal_changes(ME, CHANGES), lambda data: codec.open_changes(data, process)),
+        (CODEC.seal_state(ME, 3, NAMES), lambda data: codec.open_state(data, process)),
+    )
+
+
+@pytest.mark.parametrize("codec", [BoardCodec(b"another secret of it", "c"), BoardCodec(SECRET, "another")])
+def test_another_clusters_entries_are_bad(codec: BoardCodec) -> None:
+    for data, open_ in openers(codec, ME):
+        with pytest.raises(BadEntry, match="forged"):
+            open_(data)
+
+
+def test_an_entry_of_another_process_or_kind_is_bad() -> None:
+    for data, open_ in openers(CODEC, OTHER):
+        with pytest.raises(BadEntry, match="another worker"):
+            open_(data)
+    with pytest.raises(BadEntry, match="forged"):
+        CODEC.open_changes(CODEC.seal_state(ME, 3, NAMES[:1]), ME)
+    with pytest.raises(BadEntry, match="another router"):
+        CODEC.open_load(CODEC.seal_load(LOAD), Incarnation(1))
+
+
+def test_no_bit_may_differ_and_no_byte_be_missing() -> None:
+    rng = Random(5)
+    for data, open_ in openers(CODEC, ME):
+        for _ in range(40):
+            damaged = bytearray(data)
+            damaged[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+            with pytest.raises(BadEntry):
+                open_(bytes(damaged))
+            with pytest.raises(BadEntry):
+                open_(data[: rng.randrange(len(data))])
+        with pytest.raises(BadEntry):
+            open_(rng.randbytes(rng.randrange(2 * SMALL_BYTES)))
+
+
+def sealed(kind: bytes, body: bytes) -> bytes:
+    """Whoever has the secret may still be wrong."""
+    key = hmac.digest(SECRET, b"tandem board v1", "sha256")
+    parts = b"".join(len(part).to_bytes(8, "little") + part for part in (kind, b"c", body))
+    return hmac.digest(key, parts, "sha256") + body
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"names": NAMES[0], "stored": b""},
+        {"names": NAMES[0], "stored": b"\1\1"},
+        {"names": NAMES[0], "stored": b"\2"},
+        {"names": NAMES[0][:15], "stored": b"\1"},
+        {"names": NAMES[0] * (MAX_CHANGES + 1), "stored": b"\1" * (MAX_CHANGES + 1)},
+        {"names": NAMES[0], "stored": b"\1", "first_sequence": 1 << 63},
+    ],
+)
+def test_a_log_entry_beyond_its_bounds_is_bad(wrong: dict[str, object]) -> None:
+    body = pb.BoardChanges(worker_id=ME.worker_id, incarnation=ME.incarnation, **wrong).SerializeToString()
+    with pytest.raises(BadEntry):
+        CODEC.open_changes(sealed(b"changes", body), ME)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"role": 2},
+        {"role": 9, "address": "h:1"},
+        {"role": 2, "address": "h:0"},
+        {"role": 2, "address": "x" * 300 + ":1"},
+    ],
+)
+def test_a_notice_without_role_or_address_is_bad(wrong: dict[str, object]) -> None:
+    body = pb.BoardWorker(worker_id=ME.worker_id, incarnation=ME.incarnation, **wrong).SerializeToString()
+    with pytest.raises(BadEntry):
+        CODEC.open_notice(sealed(b"worker", body), ME)
+
+
+def test_what_is_no_protobuf_and_what_has_too_many_shares_is_bad() -> None:
+    with pytest.raises(BadEntry, match="malformed"):
+        CODEC.open_head(sealed(b"head", b"\xff\xff\xff"), ME)
+    shares = [pb.BoardShare(worker_id="w", incarnation=1)] * (MAX_SHARES + 1)
+    with pytest.raises(BadEntry, match="shares"):
+        CODEC.open_load(sealed(b"load", pb.BoardLoad(router=99, shares=shares).SerializeToString()), Incarnation(99))
+    nobody = pb.BoardLoad(router=99, shares=[pb.BoardShare(incarnation=1)]).SerializeToString()
+    with pytest.raises(BadEntry, match="no worker"):
+        CODEC.open_load(sealed(b"load", nobody), Incarnation(99))
+    for tallies, said in (
+        ([pb.TenantTally()] * (MAX_TALLIES + 1), "too many"),
+        ([pb.TenantTally(tenant=b"x")], "no ten"),
+    ):
+        with pytest.raises(BadEntry, match=said):
+            CODEC.open_load(sealed(b"load", pb.BoardLoad(router=99, tallies=tallies).SerializeToString()), LOAD.router)
+
+
+def test_an_entry_is_never_made_too_large() -> None:
+    with pytest.raises(ValueError, match="changes"):
+        CODEC.seal_changes(ME, Changes(first_sequence=0, changes=((NAMES[0], True),) * (MAX_CHANGES + 1)))
+    many = RouterLoad(router=LOAD.router, sequence=1, shares=(SHARE,) * (MAX_SHARES + 5))
+    assert len(CODEC.open_load(CODEC.seal_load(many), LOAD.router).shares) == MAX_SHARES
+    many = RouterLoad(router=LOAD.router, sequence=1, shares=(), tallies=(TALLY,) * (MAX_TALLIES + 5))
+    assert len(CODEC.open_load(CODEC.seal_load(many), LOAD.router).tallies) == MAX_TALLIES
+    many = RouterLoad(router=LOAD.router, sequence=1, shares=(), hears=(Incarnation(5),) * (MAX_HEARD + 5))
+    assert len(CODEC.open_load(CODEC.seal_load(many), LOAD.router).hears) == MAX_HEARD
+    too_many = pb.BoardLoad(router=99, hears=[5] * (MAX_HEARD + 1)).SerializeToString()
+    with pytest.raises(BadEntry, match="too many routers"):
+        CODEC.open_load(sealed(b"load", too_many), LOAD.router)
+
+
+@pytest.mark.parametrize("mark", ["", "w", "@1", "w@", "w@x", "w@0", f"w@{1 << 63:x}", "w" * 200 + "@1"])
+def test_what_names_no_process_is_bad(mark: str) -> None:
+    with pytest.raises(BadEntry):
+        Process.parse(mark)
+
+
+def test_a_process_is_named_by_its_mark() -> None:
+    odd = Process(WorkerId("a@b"), Incarnation((1 << 63) - 1))
+    assert Process.parse(odd.mark) == odd

@@ -1,0 +1,80 @@
+"""Where Redis is: a URL that is understood whole, or refused without being shown."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tandem.config.cluster import ClusterConfig, dump, load
+from tandem.config.redis import RedisConfig
+from tandem.errors import ConfigError
+from tandem.values.ids import Incarnation, WorkerId
+from tandem.values.roles import WorkerRole
+from tandem.values.worker_identity import WorkerIdentity
+from worker.cluster_state.assembly import make_publisher
+
+
+def test_no_url_is_no_board() -> None:
+    assert ClusterConfig().redis.board_settings() is None
+
+
+def test_everything_in_the_url_counts() -> None:
+    settings = RedisConfig(url="rediss://me:p%40ss@[::1]:7000/3", cluster="x", ca="ca.pem").board_settings()
+    assert settings is not None
+    assert (settings.host, settings.port, settings.database) == ("::1", 7000, 3)
+    assert (settings.username, settings.password, settings.tls) == ("me", "p@ss", True)
+    assert (settings.cluster, settings.ca) == ("x", "ca.pem")
+    assert "p@ss" not in repr(settings)
+    assert "p@ss" not in settings.place
+
+
+def test_a_password_of_its_own_is_taken_as_it_is() -> None:
+    settings = RedisConfig(url="redis://host", password="a%20b").board_settings()
+    assert settings is not None
+    assert (settings.password, settings.port, settings.database, settings.tls) == ("a%20b", 6379, 0, False)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://hush@host",
+        "host:1",
+        "redis://",
+        "redis://hush@host:x",
+        "redis://:hush@host/x",
+        "redis://:hush@host?a=1",
+        "",
+    ],
+)
+def test_what_is_no_url_of_redis_is_refused_and_not_shown(tmp_path: Path, url: str) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(f"redis: {{url: '{url}'}}", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"redis\.url") as refusal:
+        load(path)
+    assert "hush" not in str(refusal.value)
+
+
+def test_without_its_client_the_configuration_is_refused_and_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "redis", None)
+    monkeypatch.setitem(sys.modules, "redis.exceptions", None)
+    identity = WorkerIdentity(
+        worker_id=WorkerId("d0"), incarnation=Incarnation(1), role=WorkerRole.DECODE, model_name="m", address="h:1"
+    )
+    assert make_publisher(RedisConfig(), b"a secret", identity) is None
+    with pytest.raises(ConfigError, match=r"tandem-serve\[redis\]"):
+        make_publisher(RedisConfig(url="redis://host"), b"a secret", identity)
+
+
+def test_a_certificate_needs_tls() -> None:
+    with pytest.raises(ConfigError, match=r"redis\.ca"):
+        load(None, {"redis.url": "redis://host", "redis.ca": "ca.pem"})
+
+
+def test_the_processes_of_tandem_up_are_handed_the_url(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(dump(load(None, {"redis.url": "redis://:hush@host"})), encoding="utf-8")
+    settings = load(path).redis.board_settings()
+    assert settings is not None
+    assert settings.password == "hush"

@@ -1,0 +1,128 @@
+"""What a worker reads of its own place in the cluster."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from pydantic import SecretStr
+
+from tandem.config.cluster import ClusterConfig
+from tandem.config.pools import PoolConfig
+from tandem.config.worker import cluster_secret, listen_address, memory_here_bytes, num_ranks, rank_port, worker_host
+from tandem.errors import ConfigError
+from tandem.values.roles import WorkerRole
+from worker.node_group import node_group
+
+ROOT = Path(__file__).resolve().parents[4]
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "*"])
+def test_peers_cannot_reach_everywhere(host: str) -> None:
+    pool = PoolConfig(addresses=(f"{host}:4001",))
+    with pytest.raises(ConfigError, match="not where a peer can reach this worker"):
+        listen_address(pool, "decode", 0)
+
+
+@pytest.mark.parametrize("address", ["nowhere", "host:", "host:x", "host:70000", ":1"])
+def test_an_address_is_host_and_port(address: str) -> None:
+    with pytest.raises(ConfigError, match="not host:port"):
+        listen_address(PoolConfig(addresses=(address,)), "decode", 0)
+
+
+def test_a_worker_knows_its_place() -> None:
+    pool = PoolConfig(addresses=("10.0.0.2:4001", "10.0.0.3:4002"))
+    assert listen_address(pool, "decode", 1) == ("10.0.0.3", 4002)
+    for index in (2, -1):
+        with pytest.raises(ConfigError, match="names 2 workers"):
+            listen_address(pool, "decode", index)
+
+
+def test_no_cluster_without_a_secret() -> None:
+    with pytest.raises(ConfigError, match="secret is not set"):
+        cluster_secret(ClusterConfig())
+    assert cluster_secret(ClusterConfig(secret=SecretStr("0123456789abcdef"))) == b"0123456789abcdef"
+
+
+def test_a_worker_with_a_host_of_its_own_needs_no_list() -> None:
+    assert listen_address(PoolConfig(host="10.1.2.3", port=7000), "decode", 5) == ("10.1.2.3", 7000)
+    assert listen_address(PoolConfig(host="fd00::3", port=7000), "decode", 0) == ("[fd00::3]", 7000)
+    stated = PoolConfig(host="10.1.2.3", port=7000, addresses=("10.0.0.2:4001",))
+    assert listen_address(stated, "decode", 0) == ("10.0.0.2", 4001)
+    with pytest.raises(ConfigError, match=r"decode\.host: 0\.0\.0\.0 is not where"):
+        listen_address(PoolConfig(host="0.0.0.0", port=7000), "decode", 0)
+
+
+M = 10 << 30
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "here"),
+    [
+        ({"addresses": ["127.0.0.1:1", "localhost:2"], "replicas": 2}, {"addresses": ["127.0.0.2:1"]}, 3 * M),
+        ({"addresses": ["10.0.0.1:1"], "replicas": 4}, {"addresses": ["10.0.0.1:2"]}, 5 * M),
+        ({"replicas": 0}, {"addresses": ["[fd00::1]:1", "[fd00::1]:2"], "replicas": 2}, 2 * M),
+        ({"addresses": ["10.0.0.1:1"]}, {"addresses": ["10.0.0.1:2", "10.0.0.2:2"], "replicas": 2}, M),
+        ({"addresses": ["10.0.0.1:1"]}, {"addresses": ["10.0.0.2:2"]}, M),
+        ({"replicas": 5}, {"replicas": 5}, M),
+        ({"port": 7000, "host": "10.0.0.1", "replicas": 9}, {"port": 7000, "host": "10.0.0.1"}, M),
+        (
+            {"replicas": 0},
+            {"addresses": ["10.0.0.1:1"], "tensor_parallel_size": 4, "nodes": 2, "rank_port": 9},
+            M // 2,
+        ),
+        ({"replicas": 0}, {"tensor_parallel_size": 4, "nodes": 4, "rank_port": 9}, M // 4),
+    ],
+)
+def test_what_workers_of_one_machine_may_take_together(
+    prefill: dict[str, object], decode: dict[str, object], here: int
+) -> None:
+    """Only those are counted of which it is known that they share one."""
+    config = ClusterConfig.model_validate({"engine": {"memory_bytes": M}, "prefill": prefill, "decode": decode})
+    assert memory_here_bytes(config, config.decode) == here
+    assert memory_here_bytes(ClusterConfig(), PoolConfig()) is None
+
+
+def test_a_host_of_its_own_is_shared_with_nobody() -> None:
+    together = ClusterConfig(prefill=PoolConfig(replicas=3), decode=PoolConfig(replicas=2, tensor_parallel_size=2))
+    assert num_ranks(together, together.prefill) == 7
+    apart = ClusterConfig(
+        prefill=PoolConfig(replicas=3, port=7000), decode=PoolConfig(replicas=2, tensor_parallel_size=2, port=7000)
+    )
+    assert (num_ranks(apart, apart.prefill), num_ranks(apart, apart.decode)) == (1, 2)
+
+
+def test_a_workers_ranks_on_other_nodes_find_it() -> None:
+    spread = {"tensor_parallel_size": 4, "nodes": 2, "rank_port": 7100}
+    stated = PoolConfig(addresses=("10.0.0.2:4001", "10.0.0.2:4002"), replicas=2, **spread)
+    own = PoolConfig(host="10.1.2.3", port=7000, **spread)
+    # Workers that may share a machine share no port; those of hosts of their own all have the same.
+    assert [rank_port(stated, 0), rank_port(stated, 1), rank_port(own, 5)] == [7100, 7101, 7100]
+    config = ClusterConfig(prefill=own, decode=stated)
+    assert worker_host(config, WorkerRole.DECODE, 1) == "10.0.0.2"
+    with pytest.raises(ConfigError, match="say with --leader where this one is"):
+        worker_host(config, WorkerRole.PREFILL, 0)
+    assert num_ranks(config, own) == 2
+    by_hand = ClusterConfig(prefill=PoolConfig(replicas=0), decode=stated)
+    assert num_ranks(by_hand, stated) == 4, "the other four are on other machines"
+
+
+def test_the_example_of_two_machines_by_hand_is_a_whole_one():
+    text = (
+        (ROOT / "docs/kubernetes.md").read_text(encoding="utf-8").partition("Anywhere else it is the same by hand")[2]
+    )
+    example = ClusterConfig.model_validate(yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0]))
+    host, port = listen_address(example.decode, "decode", 0)
+    assert (host, port, worker_host(example, WorkerRole.DECODE, 0)) == ("10.0.0.1", 7000, host)
+    group = node_group(example, WorkerRole.DECODE, 0, host)
+    assert (list(group.ranks_of(1)), group.port, group.join_s) == ([2, 3], 7100, 600.0)
+
+
+def test_what_ranks_tell_each_other_beyond_this_machine_is_not_in_the_clear(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = PoolConfig(tensor_parallel_size=2, nodes=2, rank_port=7100)
+    config = ClusterConfig(decode=pool, secret=SecretStr("0123456789abcdef"))
+    assert node_group(config, WorkerRole.PREFILL, 0, "10.0.0.2") is None
+    monkeypatch.setenv("GROUP_REVISION", "7d9f")
+    group = node_group(config, WorkerRole.DECODE, 0, "[::1]")
+    assert (group.host, group.revision) == ("::1", "7d9f")
+    with pytest.raises(ConfigError, match=r"decode.nodes is 2: beyond this machine .* needs transfer.tls"):
+        node_group(config, WorkerRole.DECODE, 0, "10.0.0.2")

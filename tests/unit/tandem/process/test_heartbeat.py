@@ -1,0 +1,88 @@
+"""What a process says to whoever started it, over a real pipe."""
+
+import asyncio
+import json
+import os
+
+import pytest
+
+from tandem.process import heartbeat
+from tandem.process.heartbeat import Heartbeat
+
+
+async def read(fd: int) -> bytes:
+    return await asyncio.to_thread(os.read, fd, 1 << 16)
+
+
+def is_full(fd: int) -> bool:
+    """Write; whether that would have to wait."""
+    try:
+        os.write(fd, b"x" * 4096)
+    except BlockingIOError:
+        return True
+    return False
+
+
+async def test_first_it_serves_then_it_lives_then_it_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.01)
+    reading, writing = os.pipe()
+    with Heartbeat(writing, beats=True) as heart:
+        heart.begin({"http": "x"})
+        said = b""
+        while said.count(b".") < 3:
+            said += await read(reading)
+        line, _, beats = said.partition(b"\n")
+        assert json.loads(line) == {"http": "x"}
+        assert set(beats) == {ord(".")}
+    while await read(reading):
+        pass
+    os.close(reading)
+
+
+async def test_nobody_who_listens_holds_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.0)
+    reading, writing = os.pipe()
+    with Heartbeat(writing, beats=True) as heart:
+        heart.begin({})
+        os.set_blocking(writing, False)
+        while not is_full(writing):
+            pass
+        for _ in range(3):
+            await asyncio.sleep(0)
+        os.close(reading)
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+
+async def test_who_stands_alone_says_it_once() -> None:
+    reading, writing = os.pipe()
+    with Heartbeat(writing, beats=False) as heart:
+        heart.begin({"a": 1})
+        assert json.loads(await read(reading)) == {"a": 1}
+        assert await read(reading) == b""
+    os.close(reading)
+    with Heartbeat(None, beats=True) as heart:
+        heart.begin({})
+
+
+async def test_news_come_whole_between_the_beats_and_the_last_of_several_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.01)
+    reading, writing = os.pipe()
+    with Heartbeat(writing, beats=True) as heart:
+        heart.begin({})
+        os.set_blocking(writing, False)
+        while not is_full(writing):
+            pass
+        for number in range(3):
+            heart.tell({"number": number, "long": "y" * 100_000})
+        said = b""
+        while said.count(b"\n") < 5:  # the ready line; an end before each news and behind it
+            said += await read(reading)
+        while not said.endswith(b".."):
+            said += await read(reading)
+    os.close(reading)
+    news = [json.loads(line.strip(b".x")) for line in said.split(b"\n")[1:] if line.strip(b".x")]
+    assert [one["number"] for one in news] == [0, 2], "one had begun"
+    assert {len(one["long"]) for one in news} == {100_000}

@@ -1,0 +1,140 @@
+"""How a process ends that cannot start, as whoever started it sees it."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from tandem.errors import ConfigError
+from tandem.process.hangup import on_hangup
+from tandem.process.lifetime import Lifetime, OneAtATime, router_main
+
+
+async def _fail_in_a_task_group(*_: object) -> None:
+    async with asyncio.TaskGroup():
+        raise ConfigError("transfer.transport is 'nixl': it is not here")
+
+
+async def _fail_in_two_tasks(*_: object) -> None:
+    barrier = asyncio.Barrier(2)
+
+    async def fail(error: Exception) -> None:
+        await barrier.wait()
+        raise error
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(fail(ConfigError("one thing")))
+        tasks.create_task(fail(RuntimeError("another")))
+
+
+def test_a_wrong_setting_is_one_line_wherever_it_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("{}", encoding="utf-8")
+    monkeypatch.setattr("tandem.process.lifetime.configure", lambda *_: None)
+    monkeypatch.setattr("sys.argv", ["router", "--config", str(path)])
+    assert router_main(_fail_in_a_task_group) == 2
+    assert capsys.readouterr().err == "error: transfer.transport is 'nixl': it is not here\n"
+    assert router_main(_fail_in_two_tasks) == 1
+    assert not capsys.readouterr().err.startswith("error:")
+
+
+async def test_what_hangs_does_not_keep_a_process_after_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.process.lifetime._FAULT_END_S", 0.01)
+    ended: asyncio.Queue[int] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    lifetime = Lifetime(force_end=lambda code: loop.call_soon_threadsafe(ended.put_nowait, code))
+    for fault in (RuntimeError("it hangs"), RuntimeError("another")):
+        lifetime.fail(fault)
+    with pytest.raises(RuntimeError, match="it hangs"):
+        await lifetime.wait()
+    async with asyncio.timeout(60.0):
+        assert await ended.get() == 1
+    assert ended.empty()
+
+
+@pytest.mark.parametrize(("has_terminal", "ends_by"), [(False, "read again"), (True, "told to stop")])
+def test_a_hangup_is_a_reload_or_the_end_of_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, has_terminal: bool, ends_by: str
+) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("{}", encoding="utf-8")
+    levels, ends = list[str](), list[str]()
+
+    async def serve(_config: object, _place: object, lifetime: Lifetime) -> None:
+        loop, read_again, levelled = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+
+        def configured(level: str, _name: str, _style: str) -> None:
+            levels.append(level)
+            loop.call_soon_threadsafe(levelled.set)
+
+        monkeypatch.setattr("tandem.process.lifetime.configure", configured)
+        lifetime.on_reread(read_again.set)
+        stopped = asyncio.create_task(lifetime.wait())
+        reread = asyncio.create_task(read_again.wait())
+        path.write_text("{log_level: debug}", encoding="utf-8")
+        os.kill(os.getpid(), signal.SIGHUP)
+        done, _ = await asyncio.wait([stopped, reread], timeout=60.0, return_when=asyncio.FIRST_COMPLETED)
+        ends.append("told to stop" if stopped in done else "read again")
+        if reread in done:
+            await levelled.wait()
+            for task in (stopped, reread):
+                task.cancel()
+
+    monkeypatch.setattr("tandem.process.hangup.has_terminal", lambda: has_terminal)
+    monkeypatch.setattr("tandem.process.lifetime.configure", lambda *_: None)
+    monkeypatch.setattr("sys.argv", ["router", "--config", str(path)])
+    assert router_main(serve) == 0
+    assert ends == [ends_by]
+    assert levels == ([] if has_terminal else ["debug"])
+
+
+def test_who_was_told_to_ignore_a_hangup_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signal, "getsignal", lambda _: signal.SIG_IGN)
+
+    class Untouched:
+        def add_signal_handler(self, *_: object) -> None:
+            raise AssertionError
+
+    assert not on_hangup(Untouched(), closed=lambda: None, reread=lambda: None)
+
+
+def test_however_often_files_are_to_be_read_again_they_are_read_once_more():
+    begun, go_on, turns = threading.Event(), threading.Event(), []
+
+    def work() -> None:
+        turns.append(None)
+        begun.set()
+        assert go_on.wait(10)
+
+    async def storm() -> None:
+        read_again = OneAtATime(work)
+        read_again()
+        await asyncio.to_thread(begun.wait, 10)
+        for _ in range(300):
+            read_again()
+        go_on.set()
+        await read_again._turns
+
+    asyncio.run(storm())
+    assert len(turns) == 2
+
+
+def test_a_process_ends_with_all_said_and_without_being_taken_apart():
+    code = (
+        "import atexit, tandem.process.lifetime\n"
+        "class Kept:\n"
+        "    def __del__(self): print('taken apart')\n"
+        "kept = Kept()\n"
+        "atexit.register(print, 'told of the end')\n"
+        "print('said')\n"
+        "tandem.process.lifetime.end(3)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "said\ntold of the end\n", "")

@@ -1,0 +1,38 @@
+"""Pins come back from the wire as they went."""
+
+import pytest
+
+from tandem.protocol.pin_wire import (
+    order_from_pb,
+    order_to_pb,
+    told_from_pb,
+    told_to_pb,
+    totals_from_pb,
+    totals_to_pb,
+)
+from tandem.v1 import pins_pb2 as pb
+from tandem.values.ids import BlockHash
+from tandem.values.prefix_pin import PinKey, PinOrder, PinOutcome, PinTold, PinTotals
+
+KEY = PinKey("tenant", "name")
+
+
+def test_an_order_comes_back() -> None:
+    order = PinOrder(key=KEY, last_block=BlockHash(b"\0\1\2"), ttl_s=0.25)
+    assert order_from_pb(order_to_pb(order)) == order
+
+
+@pytest.mark.parametrize("outcome", PinOutcome)
+def test_what_is_told_comes_back(outcome: PinOutcome) -> None:
+    told = PinTold(key=KEY, outcome=outcome, num_tokens=48)
+    assert told_from_pb(told_to_pb(told)) == told
+
+
+def test_an_outcome_of_a_newer_worker_is_a_loss() -> None:
+    assert told_from_pb(pb.PinTold(tenant="t", name="n")).outcome is PinOutcome.GAVE_WAY
+
+
+def test_totals_come_back() -> None:
+    totals = PinTotals(*range(1, 9))
+    assert totals_from_pb(totals_to_pb(totals)) == totals
+    assert totals_from_pb(pb.PinReport()) == PinTotals()

@@ -1,0 +1,92 @@
+"""What the version before says is understood here, and what is said here it understands, news left aside."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tandem.config.cluster import ClusterConfig
+from tandem.protocol import wire
+from tandem.v1 import common_pb2 as pb
+from tests.previous import release
+from tests.previous.release import Release, known
+from tests.previous.samples import collection as samples
+
+
+@pytest.fixture(scope="module")
+def previous(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Release]:
+    return Release(tmp_path_factory.mktemp("previous"))
+
+
+def lacking(here: Any, there: Any, place: str = "") -> list[str]:
+    """Where something of `there` is not, or not the same, `here`, which may have more fields."""
+    if isinstance(there, dict) and isinstance(here, dict):
+        return [
+            fault
+            for name, value in there.items()
+            for fault in (lacking(here[name], value, f"{place}.{name}") if name in here else [f"{place}.{name}"])
+        ]
+    if isinstance(there, list) and isinstance(here, list) and len(there) == len(here):
+        return [
+            fault for i, pair in enumerate(zip(here, there, strict=True)) for fault in lacking(*pair, f"{place}[{i}]")
+        ]
+    return [] if here == there else [f"{place}: {here!r}, not {there!r}"]
+
+
+def test_what_lacks_is_found() -> None:
+    assert lacking({"a": [{"b": 1}], "new": 2}, {"a": [{"b": 1}]}) == []
+    assert lacking({"a": [{"b": 1}]}, {"a": [{"b": 2, "c": 3}]}) == [".a[0].b: 1, not 2", ".a[0].c"]
+    assert lacking({}, {"a": 1}) == [".a"]
+    assert lacking([1], [1, 2]) == [": [1], not [1, 2]"]
+
+
+def test_everything_has_a_sample_that_can_be_read() -> None:
+    said = samples.written()
+    assert release.samples().keys() <= said.keys(), "what was said may still be said, by others"
+    read = samples.read(said) | {f"{name}, kept": value for name, value in release.samples_read().items()}
+    assert [name for name, value in read.items() if str(value).startswith(("cannot be read", "refused"))] == []
+
+
+def test_what_the_version_before_says_is_understood_here_as_it_was_there() -> None:
+    assert lacking(samples.read(release.samples()), release.samples_read()) == []
+
+
+def test_the_version_before_understands_what_is_said_here_with_fields_that_it_does_not_know(previous: Release) -> None:
+    said = {name: data for name, data in samples.written().items() if name in release.samples()}
+    newer = {name: samples.with_news(name, data) for name, data in said.items()}
+    assert sum(newer[name] != data for name, data in said.items()) > 60
+    here = samples.read(said)
+    assert lacking(here, previous.says_of(newer)) == []
+
+
+def test_errors_go_by_names_that_the_version_before_knows() -> None:
+    """A new one is put into `NEW_ERRORS`, and taken out when that version knows it (ADR 14)."""
+    known_there = {name.removeprefix("error/") for name in release.samples() if name.startswith("error/")}
+    assert len(known_there) > 10
+    sent = {wire.failure_to_pb(wire.failure_from_pb(pb.Failure(code=name))).code for name in wire._ERRORS}
+    assert sent <= known_there
+    assert {kind.__name__ for kind in wire.NEW_ERRORS}.isdisjoint(known_there)
+
+
+def test_fields_that_nobody_here_knows_change_nothing() -> None:
+    said = samples.written()
+    newer = {name: samples.with_news(name, data) for name, data in said.items()}
+    assert samples.read(newer) == samples.read(said)
+
+
+def test_what_both_must_name_alike_they_do() -> None:
+    said = samples.written()
+    kept = {name: data for name, data in release.samples().items() if name.startswith("same/")}
+    assert len(kept) >= 4
+    assert {name: said[name] for name in kept} == kept
+
+
+def test_settings_of_the_version_before_are_settings_still(previous: Release) -> None:
+    """A supervisor of that version writes all of them for processes that may be of this one."""
+    ClusterConfig.model_validate(previous.defaults())
+
+
+def test_of_a_configuration_the_version_before_is_told_what_it_knows() -> None:
+    defaults = {"a": 1, "section": {"b": 2, "open": {}}}
+    config = {"a": 3, "new": 4, "section": {"b": 5, "new": 6, "open": {"x": {"y": 7}}}}
+    assert known(config, defaults) == {"a": 3, "section": {"b": 5, "open": {"x": {"y": 7}}}}

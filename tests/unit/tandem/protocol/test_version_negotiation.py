@@ -1,0 +1,165 @@
+"""Routers and workers of two versions speak the older one's; those without a common one refuse each other at once."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import grpc
+import pytest
+
+from kv_transfer.protocol.messages import Abort, CommitAck, Envelope, Hello, TransferKey
+from kv_transfer.protocol.versions import KINDS, handoff_dialect
+from kv_transfer.protocol.versions import SPOKEN as HANDOFF_SPOKEN
+from kv_transfer.session.link import Outbox
+from kv_transfer.session.receiver_link import refuses
+from router.fleet.session_wire import ProtocolError, hello_from_pb, hello_to_pb
+from router.fleet.worker_session import SessionSettings, WorkerSession
+from tandem.protocol.session_versions import ROUTER_KINDS, SPOKEN, WORKER_KINDS
+from tandem.protocol.version_negotiation import Dialect, NoCommonVersion, VersionRange
+from tandem.protocol.wire import layout_from_pb
+from tandem.v1 import handoff_pb2, session_pb2
+from tandem.v1 import session_pb2 as pb
+from tandem.values.ids import Incarnation, TransferId, WorkerId
+from tests.support.fake_worker import FakeWorker
+from tests.unit.worker.test_sessions import Handler
+from worker.session_port import SessionPort
+from worker.sessions import WorkerSessions
+
+UNSPOKEN = (0, SPOKEN.oldest - 1, SPOKEN.newest + 1)
+
+
+@pytest.mark.parametrize(
+    ("message", "since", "spoken"),
+    [
+        (session_pb2.RouterMessage, ROUTER_KINDS, SPOKEN),
+        (session_pb2.WorkerMessage, WORKER_KINDS, SPOKEN),
+        (handoff_pb2.HandoffMessage, KINDS, HANDOFF_SPOKEN),
+    ],
+)
+def test_every_kind_of_message_belongs_to_a_version(
+    message: Any, since: Mapping[str, int], spoken: VersionRange
+) -> None:
+    assert {field.name for field in message.DESCRIPTOR.oneofs_by_name["kind"].fields} == since.keys()
+    assert max(since.values()) <= spoken.newest
+    assert since["hello"] <= spoken.oldest
+
+
+def test_the_newest_version_of_both_is_spoken() -> None:
+    here = VersionRange(3, 5)
+    spoken = {(4, 6): 5, (5, 9): 5, (1, 3): 3, (4, 4): 4, (3, 5): 5, (1, 9): 5}
+    for (oldest, newest), version in spoken.items():
+        there = VersionRange(oldest, newest)
+        assert here.common(there) == there.common(here) == version
+    for there in (VersionRange(6, 7), VersionRange(1, 2), VersionRange(0, 0), VersionRange(5, 4)):
+        with pytest.raises(NoCommonVersion, match=f"^protocol version {there}, not 3 to 5$"):
+            here.common(there)
+
+
+def test_one_number_is_a_range() -> None:
+    assert VersionRange.told(3, 0) == VersionRange(3, 3)
+    assert (str(VersionRange(3, 3)), str(VersionRange(3, 4))) == ("3", "3 to 4")
+
+
+class _Refused(Exception):
+    pass
+
+
+class _Router:
+    """Of another version."""
+
+    def __init__(self, version: int) -> None:
+        self._version = version
+        self.refusal: tuple[grpc.StatusCode, str] | None = None
+
+    async def read(self) -> pb.RouterMessage:
+        return pb.RouterMessage(hello=pb.RouterHello(protocol_version=self._version, incarnation=7))
+
+    async def abort(self, code: grpc.StatusCode, reason: str) -> None:
+        self.refusal = (code, reason)
+        raise _Refused
+
+    async def write(self, _message: Any) -> None:
+        raise AssertionError("something was told to a router that should have been refused")
+
+
+@pytest.mark.parametrize("version", UNSPOKEN)
+async def test_without_a_common_version_both_sides_refuse_and_say_what_each_speaks(version: int) -> None:
+    router = _Router(version)
+    with pytest.raises(_Refused):
+        await WorkerSessions(Handler()).Session(None, router)
+    words = f"protocol version {version}, not {SPOKEN}"
+    assert router.refusal == (grpc.StatusCode.FAILED_PRECONDITION, words)
+    hello = FakeWorker("d0").hello
+    hello.protocol_version, hello.newest_version = version, 0
+    with pytest.raises(ProtocolError, match=words):
+        hello_from_pb(pb.WorkerMessage(hello=hello))
+
+
+@pytest.mark.parametrize(
+    ("oldest", "newest", "version"),
+    [
+        (SPOKEN.oldest, 0, SPOKEN.oldest),
+        (SPOKEN.oldest - 1, SPOKEN.oldest, SPOKEN.oldest),
+        (SPOKEN.newest, SPOKEN.newest + 5, SPOKEN.newest),
+        (SPOKEN.oldest, SPOKEN.newest, SPOKEN.newest),
+    ],
+)
+def test_a_router_knows_what_it_speaks_with_a_worker(oldest: int, newest: int, version: int) -> None:
+    hello = FakeWorker("d0").hello
+    hello.protocol_version, hello.newest_version = oldest, newest
+    assert hello_from_pb(pb.WorkerMessage(hello=hello)).protocol_version == version
+
+
+def test_those_who_know_of_one_number_are_told_the_oldest() -> None:
+    """They compare it with their own for equality."""
+    assert hello_to_pb(Incarnation(1)).hello.protocol_version == SPOKEN.oldest
+    assert FakeWorker("d0").hello.protocol_version == SPOKEN.oldest
+
+
+async def test_a_router_is_told_nothing_that_its_version_lacks() -> None:
+    port = SessionPort(Incarnation(1), dialect=Dialect(3, WORKER_KINDS | {"bequest": 4}))
+    port.send(pb.WorkerMessage(bequest=pb.Bequest()))
+    port.send(pb.WorkerMessage(draining=pb.Draining()))
+    port.finish()
+    told = []
+    while (message := await port.next()) is not None:
+        told.append(message.WhichOneof("kind"))
+    assert told == ["draining"]
+
+
+async def test_a_worker_is_told_nothing_that_its_version_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ROUTER_KINDS, "resync", SPOKEN.newest)
+    hello = FakeWorker("d0").hello
+    for newest, expected in ((0, ["settled"]), (SPOKEN.newest, ["resync", "settled"])):
+        hello.newest_version = newest
+        info = hello_from_pb(pb.WorkerMessage(hello=hello))
+        session = WorkerSession(None, info, SessionSettings(metadata=(), incarnation=Incarnation(1)))
+        session.resync()
+        session.settle()
+        assert [message.WhichOneof("kind") for message in session._outgoing] == expected
+
+
+def _hello(versions: VersionRange) -> Hello:
+    layout = layout_from_pb(FakeWorker("d0").hello.layout)
+    return Hello(versions=versions, worker_id=WorkerId("d0"), layout=layout, transports=())
+
+
+def test_workers_without_a_common_version_are_not_paired() -> None:
+    here = _hello(HANDOFF_SPOKEN)
+    assert refuses(source=here, destination=_hello(VersionRange(HANDOFF_SPOKEN.oldest, HANDOFF_SPOKEN.oldest))) is None
+    newer = VersionRange(HANDOFF_SPOKEN.newest + 1, HANDOFF_SPOKEN.newest + 2)
+    said = refuses(source=here, destination=_hello(newer))
+    assert said == f"protocol_version: {HANDOFF_SPOKEN} at the source, {newer} at the destination"
+
+
+async def test_a_peer_is_told_nothing_that_its_version_lacks() -> None:
+    outbox = Outbox()
+    assert outbox.dialect == handoff_dialect(HANDOFF_SPOKEN.newest)
+    outbox.dialect = Dialect(2, KINDS | {"commit_ack": 3})
+    key = TransferKey(transfer_id=TransferId("x"), attempt=1)
+    for body in (CommitAck(), Abort(reason="no")):
+        outbox.put(Envelope(incarnation=Incarnation(1), addressee=Incarnation(2), key=key, body=body))
+    outbox.close()
+    sent = []
+    while (envelope := await outbox.get()) is not None:
+        sent.append(envelope.body)
+    assert sent == [Abort(reason="no")]

@@ -1,0 +1,192 @@
+"""The wire may grow between two versions, and change in no other way; what is new on it belongs to a new version."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto, FileDescriptorSet
+
+from kv_transfer.protocol import versions as handoff_versions
+from tandem.protocol import session_versions
+from tandem.protocol.version_negotiation import VersionRange
+from tandem.v1 import board_pb2, common_pb2, handoff_pb2, inference_pb2, pins_pb2, session_pb2
+from tests.previous import release
+from tests.previous.breaks import Definitions, breaks
+
+FILES = (board_pb2, common_pb2, handoff_pb2, inference_pb2, pins_pb2, session_pb2)
+OF_CLIENTS = frozenset({".tandem.v1.EarlyStopping"})
+"""Enumerations that neither the session nor the hand-off carries."""
+
+
+def current() -> FileDescriptorSet:
+    files = FileDescriptorSet()
+    for module in FILES:
+        module.DESCRIPTOR.CopyToProto(files.file.add())
+    return files
+
+
+def test_nothing_of_the_version_before_has_changed() -> None:
+    assert {file.name for file in release.descriptors().file} <= {file.name for file in current().file}
+    assert breaks(release.descriptors(), current()) == []
+
+
+def test_this_version_speaks_that_of_the_version_before() -> None:
+    assert session_versions.SPOKEN.common(release.spoken().session) == release.spoken().session.newest
+    assert handoff_versions.SPOKEN.common(release.spoken().handoff) == release.spoken().handoff.newest
+
+
+def new_kinds(old: FileDescriptorSet, new: FileDescriptorSet, message: str) -> set[str]:
+    then, now = (
+        {field.name for field in Definitions(files).messages[message].field if not field.proto3_optional}
+        for files in (old, new)
+    )
+    return now - then
+
+
+def too_early(old: FileDescriptorSet, new: FileDescriptorSet, before: int, since: Mapping[str, Mapping[str, int]]):
+    """Kinds of message that are new, and said to be of a version that knew nothing of them."""
+    return {
+        f"{message}.{kind}"
+        for message, kinds in since.items()
+        for kind in new_kinds(old, new, message) & kinds.keys()
+        if kinds[kind] <= before
+    }
+
+
+SESSION = {
+    "tandem.v1.RouterMessage": session_versions.ROUTER_KINDS,
+    "tandem.v1.WorkerMessage": session_versions.WORKER_KINDS,
+}
+HANDOFF = {"tandem.v1.HandoffMessage": handoff_versions.KINDS}
+
+
+def test_a_new_kind_of_message_belongs_to_a_new_version() -> None:
+    old, before = release.descriptors(), release.spoken()
+    assert not too_early(old, current(), before.session.newest, SESSION)
+    assert not too_early(old, current(), before.handoff.newest, HANDOFF)
+
+
+def test_a_new_kind_that_is_said_to_be_old_is_noticed() -> None:
+    new = release.descriptors()
+    field = Definitions(new).messages["tandem.v1.RouterMessage"].field.add(name="novelty", number=99)
+    field.oneof_index = 0
+    for version, found in ((3, {"tandem.v1.RouterMessage.novelty"}), (4, set())):
+        since = {"tandem.v1.RouterMessage": {**session_versions.ROUTER_KINDS, "novelty": version}}
+        assert too_early(release.descriptors(), new, 3, since) == found
+
+
+def new_values(old: FileDescriptorSet, new: FileDescriptorSet) -> set[str]:
+    then, now = Definitions(old).enums, Definitions(new).enums
+    return {
+        f"{name}.{value.name}"
+        for name, enum in now.items()
+        if f".{name}" not in OF_CLIENTS and name in then
+        for value in enum.value
+        if value.number not in {one.number for one in then[name].value}
+    }
+
+
+def raised(now: VersionRange, before: VersionRange) -> bool:
+    return now.newest > before.newest
+
+
+def test_a_new_value_of_an_enumeration_belongs_to_a_new_version() -> None:
+    before = release.spoken()
+    both = ((session_versions.SPOKEN, before.session), (handoff_versions.SPOKEN, before.handoff))
+    assert not new_values(release.descriptors(), current()) or all(raised(*pair) for pair in both)
+
+
+def test_a_new_value_is_noticed() -> None:
+    new = release.descriptors()
+    Definitions(new).enums["tandem.v1.FinishReason"].value.add(name="FINISH_REASON_NEW", number=77)
+    assert new_values(release.descriptors(), new) == {"tandem.v1.FinishReason.FINISH_REASON_NEW"}
+    assert not raised(VersionRange(3, 4), VersionRange(3, 4))
+
+
+# Whether each way to break is noticed
+
+
+def field_of(message: DescriptorProto, name: str) -> FieldDescriptorProto:
+    return next(field for field in message.field if field.name == name)
+
+
+def remove(repeated: Any, name: str) -> None:
+    del repeated[next(i for i, one in enumerate(repeated) if one.name == name)]
+
+
+def reserve(message: Any, number: int, name: str, *, beyond: int = 1) -> None:
+    message.reserved_range.add(start=number, end=number + beyond)
+    message.reserved_name.append(name)
+
+
+def changes() -> Iterator[tuple[str, Callable[[Definitions], Any], str]]:
+    def submit(d: Definitions) -> DescriptorProto:
+        return d.messages["tandem.v1.Submit"]
+
+    kinds = FieldDescriptorProto
+    yield "type", lambda d: setattr(field_of(submit(d), "attempt"), "type", kinds.TYPE_SINT32), "was attempt"
+    yield "label", lambda d: setattr(field_of(submit(d), "attempt"), "label", kinds.LABEL_REPEATED), "repeated"
+    yield "name", lambda d: setattr(field_of(submit(d), "attempt"), "name", "number"), "is number"
+    yield "presence", lambda d: field_of(submit(d), "timeout_s").ClearField("proto3_optional"), "optional"
+    yield "message", lambda d: setattr(field_of(submit(d), "sampling"), "type_name", ".tandem.v1.Pin"), "tandem.v1.pin"
+    yield (
+        "out of oneof",
+        lambda d: field_of(d.messages["tandem.v1.RouterMessage"], "pin").ClearField("oneof_index"),
+        "of",
+    )
+    yield "removed", lambda d: remove(submit(d).field, "attempt"), "field 2 attempt is gone"
+    yield "number", lambda d: setattr(field_of(submit(d), "attempt"), "number", 70), "field 2 attempt is gone"
+    yield "no message", lambda d: submit(d).Clear(), "tandem.v1.Submit: the message is gone"
+    enum = "tandem.v1.WorkerRole"
+    yield "value", lambda d: setattr(d.enums[enum].value[1], "name", "COOK"), "value 1 was WORKER_ROLE_PREFILL"
+    yield "no value", lambda d: remove(d.enums[enum].value, "WORKER_ROLE_DECODE"), "value 2 WORKER_ROLE_DECODE is gone"
+    worker = "tandem.v1.Worker"
+    yield "no method", lambda d: remove(d.services[worker].method, "Session"), "method Session is gone"
+    yield "one way", lambda d: d.services[worker].method[0].ClearField("client_streaming"), "method Session was stream"
+    yield "answer", lambda d: setattr(d.services[worker].method[0], "output_type", ".x"), "is stream .tandem.v1.Router"
+
+
+@pytest.mark.parametrize(("change", "said"), [pytest.param(c, s, id=name) for name, c, s in changes()])
+def test_every_way_to_break_is_noticed(change: Callable[[Definitions], Any], said: str) -> None:
+    new = release.descriptors()
+    change(Definitions(new))
+    found = breaks(release.descriptors(), new)
+    assert found
+    assert said in found[0]
+
+
+def test_what_is_gone_altogether_is_noticed() -> None:
+    new = release.descriptors()
+    for file in new.file:
+        for repeated in (file.message_type, file.enum_type, file.service):
+            del repeated[-1:]
+    found = breaks(release.descriptors(), new)
+    assert {"message", "enum", "service"} <= {line.split()[2] for line in found if line.endswith("is gone")}
+
+
+def test_numbers_and_names_that_were_reserved_stay_so() -> None:
+    old = release.descriptors()
+    reserve(Definitions(old).messages["tandem.v1.Submit"], 90, "former")
+    reserve(Definitions(old).enums["tandem.v1.WorkerRole"], 90, "FORMER", beyond=0)
+    assert breaks(old, release.descriptors()) == [
+        "tandem.v1.Submit: 90 is reserved no more",
+        "tandem.v1.Submit: former is reserved no more",
+        "tandem.v1.WorkerRole: 90 is reserved no more",
+        "tandem.v1.WorkerRole: FORMER is reserved no more",
+    ]
+    new = release.descriptors()
+    Definitions(new).messages["tandem.v1.Submit"].field.add(name="later", number=90)
+    assert "tandem.v1.Submit: 90 was reserved, and is used again" in breaks(old, new)
+
+
+def test_growth_and_an_orderly_end_break_nothing() -> None:
+    new = release.descriptors()
+    found = Definitions(new)
+    found.messages["tandem.v1.Submit"].field.add(name="later", number=90)
+    found.enums["tandem.v1.WorkerRole"].value.add(name="WORKER_ROLE_COOK", number=9)
+    found.services["tandem.v1.Worker"].method.add(name="Other", input_type=".x", output_type=".y")
+    remove(found.messages["tandem.v1.Submit"].field, "attempt")
+    reserve(found.messages["tandem.v1.Submit"], 2, "attempt")
+    remove(found.enums["tandem.v1.WorkerRole"].value, "WORKER_ROLE_DECODE")
+    reserve(found.enums["tandem.v1.WorkerRole"], 2, "WORKER_ROLE_DECODE", beyond=0)
+    assert breaks(release.descriptors(), new) == []

@@ -1,0 +1,40 @@
+"""A worker's health over a real gRPC server, asked as the kubelet asks: with nothing in its hands."""
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tandem.rpc.cluster_grpc import ClusterAuth, listen, make_server, open_channel
+from tandem.rpc.health import health_handler
+from tandem.v1 import session_pb2 as pb
+from tandem.v1.session_pb2_grpc import WorkerStub
+
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+async def test_health_is_told_without_a_token_and_nothing_else_is() -> None:
+    takes_work = True
+    server = make_server(ClusterAuth(b"s" * 32))
+    server.add_generic_rpc_handlers((health_handler(lambda: takes_work),))
+    port = listen(server, "127.0.0.1", 0)
+    await server.start()
+    try:
+        async with open_channel(f"127.0.0.1:{port}") as channel:
+            asked = health_pb2_grpc.HealthStub(channel)
+            for service in ("", "anything", "x" * 100_000):
+                assert (await asked.Check(health_pb2.HealthCheckRequest(service=service))).status == _SERVING
+            takes_work = False
+            assert (await asked.Check(health_pb2.HealthCheckRequest())).status == _NOT_SERVING
+            watched = asked.Watch(health_pb2.HealthCheckRequest())
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await watched.read()
+            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+            session = WorkerStub(channel).Session()
+            await session.write(pb.RouterMessage())
+            with pytest.raises(grpc.aio.AioRpcError) as kept_out:
+                await session.read()
+            assert kept_out.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    finally:
+        await server.stop(None)

@@ -1,0 +1,83 @@
+"""Lines for collectors: one JSON object each, with the request's id where there is one."""
+
+import json
+import logging
+import sys
+
+import pytest
+
+from tandem.telemetry.logs import REQUEST_ID, X_REQUEST_ID, JsonLines, about, configure, configured_style
+
+
+def line(record: logging.LogRecord) -> dict[str, str]:
+    text = JsonLines("decode-0").format(record)
+    assert "\n" not in text
+    told: dict[str, str] = json.loads(text)
+    assert told.pop("time").endswith("+00:00")
+    return told
+
+
+def record(**extra: str) -> logging.LogRecord:
+    made = logging.LogRecord("a.b", logging.WARNING, __file__, 1, "said %s\n%d", ("ü", 3), None)
+    made.__dict__.update(extra)
+    return made
+
+
+def test_a_line_says_who_and_what() -> None:
+    expected = {"level": "warning", "process": "decode-0", "logger": "a.b", "message": "said ü\n3"}
+    assert line(record()) == expected
+    assert line(record(request_id="r1")) == expected | {"request_id": "r1"}
+
+
+def test_the_request_that_a_task_serves_is_named() -> None:
+    token = REQUEST_ID.set("r2")
+    try:
+        assert line(record())["request_id"] == "r2"
+        assert line(record(request_id="r1"))["request_id"] == "r1"
+    finally:
+        REQUEST_ID.reset(token)
+
+
+def test_a_line_tells_what_its_client_calls_the_call_if_that_is_another_name() -> None:
+    shown, own = X_REQUEST_ID.set("mine"), REQUEST_ID.set("r3")
+    try:
+        assert {key: line(record())[key] for key in ("request_id", "x_request_id")} == {
+            "request_id": "r3",
+            "x_request_id": "mine",
+        }
+        X_REQUEST_ID.set("r3")
+        assert "x_request_id" not in line(record())
+    finally:
+        X_REQUEST_ID.reset(shown)
+        REQUEST_ID.reset(own)
+
+
+@pytest.mark.parametrize("name", ["{}", "{}-0", "7:{}-3", "{}-0.1.9f3", "7:{}-0/2", "read 4:{}/prompt", "{}/12.3-0"])
+@pytest.mark.parametrize("request_id", ["0123456789abcdef" * 2, "canary-17", "quality-2"])
+def test_every_name_of_a_request_names_it(name: str, request_id: str) -> None:
+    assert about(name.format(request_id)) == {"request_id": request_id}
+
+
+@pytest.mark.parametrize("name", ["", "fetch/p-0-1/3", "0123456789abcdef" * 3, "7:", "-0"])
+def test_other_names_are_of_no_request(name: str) -> None:
+    assert about(name) == {}
+
+
+def test_an_exception_is_within_its_line() -> None:
+    try:
+        raise ValueError("wrong")
+    except ValueError:
+        logged = logging.LogRecord("a", logging.ERROR, __file__, 1, "failed", (), sys.exc_info())
+    assert "ValueError: wrong" in line(logged)["exception"]
+
+
+@pytest.mark.parametrize("style", ["text", "json"])
+def test_a_process_logs_as_it_is_told(style: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    level = root.level
+    try:
+        configure("warning", "router", style)
+        assert configured_style() == style
+    finally:
+        root.setLevel(level)

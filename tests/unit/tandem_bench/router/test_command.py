@@ -1,0 +1,41 @@
+"""What `tandem bench router` measures, on the smallest scale: that every figure is of something that was done."""
+
+import argparse
+from random import Random
+
+from router.workers.prefix_map import PrefixMap
+from tandem_bench.router import measure, options, placement, prefix_map, timing
+from tandem_bench.router.workers import names, registry, stored
+
+
+def test_parts_are_those_that_are_named() -> None:
+    parser = argparse.ArgumentParser()
+    options.add_options(parser)
+    assert options.parts(parser.parse_args([])) == options.PARTS
+    assert options.parts(parser.parse_args(["--only", "prefix_map"])) == ("prefix_map",)
+    assert {*measure._PARTS, "doors", "overload"} == set(options.PARTS)
+
+
+def test_the_least_of_several_rounds() -> None:
+    rounds: list[int] = []
+    assert timing.least_us(lambda: rounds.append(1), repeats=4) > 0.0
+    assert len(rounds) == 4
+
+
+def test_placement_is_measured_over_a_cluster_of_both_pools() -> None:
+    view = registry(Random(0), num_each=3).view()
+    assert (len(view.decode.roster), len(view.prefill.roster)) == (3, 3)
+    assert not view.decode.unmeasured
+    assert placement._choice_us(3, 1) > 0.0
+    assert placement._whole_us(3, 1) > 0.0
+    assert placement._report_us(1) > 0.0
+
+
+def test_the_map_that_is_measured_holds_what_is_said() -> None:
+    prefix_map_, blocks = PrefixMap(), names(Random(1), 20)
+    worker = prefix_map._add(prefix_map_, 0, blocks)
+    assert prefix_map_.longest_prefix(blocks) == {worker: 20}
+    assert stored(blocks).snapshot
+    assert prefix_map._lookup_us([5, 1024], 1) > 0.0
+    holdings = prefix_map._holdings(8)
+    assert {name: max(depths) for name, depths in holdings.items()}["one"] == prefix_map.NUM_BLOCKS

@@ -1,0 +1,87 @@
+"""What `tandem bench telemetry` makes of its turns: costs against the cluster without, and nothing without spans."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from statistics import stdev
+
+import pytest
+import yaml
+
+from tandem.telemetry.otlp_exporter import OtlpSink
+from tandem_bench.errors import CannotMeasure
+from tandem_bench.telemetry import options
+from tandem_bench.telemetry.measure import KINDS, PARTS, _rows
+from tandem_bench.telemetry.receiver import span_counter
+from tandem_bench.telemetry.switch import OFF, Kind
+from tandem_bench.telemetry.turns import LOADS, ROLES, Turn
+from tests.unit.tandem.telemetry.test_otlp_exporter import span
+
+TURN = Turn(
+    requests_per_s=100.0,
+    tokens_per_s=800.0,
+    cpu_ms={"router": 1.0, "decode": 2.0, "prefill": 5.0},
+    num_requests=300,
+    num_spans=3000,
+)
+
+
+def spans_of(turn: Turn, kind: Kind) -> Turn:
+    """As if each trace had ten."""
+    return replace(turn, num_spans=int(turn.num_requests * kind.sample_ratio * 10))
+
+
+SLOWER = replace(TURN, requests_per_s=80.0, cpu_ms={**TURN.cpu_ms, "router": 1.5})
+
+
+def test_costs_are_against_the_same_rounds_without() -> None:
+    load = LOADS[0]
+    turns = {(load, kind): [spans_of(TURN, kind)] * 3 for kind in (OFF, *KINDS)}
+    slower = spans_of(SLOWER, KINDS[1])
+    turns[load, KINDS[1]] = [slower, spans_of(TURN, KINDS[1]), slower]
+    rows = {row.name: row for row in _rows(turns, load, "cluster")}
+    lost = rows[f"cluster, {load.name}: production, throughput lost"]
+    assert (lost.value, lost.met) == (pytest.approx(25.0), False)
+    error = rows[f"cluster, {load.name}: production, throughput lost, standard error"]
+    assert error.value == pytest.approx(125.3 * stdev([1.25, 1.0, 1.25]) / 3**0.5)
+    assert rows[f"cluster, {load.name}: production, more CPU"].value == pytest.approx(100 * 0.5 / 8)
+    assert rows[f"cluster, {load.name}: production, more CPU of router"].value == pytest.approx(50.0)
+    assert all(
+        rows[f"cluster, {load.name}: every trace, more CPU of {role}"].value == pytest.approx(0.0) for role in ROLES
+    )
+    assert {row.met for row in rows.values()} == {None, False}
+
+
+def test_parts_are_those_that_the_command_names() -> None:
+    assert tuple(PARTS) == options.PARTS
+
+
+@pytest.mark.parametrize(("num_spans", "named"), [(0, "every trace"), (TURN.num_spans, "off again")])
+def test_what_was_not_switched_over_has_no_cost(num_spans: int, named: str) -> None:
+    load = LOADS[0]
+    turns = {(load, kind): [replace(TURN, num_spans=num_spans)] for kind in (OFF, *KINDS)}
+    with pytest.raises(CannotMeasure, match=named):
+        _rows(turns, load, "cluster")
+
+
+def test_a_switch_leaves_the_rest_of_the_file_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("{secret: s, telemetry: {otlp_endpoint: 'http://a:1', sample_ratio: 0.0}, log_level: warning}")
+    KINDS[1].rewrite(path)
+    content = yaml.safe_load(path.read_text())
+    assert content == {
+        "secret": "s",
+        "telemetry": {"otlp_endpoint": "http://a:1", "sample_ratio": KINDS[1].sample_ratio},
+        "log_level": "info",
+        "log_format": "json",
+    }
+    assert path.stat().st_mode & 0o077 == 0
+
+
+async def test_spans_are_counted() -> None:
+    async with span_counter() as counter:
+        sink = OtlpSink(counter.url, {}, {})
+        for number in range(1, 8):
+            sink.take(span(number))
+        await asyncio.to_thread(sink.close)
+    assert counter.num_spans == 7

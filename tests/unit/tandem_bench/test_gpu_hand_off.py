@@ -1,0 +1,34 @@
+"""The GPU suite's hand-off on CPU pools: that it runs, and that it would see what is wrong."""
+
+import time
+
+from tandem_bench.gpu import hand_off as part
+from tandem_bench.gpu.hand_off import LAYOUT, NUM_BLOCKS_SMALL, hand_off
+from tandem_bench.gpu.stage import Stage
+from tandem_bench.report import Row
+from tests.support.kv_transfer.transport_needs import require
+
+
+def test_hand_off_on_cpu_pools_writes_round_after_round() -> None:
+    require("torch_dist")
+    stage = Stage(device="cpu", shape="tiny", seed=7, deadline_s=time.monotonic() + 120.0)
+    rows = {found.name: found for found in hand_off(stage) if isinstance(found, Row)}
+    judged = {name for name, row in rows.items() if row.goal is not None}
+    ways = ("tcp", "torch_dist", "shm")
+    assert judged == {f"{way}: wrong {what}" for way in ways for what in ("chunks", "bytes")}
+    assert all(rows[name].met for name in judged)
+    assert all(rows[f"{way}: {what}"].value > 0.0 for way in ways for what in ("from pool to pool", "verified"))
+
+
+def test_hand_off_of_other_bytes_is_counted_byte_by_byte() -> None:
+    pool = part._Pool.filled("host", NUM_BLOCKS_SMALL)
+    with part._peer("shm", pool, "host") as peer:
+        peer.round()
+        assert (peer.bad_chunks, peer.ask("compare")) == (0, 0)
+        pool.memory[: LAYOUT.layer_block_bytes] += 1
+        peer.round()
+        assert peer.bad_chunks == 0
+        assert peer.ask("compare") == LAYOUT.layer_block_bytes
+        assert peer.ask("verify 0 4 1") == 1, "a wrong checksum"
+        peer.told("grant")
+        assert peer.ask("compare") > pool.memory.numel() // 2, "a round begins with a blank pool"

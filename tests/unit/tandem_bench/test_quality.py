@@ -1,0 +1,48 @@
+"""The gates' view of the engine: its logits are transformers', chunk after chunk, and settings that differ, differ."""
+
+import random
+
+import pytest
+import torch
+
+from tandem.model_path import BUILTIN, model_directory
+from tandem_bench import quality
+from tandem_bench.quality import SETTINGS, EngineForward
+
+FOLDER = model_directory(BUILTIN)
+IDS = [random.Random(11).randrange(300, 2000) for _ in range(quality._CHUNK + 70)]
+
+
+@pytest.fixture(scope="module")
+def expected() -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        return model(torch.tensor([IDS])).logits[0]
+
+
+def error(name: str, expected: torch.Tensor) -> float:
+    """Root mean square of the difference, in spreads of the logits."""
+    ours = EngineForward(FOLDER, SETTINGS[name], num_threads=1)(IDS)
+    assert ours.shape == expected.shape
+    return float((ours - expected).square().mean().sqrt() / expected.std())
+
+
+def test_every_setting_is_the_model_as_far_as_its_precision_goes(expected: torch.Tensor) -> None:
+    found = {name: error(name, expected) for name in ("float32", "bfloat16", "int8-kv")}
+    print(found)
+    assert found["float32"] < 1e-5
+    assert found["float32"] < found["bfloat16"] < found["int8-kv"] < 0.2
+
+
+def test_every_gate_is_told_for_every_setting_with_the_models_own_promises() -> None:
+    found = quality.rows(FOLDER, settings=["bfloat16", "int8-kv"], samples=2, lengths=[128], text="", num_threads=1)
+    by_name = {row.name: row for row in found}
+    assert len(by_name) == len(found) == 6
+    for setting in ("bfloat16", "int8-kv"):
+        story, needle, objects = (row for row in found if row.name.startswith(f"{setting}."))
+        assert (story.goal, story.met) == (None, None)
+        assert 1.0 < story.value < 5.0
+        for row in (needle, objects):
+            assert (row.goal, row.met) == (">= 95", row.value >= 95.0)

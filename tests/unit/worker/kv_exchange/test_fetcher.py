@@ -1,0 +1,345 @@
+"""Fetching over a real engine thread and scheduler, with a hub that does what a test says."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from engine.types.request import Request
+from kv_transfer.protocol.actions import CommitInfo
+from kv_transfer.protocol.messages import PrefillJob
+from kv_transfer.session.peer import Route
+from kv_transfer.session.stats import TransferStats
+from tandem.errors import Overloaded, TransferError
+from tandem.values.ids import BlockId, Incarnation, TransferId, WorkerId
+from tandem.values.outputs import PhaseTimes
+from tandem.values.prefix_holder import PrefixHolder
+from tests.support.engine import ledger
+from tests.support.engine.ledger_host import parts, settled
+from worker.engine_host import EngineHost
+from worker.kv_exchange.fetch import Declined
+from worker.kv_exchange.fetcher import Fetcher
+
+WAIT_S = 20.0
+BLOCK = ledger.BLOCK
+PROMPT = tuple((7 * i) % 90 for i in range(75))
+HOLDER = PrefixHolder(worker_id=WorkerId("decode-1"), incarnation=Incarnation(5), address="127.0.0.1:9", num_tokens=64)
+
+
+class FakeHub:
+    """Takes notes; a test plays the peer."""
+
+    def __init__(self) -> None:
+        self.stats = TransferStats()
+        self.rate = 0.0
+        self.jobs: asyncio.Queue[tuple[PrefillJob, Route]] = asyncio.Queue()
+        self.cancelled: list[TransferId] = []
+        self.on_give_up: Callable[[TransferId], None] = lambda _transfer_id: None
+        self.refusal: Overloaded | None = None
+
+    def start(self, job: PrefillJob, route: Route) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        self.jobs.put_nowait((job, route))
+
+    def bytes_per_s(self, _address: str, _incarnation: Incarnation) -> float:
+        return self.rate
+
+    def cancel(self, transfer_id: TransferId, _reason: str = "") -> None:
+        self.cancelled.append(transfer_id)
+
+    def give_up(self, transfer_id: TransferId, _reason: str) -> None:
+        self.on_give_up(transfer_id)
+
+
+class Bench:
+    def __init__(self, host: EngineHost, group: asyncio.TaskGroup) -> None:
+        self.host = host
+        self.host.rates.prefill_tokens_per_s = 1.0  # so slow that anything is worth fetching
+        self.fetcher = Fetcher(host, name="p/1", spawn=group.create_task)
+        self.hub = FakeHub()
+        hub: Any = self.hub
+        self.fetcher.hub = hub
+
+    def request(self, prompt: tuple[int, ...] = PROMPT) -> Request:
+        return ledger.request(prompt)
+
+    def bring(self, holder: PrefixHolder = HOLDER, request: Request | None = None) -> "asyncio.Task[int]":
+        return asyncio.create_task(self.fetcher.bring(request or self.request(), holder))
+
+    async def adopt(self, spare_blocks: int = 0) -> int | Declined:
+        request = self.request()
+        self.host.parts.hasher.extend(request.hash_root, request.block_hashes, request.token_ids)
+        names = request.block_hashes[:4]
+        return await self.fetcher.adopt(
+            request.hash_root, names, HOLDER, prefill_tokens_per_s=1.0, spare_blocks=spare_blocks
+        )
+
+    async def asked(self) -> PrefillJob:
+        async with asyncio.timeout(WAIT_S):
+            return (await self.hub.jobs.get())[0]
+
+    async def held(self) -> int:
+        """Tokens of the prompt's prefix that are in the cache."""
+        return await self.host.call(lambda scheduler: scheduler.match_prefix(self.request()))
+
+    async def assert_empty(self) -> None:
+        ledger.assert_empty(await settled(self.host))
+
+
+def commit(blocks: tuple[BlockId, ...]) -> CommitInfo:
+    return CommitInfo(blocks=blocks, first_token=None, cached_tokens=0, times=PhaseTimes())
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    faults: list[BaseException] = []
+    host = EngineHost(parts(), on_fatal=faults.append)
+    host.start(on_output=lambda _output: None, ports=tuple)
+    async with asyncio.TaskGroup() as group:
+        yield Bench(host, group)
+    await host.stop()
+    assert not faults
+
+
+async def test_what_a_peer_holds_is_found_like_anything_cached(bench: Bench) -> None:
+    bringing = bench.bring()
+    job = await bench.asked()
+    assert (job.fetch, job.resume, job.held_tokens) == (True, True, 0)
+    assert (job.token_ids, job.num_tokens) == ((), 64), "a prefix is asked for by its names"
+    assert job.expected_tail(64) == job.names[3]
+    blocks = await bench.fetcher.bind(job.transfer_id, 4)
+    assert len(blocks) == 4
+    await bench.fetcher.commit(job.transfer_id, commit(blocks))
+    assert await bringing == 64
+    assert await bench.held() == 64
+    assert (bench.fetcher.stats.completed, bench.fetcher.stats.num_tokens) == (1, 64)
+    await bench.assert_empty()
+
+
+async def test_only_what_is_missing_is_asked_for_and_less_may_be_offered(bench: Bench) -> None:
+    bringing = bench.bring(replace(HOLDER, num_tokens=16))
+    first = await bench.asked()
+    await bench.fetcher.commit(first.transfer_id, commit(await bench.fetcher.bind(first.transfer_id, 1)))
+    assert await bringing == 16
+    bringing = bench.bring()
+    job = await bench.asked()
+    assert job.held_tokens == 16
+    blocks = await bench.fetcher.bind(job.transfer_id, 2)
+    await bench.fetcher.commit(job.transfer_id, commit(blocks))
+    assert await bringing == 32
+    assert await bench.held() == 48
+    await bench.assert_empty()
+
+
+@pytest.mark.parametrize("num_landed", [0, 2, 4])
+async def test_what_landed_before_a_failure_is_kept_and_the_rest_waits_for_its_writer(
+    bench: Bench, num_landed: int
+) -> None:
+    bringing = bench.bring()
+    job = await bench.asked()
+    blocks = await bench.fetcher.bind(job.transfer_id, 4)
+    landed, loose = blocks[:num_landed], blocks[num_landed:]
+    bench.fetcher.failed(job.transfer_id, landed, TransferError("gone"))
+    assert await bringing == num_landed * BLOCK
+    assert await bench.held() == num_landed * BLOCK
+    await asyncio.sleep(0)
+    assert bench.hub.cancelled == [job.transfer_id]
+    quarantined = await bench.host.call(lambda scheduler: scheduler.reservations.num_quarantined_blocks)
+    assert bool(quarantined) == bool(loose)
+    if loose:
+        bench.fetcher.released(job.transfer_id, loose)
+    await bench.assert_empty()
+
+
+async def test_a_fetch_that_takes_too_long_is_given_up_and_what_has_landed_is_kept(bench: Bench) -> None:
+    bench.host.rates.prefill_tokens_per_s = 1000.0
+    bringing = bench.bring()
+    job = await bench.asked()
+    blocks = await bench.fetcher.bind(job.transfer_id, 4)
+    bench.hub.on_give_up = lambda key: bench.fetcher.failed(key, blocks[:3], TransferError("too long"))
+    assert await bringing == 48
+    await asyncio.sleep(0)
+    assert bench.hub.cancelled == [job.transfer_id]
+    assert await bench.held() == 48
+    assert await bench.host.call(lambda scheduler: scheduler.reservations.num_quarantined_blocks)
+    bench.fetcher.released(job.transfer_id, blocks[3:])
+    await bench.assert_empty()
+
+
+async def test_a_fetch_that_nobody_can_give_up_is_cancelled(bench: Bench) -> None:
+    bench.host.rates.prefill_tokens_per_s = 1000.0
+    bringing = bench.bring()
+    job = await bench.asked()
+    blocks = await bench.fetcher.bind(job.transfer_id, 4)
+    assert await bringing == 0
+    await asyncio.sleep(0)
+    assert bench.hub.cancelled == [job.transfer_id]
+    assert await bench.held() == 0
+    bench.fetcher.released(job.transfer_id, blocks)
+    await bench.assert_empty()
+
+
+async def test_one_prefix_is_brought_once_however_many_want_it(bench: Bench) -> None:
+    first = bench.bring()
+    job = await bench.asked()
+    second, third = bench.bring(), bench.bring()
+    blocks = await bench.fetcher.bind(job.transfer_id, 4)
+    await bench.fetcher.commit(job.transfer_id, commit(blocks))
+    assert [await first, await second, await third] == [64, 0, 0]
+    assert bench.hub.jobs.empty()
+    assert await bench.held() == 64
+    await bench.assert_empty()
+
+
+async def test_one_prefix_is_brought_once_though_all_ask_at_once(bench: Bench) -> None:
+    bringing = [bench.bring() for _ in range(3)]
+    adopting = asyncio.create_task(bench.adopt())
+    job = await bench.asked()
+    await bench.fetcher.commit(job.transfer_id, commit(await bench.fetcher.bind(job.transfer_id, 4)))
+    assert [await each for each in bringing] == [64, 0, 0]
+    assert await adopting == 4
+    assert bench.hub.jobs.empty()
+    assert bench.fetcher.stats.started == 1
+    await bench.assert_empty()
+
+
+async def test_no_more_than_eight_are_under_way_though_all_begin_at_once(bench: Bench) -> None:
+    prompts = [tuple((7 * i + k) % 90 for i in range(17)) for k in range(1, 13)]
+    bringing = [bench.bring(request=bench.request(prompt)) for prompt in prompts]
+    jobs = [await bench.asked() for _ in range(8)]
+    for job in jobs:
+        await bench.fetcher.commit(job.transfer_id, commit(await bench.fetcher.bind(job.transfer_id, 1)))
+    assert sorted([await each for each in bringing]) == [0] * 4 + [16] * 8
+    assert (bench.fetcher.stats.started, bench.fetcher.stats.declined) == (8, 4)
+    assert bench.hub.jobs.empty()
+    another = bench.bring()
+    job = await bench.asked()
+    await bench.fetcher.commit(job.transfer_id, commit(await bench.fetcher.bind(job.transfer_id, 4)))
+    assert await another == 64, "whoever is done makes room for others"
+    await bench.assert_empty()
+
+
+async def test_whoever_joins_one_that_is_declined_for_anothers_reasons_is_judged_by_its_own(bench: Bench) -> None:
+    adopting = asyncio.create_task(bench.adopt(spare_blocks=10_000))
+    await asyncio.sleep(0)
+    bringing = [bench.bring() for _ in range(2)]
+    job = await bench.asked()
+    assert await adopting is Declined.NO_ROOM
+    await bench.fetcher.commit(job.transfer_id, commit(await bench.fetcher.bind(job.transfer_id, 4)))
+    assert sorted([await each for each in bringing]) == [0, 64]
+    assert bench.hub.jobs.empty()
+    bench.host.rates.prefill_tokens_per_s = 1e9
+    other = tuple(reversed(PROMPT))
+    assert await asyncio.gather(*(bench.bring(request=bench.request(other)) for _ in range(3))) == [0, 0, 0]
+    assert bench.fetcher.stats.declined == 3
+    await bench.assert_empty()
+
+
+async def test_who_joined_before_the_reservation_has_it_though_the_first_goes(bench: Bench) -> None:
+    first = bench.request()
+    going, staying = bench.bring(request=first), bench.bring()
+    await asyncio.sleep(0)
+    bench.fetcher.abandon(first.request_id)
+    assert await going == 0
+    job = await bench.asked()
+    await bench.fetcher.commit(job.transfer_id, commit(await bench.fetcher.bind(job.transfer_id, 4)))
+    assert await staying == 0
+    assert await bench.held() == 64
+    await bench.assert_empty()
+
+
+async def test_a_commit_that_comes_too_late_keeps_nothing(bench: Bench) -> None:
+    bench.host.rates.prefill_tokens_per_s = 1000.0
+    bringing = bench.bring()
+    job = await bench.asked()
+    blocks = await bench.fetcher.bind(job.transfer_id, 4)
+    assert await bringing == 0
+    await bench.fetcher.commit(job.transfer_id, commit(blocks))
+    assert await bench.held() == 0
+    await bench.assert_empty()
+
+
+async def test_whoever_no_longer_waits_ends_the_fetch(bench: Bench) -> None:
+    bringing = bench.bring()
+    job = await bench.asked()
+    bringing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await bringing
+    with pytest.raises(TransferError):
+        await bench.fetcher.bind(job.transfer_id, 4)
+    await bench.assert_empty()
+
+
+async def test_a_hub_that_refuses_costs_nothing(bench: Bench) -> None:
+    bench.hub.refusal = Overloaded("too many")
+    assert await bench.bring() == 0
+    await bench.assert_empty()
+
+
+async def test_what_is_cheaper_to_compute_or_finds_no_room_is_not_fetched(bench: Bench) -> None:
+    bench.host.rates.prefill_tokens_per_s = 1e9
+    assert await bench.bring() == 0
+    bench.host.rates.prefill_tokens_per_s = 0.0
+    assert await bench.bring() == 0
+    bench.host.rates.prefill_tokens_per_s = 1.0
+    assert await bench.bring(replace(HOLDER, num_tokens=15)) == 0
+    await bench.host.call(lambda scheduler: scheduler.blocks.promise(scheduler.blocks.num_available))
+    assert await bench.bring() == 0
+    await bench.host.call(lambda scheduler: scheduler.blocks.unpromise(scheduler.blocks.num_promised))
+    assert bench.fetcher.stats.declined == 4
+    assert bench.fetcher.stats.started == 0
+    await bench.assert_empty()
+
+
+async def test_a_peer_is_judged_by_its_own_rate(bench: Bench) -> None:
+    bench.host.rates.prefill_tokens_per_s = 1000.0  # 64 tokens, of a KiB for 16, in 64 ms
+    bench.hub.rate = 1e4
+    assert await bench.bring() == 0
+    assert bench.fetcher.stats.declined == 1
+    bench.hub.rate = 1e6
+    bringing = bench.bring()
+    job = await bench.asked()
+    await bench.fetcher.commit(job.transfer_id, commit(await bench.fetcher.bind(job.transfer_id, 4)))
+    assert await bringing == 64
+    await bench.assert_empty()
+
+
+async def test_a_fetch_ends_with_the_last_prompt_that_waits_for_it_and_keeps_what_landed(bench: Bench) -> None:
+    first, second = bench.request(), bench.request()
+    bringing = bench.bring(request=first)
+    job = await bench.asked()
+    also = bench.bring(request=second)
+    blocks = await bench.fetcher.bind(job.transfer_id, 4)
+    bench.hub.on_give_up = lambda key: bench.fetcher.failed(key, blocks[:2], TransferError("unwanted"))
+    bench.fetcher.abandon(first.request_id)
+    assert await bringing == 0
+    assert bench.fetcher.stats.failed == 0, "another prompt waits for the same"
+    bench.fetcher.abandon(second.request_id)
+    assert await also == 0
+    await asyncio.sleep(0)
+    assert bench.hub.cancelled == [job.transfer_id]
+    assert await bench.held() == 32
+    bench.fetcher.released(job.transfer_id, blocks[2:])
+    await bench.assert_empty()
+
+
+async def test_whoever_goes_before_the_reservation_leaves_nothing(bench: Bench) -> None:
+    request = bench.request()
+    bringing = bench.bring(request=request)
+    await asyncio.sleep(0)
+    bench.fetcher.abandon(request.request_id)
+    assert await bringing == 0
+    bringing = bench.bring()
+    await asyncio.sleep(0)
+    bringing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await bringing
+    await bench.assert_empty()
+
+
+async def test_nobody_can_be_abandoned_that_waits_for_nothing(bench: Bench) -> None:
+    bench.fetcher.abandon(bench.request().request_id)
+    await bench.assert_empty()

@@ -1,0 +1,40 @@
+"""A pool on a device, from the engine to the transports."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from engine.runner.device_queue import HostQueue
+from tandem.values.kv_layout import KVLayout
+from worker.kv_exchange import region
+from worker.kv_exchange.region import region_of
+
+LAYOUT = KVLayout(model_fingerprint="m", dtype="float32", num_layers=2, num_kv_heads=1, head_dim=8, block_size=16)
+NUM_BLOCKS = 3
+
+
+def parts(*, tp_size: int = 1) -> SimpleNamespace:
+    layout = LAYOUT if tp_size == 1 else SimpleNamespace(tp_size=tp_size)
+    blocks = torch.zeros(LAYOUT.num_layers, NUM_BLOCKS, LAYOUT.worker_block_bytes // 2, dtype=torch.uint8)
+    runner = SimpleNamespace(kv_cache=SimpleNamespace(blocks=blocks))
+    return SimpleNamespace(kv_memory=lambda: None, layout=layout, runner=runner)
+
+
+def test_region_of_a_device_pool_waits_until_the_engine_has_cleared_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the clearing, which the engine's stream may still have before it, would wipe out what a peer wrote."""
+    waited: list[torch.device] = []
+
+    class Late(HostQueue):
+        def mark(self) -> SimpleNamespace:
+            return SimpleNamespace(wait=lambda: waited.append(torch.device("cpu")))
+
+    monkeypatch.setattr(region, "device_queue", lambda _device: Late())
+    found = region_of(parts())
+    assert found is not None
+    assert found.num_blocks == NUM_BLOCKS
+    assert waited == [torch.device("cpu")]
+
+
+def test_region_of_ranks_in_several_processes_is_none() -> None:
+    assert region_of(parts(tp_size=2)) is None

@@ -1,0 +1,173 @@
+"""The end of a worker: whom it asks, how long it stays, and in which order it stops."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tandem.protocol.chain_wire import chains_from_pb
+from tandem.v1 import session_pb2 as pb
+from tandem.values.ids import Incarnation
+from tandem.values.sampling import SamplingParams
+from tests.support.engine import ledger
+from tests.support.engine.ledger_host import parts
+from worker.drain import Legator, leave
+from worker.engine_host import EngineHost
+from worker.kv_exchange.service import Fabric
+from worker.session_port import SessionPort
+
+WAIT_S = 20.0
+PROMPT = tuple((7 * i) % 90 for i in range(75))
+
+
+class Bench:
+    def __init__(self, host: EngineHost) -> None:
+        self.host = host
+        self.ports = [SessionPort(Incarnation(number)) for number in (8, 7)]
+        self.legator = Legator(host, lambda: self.ports)
+
+    async def bequest(self, port: SessionPort) -> pb.Bequest:
+        async with asyncio.timeout(WAIT_S):
+            message = await port.next()
+        assert message is not None
+        return message.bequest
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    faults: list[BaseException] = []
+    ended = asyncio.Event()
+    host = EngineHost(parts(), on_fatal=faults.append)
+    host.start(on_output=lambda output: ended.set() if output.events else None, ports=tuple)
+    request = ledger.request(PROMPT, params=SamplingParams(max_tokens=1, ignore_eos=True))
+    await host.call(lambda scheduler: scheduler.add(request))
+    await ended.wait()
+    yield Bench(host)
+    await host.stop()
+    assert not faults
+
+
+async def test_one_router_at_a_time_is_asked(bench: Bench) -> None:
+    leaving = asyncio.create_task(bench.legator.bequeath(60.0))
+    eight, seven = bench.ports
+    bequest = await bench.bequest(seven)
+    (chain,) = chains_from_pb(bequest.chains)
+    assert (chain.from_root, chain.after, len(chain.names)) == (True, ledger.ROOT, 4)
+    assert 59.0 < bequest.lends_s <= 60.0
+    bench.legator.settled(eight)  # it was not asked
+    seven.close()
+    assert len((await bench.bequest(eight)).chains) == 1
+    bench.legator.settled(eight)
+    await leaving
+
+
+async def test_it_stays_no_longer_than_it_said(bench: Bench) -> None:
+    await bench.legator.bequeath(0.05)
+    assert len((await bench.bequest(bench.ports[1])).chains) == 1
+
+
+@pytest.mark.parametrize("lacks", ["time", "routers", "cache"])
+async def test_nobody_is_asked_in_vain(bench: Bench, lacks: str) -> None:
+    if lacks == "routers":
+        for port in bench.ports:
+            port.close()
+    if lacks == "cache":
+        await bench.host.call(lambda scheduler: scheduler.blocks.clear_cache())
+    async with asyncio.timeout(WAIT_S):
+        await bench.legator.bequeath(0.0 if lacks == "time" else 3600.0)
+    for port in bench.ports:
+        port.finish()
+        assert await port.next() is None
+
+
+class Stages:
+    """A worker whose stages end when a test says so."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.finished, self.bequeathed, self.drained = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        heir = SimpleNamespace(close=lambda: self.told.append("close"))
+        self.fabric: Any = SimpleNamespace(heir=heir, drain=self._stage("drain", self.drained))
+        self.legator: Any = SimpleNamespace(bequeath=self._stage("bequeath", self.bequeathed))
+
+    def _stage(self, name: str, ended: asyncio.Event) -> Callable[..., Awaitable[None]]:
+        async def stage(*_: Any) -> None:
+            self.told.append(name)
+            await ended.wait()
+            self.told.append(f"{name} ended")
+
+        return stage
+
+    def leave(self, *, drain_s: float, succession_s: float) -> "asyncio.Task[None]":
+        self.finish = self._stage("finish", self.finished)
+        return asyncio.create_task(leave(self, drain_s=drain_s, succession_s=succession_s))
+
+
+async def turns() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def test_work_first_then_the_cache_then_what_is_still_read() -> None:
+    stages = Stages()
+    leaving = stages.leave(drain_s=60.0, succession_s=5.0)
+    await turns()
+    assert stages.told == ["close", "finish"]
+    stages.finished.set()
+    await turns()
+    assert stages.told == ["close", "finish", "finish ended", "bequeath"]
+    stages.bequeathed.set()
+    await turns()
+    assert stages.told[4:] == ["bequeath ended", "drain"]
+    stages.drained.set()
+    await leaving
+
+
+async def test_work_that_takes_all_the_time_does_not_cost_the_cache() -> None:
+    stages = Stages()
+    leaving = stages.leave(drain_s=60.0, succession_s=60.0)
+    await turns()
+    assert stages.told == ["close", "finish", "bequeath"]
+    stages.bequeathed.set()
+    await turns()
+    assert "drain" not in stages.told
+    stages.finished.set()
+    stages.drained.set()
+    await leaving
+
+
+async def test_it_ends_in_time_whatever_is_left() -> None:
+    stages = Stages()
+    async with asyncio.timeout(WAIT_S):
+        await stages.leave(drain_s=0.05, succession_s=0.01)
+    assert "drain" not in stages.told
+
+
+async def test_the_last_prompt_ends_before_nothing_more_can_come() -> None:
+    """A prompt may begin a fetch as long as it is here: what comes is waited for after what leaves."""
+    told: list[str] = []
+    prompt_left = asyncio.Event()
+
+    class Hub:
+        def __init__(self, name: str, ended: asyncio.Event | None) -> None:
+            self.name, self.ended = name, ended
+
+        async def drain(self) -> None:
+            told.append(self.name)
+            if self.ended is not None:
+                await self.ended.wait()
+
+    sends: Any = Hub("sends", prompt_left)
+    receives: Any = Hub("receives", None)
+    nothing: Any = None
+    fabric = Fabric(
+        sender_hub=sends, receiver_hub=receives, fetcher=nothing, lender=nothing, heir=nothing, transports=()
+    )
+    draining = asyncio.create_task(fabric.drain())
+    await turns()
+    assert told == ["sends"]
+    prompt_left.set()
+    await draining
+    assert told == ["sends", "receives"]

@@ -1,0 +1,113 @@
+"""A worker takes the GPUs that it was given, or its own, before anything of CUDA is loaded."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import decode_worker.__main__
+import prefill_worker.__main__
+from decode_worker.config import engine_spec as decode_spec
+from prefill_worker.config import engine_spec as prefill_spec
+from tandem.config.cluster import ClusterConfig, load
+from tandem.config.gpu_placement import GpuSeat
+from tandem.errors import ConfigError
+from tandem.process.lifetime import Lifetime, WorkerPlace
+from tandem.values.roles import WorkerRole
+from worker.gpus import take_gpus
+
+PREFILL, DECODE = WorkerRole.PREFILL, WorkerRole.DECODE
+
+
+class FakeHost:
+    """A machine with so many GPUs."""
+
+    def __init__(self, num_gpus: int) -> None:
+        self._names = tuple(f"GPU-{index}" for index in range(num_gpus))
+        self.first: tuple[int, ...] | None = None
+
+    def names(self) -> tuple[str, ...]:
+        return self._names
+
+    def put_first(self, gpus: Sequence[int]) -> None:
+        self.first = tuple(gpus)
+
+
+@pytest.fixture(autouse=True)
+def torch_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+
+
+def cluster(**settings: Any) -> ClusterConfig:
+    addresses = {
+        "prefill.addresses": ["127.0.0.1:4001", "127.0.0.1:4002"],
+        "decode.addresses": [f"127.0.0.1:{port}" for port in range(5001, 5007)],
+        "secret": "0123456789abcdef",
+    }
+    return load(None, addresses | {name.replace("__", "."): value for name, value in settings.items()})
+
+
+def test_eight_workers_of_a_host_take_a_gpu_each_and_put_it_first() -> None:
+    taken = []
+    for role, count in ((PREFILL, 2), (DECODE, 6)):
+        for index in range(count):
+            host = FakeHost(8)
+            seat = take_gpus(cluster(), role, WorkerPlace(index=index), host)
+            assert seat is not None
+            assert (seat.gpus, seat.sharers) == (host.first, 1)
+            taken.append(seat.gpus)
+    assert taken == [(index,) for index in range(8)]
+
+
+def test_a_worker_takes_what_it_was_given_and_its_engine_hears_of_it() -> None:
+    for role, spec_of in ((PREFILL, prefill_spec), (DECODE, decode_spec)):
+        host = FakeHost(8)
+        seat = take_gpus(cluster(), role, WorkerPlace(gpus=(6,), gpu_sharers=2), host)
+        assert (seat, host.first) == (GpuSeat(gpus=(6,), sharers=2), (6,))
+        spec = spec_of(cluster(), None, seat)
+        assert (spec.gpus, spec.gpu_sharers) == ((6,), 2)
+        assert (spec_of(cluster()).gpus, spec_of(cluster()).gpu_sharers) == ((), 1)
+
+
+@pytest.mark.parametrize("module", [prefill_worker.__main__, decode_worker.__main__])
+async def test_a_worker_takes_its_gpus_before_it_loads_the_model(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Loading(Exception):
+        """So far it came."""
+
+    def load_model(spec: Any, **_: Any) -> None:
+        raise Loading(spec.gpus, spec.gpu_sharers)
+
+    seen: list[WorkerPlace] = []
+    monkeypatch.setattr(module, "take_gpus", lambda _config, _role, place: seen.append(place) or GpuSeat(gpus=(6,)))
+    monkeypatch.setattr(module, "assemble", load_model)
+    place = WorkerPlace(address="127.0.0.1:0", gpus=(6,))
+    with pytest.raises(Loading) as caught:
+        await module.serve(cluster(), place, Lifetime())
+    assert (caught.value.args, seen) == (((6,), 1), [place])
+
+
+@pytest.mark.parametrize(
+    ("settings", "place", "words"),
+    [
+        ({"decode__gpus": [9]}, {}, r"decode\.gpus names GPU 9: the last visible one is GPU 7"),
+        ({}, {"gpus": (8,)}, "--gpus names GPU 8: 8 are visible"),
+        ({}, {"gpus": (1, 2)}, "--gpus names 2: 1 ranks here need one each"),
+    ],
+)
+def test_gpus_that_are_not_there_are_refused(settings: dict[str, Any], place: dict[str, Any], words: str) -> None:
+    host = FakeHost(8)
+    with pytest.raises(ConfigError, match=words):
+        take_gpus(cluster(**settings), DECODE, WorkerPlace(**place), host)
+    assert host.first is None
+
+
+def test_a_worker_on_the_cpu_takes_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = FakeHost(8)
+    assert take_gpus(cluster(engine__device="cpu", decode__gpus=[9]), DECODE, WorkerPlace(), host) is None
+    assert take_gpus(cluster(decode__gpus=[9]), DECODE, WorkerPlace(), FakeHost(0)) is None
+    with pytest.raises(ConfigError, match=r"decode\.gpus: NVIDIA's driver names no GPU"):
+        take_gpus(cluster(engine__device="cuda", decode__gpus=[0]), DECODE, WorkerPlace(), FakeHost(0))
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert take_gpus(cluster(decode__gpus=[9]), DECODE, WorkerPlace(), host) is None
+    assert host.first is None

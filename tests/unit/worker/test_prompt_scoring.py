@@ -1,0 +1,159 @@
+"""Prompts that routers order to be read, at workers of both kinds over a real engine thread and scheduler."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+import worker.prompt_scoring as read_orders
+from decode_worker.worker import DecodeWorker
+from prefill_worker.worker import PrefillWorker
+from tandem.v1 import session_pb2 as pb
+from tandem.values.ids import Incarnation, WorkerId
+from tandem.values.roles import WorkerRole
+from tandem.values.worker_identity import WorkerIdentity
+from tests.support.engine import ledger
+from tests.support.engine.ledger_host import parts, settled
+from worker.engine_host import EngineHost
+from worker.session_port import SessionPort
+
+WAIT_S = 20.0
+PROMPT = [(7 * i) % 90 for i in range(60)]
+
+
+class Bench:
+    """One worker and one router's port."""
+
+    def __init__(self, host: EngineHost, worker: PrefillWorker | DecodeWorker) -> None:
+        self.host = host
+        self.worker = worker
+        self.port = SessionPort(Incarnation(2))
+
+    def read(self, name: str = "r", *, attempt: int = 1, port: SessionPort | None = None, **fields: Any) -> None:
+        order = {"prompt_token_ids": PROMPT, "hash_root": ledger.ROOT, **fields}
+        read = pb.Read(request_id=name, attempt=attempt, **order)
+        self.worker.order(port or self.port, pb.RouterMessage(read=read))
+
+    async def message(self) -> pb.WorkerMessage:
+        async with asyncio.timeout(WAIT_S):
+            message = await self.port.next()
+        assert message is not None
+        return message
+
+    async def parts(self) -> list[pb.ReadPart]:
+        """All of one reading."""
+        found = [(await self.message()).read]
+        while not found[-1].HasField("times"):
+            found.append((await self.message()).read)
+        return found
+
+    async def assert_empty(self) -> None:
+        ledger.assert_empty(await settled(self.host))
+
+
+@pytest.fixture(params=["prefill", "decode"])
+async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
+    faults: list[BaseException] = []
+    host = EngineHost(parts(), on_fatal=faults.append)
+    identity = WorkerIdentity(
+        worker_id=WorkerId("w"),
+        incarnation=Incarnation(1),
+        role=WorkerRole(request.param),
+        model_name="ledger",
+        address="127.0.0.1:1",
+    )
+    async with asyncio.TaskGroup() as tasks:
+        decoder = request.param == "decode"
+        worker = DecodeWorker(identity, host, tasks) if decoder else PrefillWorker(identity, host)
+        host.start(on_output=worker.on_output, ports=tuple)
+        yield Bench(host, worker)
+        await host.stop()
+    assert not faults
+
+
+async def test_scores_come_in_parts_and_in_order(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_orders, "_VALUES_PER_MESSAGE", 80)
+    bench.read(num_top=2)
+    told = await bench.parts()
+    assert len(told) == 5, "13 tokens in each part"
+    assert {(part.request_id, part.attempt) for part in told} == {("r", 1)}
+    assert [value for part in told for value in part.logprobs] == [-float(token) for token in PROMPT[1:]]
+    assert [rank for part in told for rank in part.ranks] == list(range(1, 60))
+    assert [top for part in told for top in part.top_ids] == [0, 1] * 59
+    assert [value for part in told for value in part.top_logprobs] == [0.0, -1.0] * 59
+    await bench.assert_empty()
+
+
+async def test_a_mean_is_of_all_rows_and_one_token_has_no_scores(bench: Bench) -> None:
+    bench.read("mean")
+    (part,) = await bench.parts()
+    assert list(part.mean) == pytest.approx([sum(PROMPT) / 60, 59 / 2], rel=1e-6)
+    bench.read("short", prompt_token_ids=[5], num_top=3)
+    (part,) = await bench.parts()
+    assert (len(part.logprobs), len(part.mean)) == (0, 0)
+    await bench.assert_empty()
+
+
+async def test_continuations_may_use_what_is_cached(bench: Bench) -> None:
+    for cached in (0, 48):
+        bench.read("next", num_next=30)
+        (part,) = await bench.parts()
+        assert list(part.top_ids) == list(range(30))
+        assert list(part.top_logprobs) == [-float(i) for i in range(30)]
+        pool = bench.worker.identity.role.value
+        assert (getattr(part.times.cached, f"{pool}_pool"), len(part.logprobs), len(part.mean)) == (cached, 0, 0)
+    await bench.assert_empty()
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"prompt_token_ids": [ledger.VOCAB]}, "InvalidRequest"),
+        ({"prompt_token_ids": []}, "InvalidRequest"),
+        ({"hash_root": b"short"}, "InvalidRequest"),
+        ({"num_top": 21}, "InvalidRequest"),
+        ({"num_next": 0}, "InvalidRequest"),
+        ({"num_next": ledger.VOCAB + 1}, "InvalidRequest"),
+        ({"num_next": 2, "prompt_token_ids": [1] * 200}, "ContextLengthExceeded"),
+        ({"prompt_token_ids": [1] * 201}, "ContextLengthExceeded"),
+        ({"timeout_s": 0.0}, "DeadlineExceeded"),
+    ],
+)
+async def test_what_cannot_be_read_is_refused(bench: Bench, fields: dict[str, Any], code: str) -> None:
+    bench.read(**fields)
+    refused = (await bench.message()).refused
+    assert (refused.request_id, refused.attempt, refused.failure.code) == ("r", 1, code)
+    await bench.assert_empty()
+
+
+async def test_whoever_cancels_or_leaves_hears_nothing_more(bench: Bench) -> None:
+    other = SessionPort(Incarnation(3))
+    bench.read("cancelled", num_top=0)
+    bench.read("left", port=other)
+    bench.worker.order(bench.port, pb.RouterMessage(cancel=pb.Cancel(request_id="cancelled", attempt=1)))
+    bench.worker.closed(other)
+    bench.read("cancelled", attempt=2, num_top=0)
+    assert {part.attempt for part in await bench.parts()} == {2}
+    await bench.assert_empty()
+    other.finish()
+    assert await other.next() is None
+
+
+async def test_a_worker_that_drains_ends_what_it_reads_and_takes_no_more(bench: Bench) -> None:
+    bench.read("before", num_top=0)
+    ending = asyncio.create_task(bench.worker.finish())
+    await asyncio.sleep(0)
+    bench.read("after", num_top=0)
+    refused = (await bench.message()).refused
+    assert (refused.request_id, refused.failure.code) == ("after", "Unavailable")
+    assert [part.request_id for part in await bench.parts()] == ["before"]
+    async with asyncio.timeout(WAIT_S):
+        await ending
+
+
+async def test_an_attempt_is_taken_once(bench: Bench) -> None:
+    bench.read(num_top=0)
+    bench.read(num_top=0)
+    assert (await bench.message()).refused.failure.code == "InvalidRequest"
+    assert [part.request_id for part in await bench.parts()] == ["r"]

@@ -1,0 +1,221 @@
+"""A worker's end of its sessions: order, bounds, and the ends of them."""
+
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+
+from tandem.protocol.session_versions import SPOKEN
+from tandem.v1 import session_pb2 as pb
+from tandem.values.ids import Incarnation
+from worker.session_port import MAX_QUEUED_MESSAGES, SessionPort
+from worker.sessions import WorkerSessions
+
+
+class Handler:
+    def __init__(self) -> None:
+        self.gone: list[SessionPort] = []
+        self.port: asyncio.Future[SessionPort] = asyncio.get_running_loop().create_future()
+
+    def hello(self) -> pb.WorkerHello:
+        return pb.WorkerHello(worker_id="w")
+
+    def opened(self, port: SessionPort) -> None:
+        self.port.set_result(port)
+
+    def order(self, port: SessionPort, message: pb.RouterMessage) -> None:
+        raise AssertionError("nothing was ordered")
+
+    def closed(self, port: SessionPort) -> None:
+        self.gone.append(port)
+
+    async def load(self) -> pb.LoadSnapshot:
+        return pb.LoadSnapshot()
+
+
+class StuckRouter:
+    """A router that says hello and then reads nothing: flow control holds every write after the first."""
+
+    def __init__(self) -> None:
+        self.written: list[Any] = []
+        self._hello = [pb.RouterMessage(hello=pb.RouterHello(protocol_version=SPOKEN.newest, incarnation=7))]
+
+    async def read(self) -> Any:
+        if self._hello:
+            return self._hello.pop()
+        return await asyncio.Event().wait()
+
+    async def write(self, message: Any) -> None:
+        if self.written:
+            await asyncio.Event().wait()
+        self.written.append(message)
+
+
+async def test_a_router_that_does_not_read_loses_its_session() -> None:
+    handler, router = Handler(), StuckRouter()
+    session = asyncio.create_task(WorkerSessions(handler).Session(None, router))
+    port = await handler.port
+    for _ in range(MAX_QUEUED_MESSAGES + 2):
+        port.send(pb.WorkerMessage(load=pb.LoadSnapshot()))
+    async with asyncio.timeout(10):
+        await session
+    assert handler.gone == [port]
+    assert port.closed
+
+
+class ReturningRouter(StuckRouter):
+    """The same, or another one, in a new session; it says that its earlier ones are over."""
+
+    def __init__(self, incarnation: int) -> None:
+        super().__init__()
+        hello = pb.RouterHello(protocol_version=SPOKEN.newest, incarnation=incarnation)
+        self._hello = [pb.RouterMessage(supersede=pb.Supersede()), pb.RouterMessage(hello=hello)]
+
+
+@pytest.mark.parametrize(("incarnation", "ends"), [(7, True), (8, False)])
+async def test_a_new_session_ends_the_routers_former_one_which_still_looks_open(incarnation: int, ends: bool) -> None:
+    handler = Handler()
+    sessions = WorkerSessions(handler)
+    former = asyncio.create_task(sessions.Session(None, StuckRouter()))
+    port = await handler.port
+    handler.port = asyncio.get_running_loop().create_future()
+    present = asyncio.create_task(sessions.Session(None, router := ReturningRouter(incarnation)))
+    again = await handler.port
+    async with asyncio.timeout(10):
+        if ends:
+            await former
+        while router._hello:  # noqa: ASYNC110 - nobody tells a router's side
+            await asyncio.sleep(0)
+    assert (port.closed, again.closed) == (ends, False)
+    assert handler.gone == ([port] if ends else [])
+    for live in sessions.ports:
+        live.close()
+    async with asyncio.timeout(10):
+        await asyncio.gather(former, present)
+
+
+class BrokenRouter(StuckRouter):
+    """A router that cannot be written to, or whose order is no order."""
+
+    def __init__(self, *, reads: bool, fault: Exception | None = None) -> None:
+        super().__init__()
+        self._reads = reads
+        self._fault = fault or OSError("nobody reads")
+
+    async def read(self) -> Any:
+        if self._hello or self._reads:
+            return await super().read()
+        return pb.RouterMessage()
+
+    async def write(self, message: Any) -> None:
+        if self._reads:
+            raise self._fault
+
+
+@pytest.mark.parametrize(("reads", "fault"), [(True, "nobody reads"), (False, "nothing was ordered")])
+async def test_what_broke_a_session_is_told(reads: bool, fault: str, caplog: pytest.LogCaptureFixture) -> None:
+    handler = Handler()
+    await WorkerSessions(handler).Session(None, BrokenRouter(reads=reads))
+    assert [port.closed for port in handler.gone] == [True]
+    (record,) = [record for record in caplog.records if record.name == "worker.sessions"]
+    assert record.exc_info is not None
+    assert fault in str(record.exc_info[1])
+
+
+async def test_a_router_may_leave_in_the_middle_of_a_message(caplog: pytest.LogCaptureFixture) -> None:
+    handler, router = Handler(), BrokenRouter(reads=True, fault=grpc.aio.InternalError("execute_batch"))
+    await WorkerSessions(handler).Session(None, router)
+    assert [port.closed for port in handler.gone] == [True]
+    assert caplog.records == []
+
+
+def stored(*names: bytes) -> list[pb.KVEvent]:
+    return [pb.KVEvent(block_hash=name, stored=True) for name in names]
+
+
+async def sent(port: SessionPort) -> list[pb.KVEvents]:
+    port.finish()
+    found = []
+    while (message := await port.next()) is not None:
+        found.append(message.kv_events)
+    return found
+
+
+async def test_events_that_the_snapshot_had_are_not_told_again() -> None:
+    port = SessionPort(Incarnation(1))
+    assert port.send_events(0, stored(b"early"))  # before the snapshot: it will hold them
+    port.send_snapshot(5, stored(b"a", b"b"))
+    assert port.send_events(3, stored(b"old", b"old too", b"new"))
+    assert port.send_events(6, stored(b"newer"))
+    snapshot, first, second = await sent(port)
+    assert (snapshot.cleared, snapshot.first_sequence, len(snapshot.events)) == (True, 5, 2)
+    assert (first.first_sequence, [e.block_hash for e in first.events]) == (5, [b"new"])
+    assert (second.first_sequence, [e.block_hash for e in second.events]) == (6, [b"newer"])
+
+
+async def test_a_gap_is_noticed() -> None:
+    port = SessionPort(Incarnation(1))
+    port.send_snapshot(5, [])
+    assert not port.send_events(7, stored(b"a"))
+
+
+@pytest.mark.parametrize("end", ["finish", "close"])
+async def test_what_is_queued_is_written_before_a_finish_and_not_before_a_close(end: str) -> None:
+    port = SessionPort(Incarnation(1))
+    port.send(pb.WorkerMessage(draining=pb.Draining(reason="x")))
+    getattr(port, end)()
+    assert (await port.next() is not None) == (end == "finish")
+    port.send(pb.WorkerMessage(draining=pb.Draining(reason="late")))
+    assert await port.next() is None
+
+
+class Board:
+    """A publisher."""
+
+    def send_snapshot(self, next_event: int, stored: Any) -> None:
+        raise AssertionError("of the sessions' making")
+
+    send_events = send_snapshot
+
+    def report(self) -> pb.BoardReport:
+        return pb.BoardReport(up=True, entries=3)
+
+
+class Router(StuckRouter):
+    """Reads whatever comes."""
+
+    def __init__(self, *, reads_board: bool) -> None:
+        self.written = []
+        self._hello = [
+            pb.RouterMessage(
+                hello=pb.RouterHello(protocol_version=SPOKEN.newest, incarnation=7, reads_board=reads_board)
+            )
+        ]
+
+    async def write(self, message: Any) -> None:
+        self.written.append(message)
+
+
+@pytest.mark.parametrize(
+    ("publishes", "reads", "is_told"), [(True, True, False), (True, False, True), (False, True, True)]
+)
+async def test_whoever_hears_of_the_cache_on_the_board_does_not_hear_it_in_the_session(
+    publishes: bool, reads: bool, is_told: bool
+) -> None:
+    handler, router, board = Handler(), Router(reads_board=reads), Board()
+    sessions = WorkerSessions(handler, board if publishes else None)
+    session = asyncio.create_task(sessions.Session(None, router))
+    port = await handler.port
+    assert port.wants_events == is_told
+    assert sessions.event_sinks == [*([port] if is_told else []), *([board] if publishes else [])]
+    telling = asyncio.create_task(sessions.tell_load())
+    while len(router.written) < 2:  # noqa: ASYNC110 - nobody tells a router's side
+        await asyncio.sleep(0)
+    telling.cancel()
+    load = router.written[1].load
+    assert load.report_number == 1
+    assert load.HasField("board") == publishes
+    assert load.board.entries == 3 * publishes
+    port.close()
+    await session

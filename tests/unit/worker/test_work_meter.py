@@ -1,0 +1,75 @@
+"""What a worker's steps add up to, and how routers show it."""
+
+import pytest
+
+from engine.types.step_output import Load, StepOutput, StepTimings
+from router.fleet.session_wire import load_from_pb
+from router.metrics.router_metrics import RouterMetrics
+from tandem.v1 import session_pb2 as pb
+from tandem.values.prefix_pin import PinTotals
+from tandem.values.step_sizes import STEP_SIZES
+from tests.support.router.worker_views import worker
+from worker.wire import load_to_pb
+from worker.work_meter import WorkMeter
+
+
+def output(num_tokens: int, num_requests: int, seconds: float, preemptions: tuple[str, ...] = ()) -> StepOutput:
+    timings = StepTimings(0.0, seconds, 0.0, num_tokens, num_requests)
+    empty: tuple[()] = ()
+    return StepOutput(empty, empty, empty, preemptions, None, None, timings)  # type: ignore[arg-type]
+
+
+def test_steps_are_told_apart_by_what_they_computed() -> None:
+    meter = WorkMeter()
+    for step in (output(100, 2, 0.5), output(4, 4, 0.125, ("r",)), output(8, 8, 0.125)):
+        meter.observe(step)
+    meter.observe(output(1, 1, 1.0, ("q", "r"))._replace(timings=None))
+    assert (meter.prefill.steps, meter.prefill.tokens, meter.prefill.seconds) == (1, 100, 0.5)
+    assert (meter.decode.steps, meter.decode.requests, meter.decode.seconds) == (2, 12, 0.25)
+    assert meter.preemptions == 3
+    sizes = dict(zip((*STEP_SIZES, "more"), meter.sizes, strict=True))
+    assert {size: count for size, count in sizes.items() if count} == {8: 2, 128: 1}
+    meter.observe(output(20_000, 1, 1.0))
+    assert meter.sizes[-1] == 1
+
+
+def test_what_a_worker_reports_is_shown_under_its_name() -> None:
+    told = pb.LoadSnapshot(
+        work=pb.WorkReport(
+            decode=pb.StepTotals(steps=3, seconds=1.5, tokens=9, requests=9),
+            preemptions=2,
+            resident_bytes=7,
+            flops_per_token=11,
+            step_sizes=[2, 1, *[0] * (len(STEP_SIZES) - 1)],
+        )
+    )
+    metrics = RouterMetrics("m")
+    metrics.worker_loads([worker("w", load=load_from_pb(told))])
+    value, labels = metrics.registry.get_sample_value, {"worker": "w", "role": "decode"}
+    assert value("tandem_worker_step_seconds_total", labels | {"kind": "decode"}) == pytest.approx(1.5)
+    assert value("tandem_worker_step_requests_total", labels | {"kind": "prefill"}) == 0
+    assert value("tandem_worker_memory_bytes", labels | {"kind": "resident"}) == 7
+    assert value("tandem_worker_flops_per_token", labels) == 11
+    assert value("vllm:num_preemptions_total", {"model_name": "m", "engine": "w"}) == 2
+    assert value("vllm:iteration_tokens_total_bucket", {"model_name": "m", "engine": "w", "le": "8.0"}) == 3
+    assert value("vllm:iteration_tokens_total_sum", {"model_name": "m", "engine": "w"}) == 9
+    strange = load_from_pb(pb.LoadSnapshot(work=pb.WorkReport(step_sizes=[1, 2])))
+    metrics.worker_loads([worker("w", load=strange)])
+    assert value("vllm:iteration_tokens_total_count", {"model_name": "m", "engine": "w"}) is None
+    metrics.worker_loads([worker("old", load=load_from_pb(pb.LoadSnapshot()))])
+    assert value("tandem_worker_flops_per_token", labels) is None
+
+
+def test_what_is_reserved_is_told_apart_from_what_waits_for_the_worker() -> None:
+    fields = dict.fromkeys(Load._fields, 0) | {"num_running": 1, "num_waiting": 2, "num_reservations": 3}
+    load = Load(**fields | {"tiers": (), "pins": PinTotals()})
+    told = load_to_pb(load, prefill_tokens_per_s=0.0, decode_step_s=0.0, kv_bytes_per_s=0.0)
+    assert told.num_waiting == 5  # whoever knows nothing of reservations counts them as ever
+    metrics = RouterMetrics("m")
+    metrics.worker_loads([worker("d", load=load_from_pb(told))])
+    states = {"running": 1, "waiting": 2, "reserved": 3}
+    for state, count in states.items():
+        labels = {"worker": "d", "role": "decode", "state": state}
+        assert metrics.registry.get_sample_value("tandem_worker_requests", labels) == count
+    # No worker has more reserved than it has.
+    assert load_from_pb(pb.LoadSnapshot(num_waiting=1, num_reserved=9)).num_reserved == 1

@@ -1,0 +1,166 @@
+"""What a worker has to write so that the board tells the truth about its cache. Pure.
+
+The journal mirrors the worker's names, queues changes, and plans one transaction at a time: changes become entries of
+the log; when the log since the state has grown past a bound, the state is written again with them, and what lies
+before the state's predecessor is trimmed, so that a reader who is a little behind need not load everything. Whatever
+is in doubt (a write whose answer never came, a board that holds something else) is settled by what the board is seen
+to hold; what cannot be settled, or would be too much to catch up with, is replaced by one fresh state. If little
+happened since the last write that arrived, it stands in the log beside the fresh state: whoever had read up to there
+reads on, and nobody loads what he knows already.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from tandem.cluster_state.entries import MAX_CHANGES, Changes, Footprint
+from tandem.values.ids import BlockHash
+
+_CHANGES_AT_ONCE = 8 * MAX_CHANGES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Write:
+    """One transaction."""
+
+    entries: tuple[Changes, ...]
+    """Appended to the log."""
+    state: tuple[BlockHash, ...] | None
+    """Replaces the state; as of `after.state_sequence`."""
+    keep_from: int | None
+    """Entries that end at or before this number are dropped from the log."""
+    is_fresh: bool
+    """Whatever is there of this process is removed first."""
+    after: Footprint
+    """What is there when it has been written."""
+
+
+class CacheJournal:
+    """Of one worker process."""
+
+    def __init__(self, *, max_pending: int = 65_536, min_log: int = 4096) -> None:
+        """`max_pending`: changes that wait to be written; more become a fresh state.
+
+        `min_log`: changes in the log before the state is written again; or half of what the state holds, if more.
+        """
+        self._max_pending = max_pending
+        self._min_log = min_log
+        self._names: dict[BlockHash, None] | None = None
+        self._next = 0
+        self._there: Footprint | None = None
+        """What the board is known to hold; None: unknown, or of no use."""
+        self._planned: Write | None = None
+        """Given out and neither written nor given up."""
+        self._is_in_doubt = False
+        self._pending: deque[tuple[BlockHash, bool]] | None = None
+        """What lies between the last write and the mirror, in order; None: that is not known, or was too much."""
+        self._log: deque[int] = deque()
+        """Where each entry of the log ends."""
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the board lacks something."""
+        return self._names is not None and (self._there is None or bool(self._pending))
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether nothing can be written before it was `seen` what the board holds."""
+        return self._is_in_doubt
+
+    def restart(self, next_sequence: int, names: Sequence[BlockHash]) -> None:
+        """All that the worker holds; later changes count from `next_sequence`."""
+        self._names = dict.fromkeys(names)
+        self._next = next_sequence
+        self._give_up()
+
+    def take(self, first_sequence: int, changes: Sequence[tuple[BlockHash, bool]]) -> bool:
+        """The worker's cache has changed. False when changes are missing: it must `restart`."""
+        names = self._names
+        if names is None:
+            return True  # a snapshot is under way and will hold these
+        if first_sequence > self._next:
+            self._names = None
+            self._give_up()
+            return False
+        fresh = changes[self._next - first_sequence :]
+        for name, stored in fresh:
+            if stored:
+                names[name] = None
+            else:
+                names.pop(name, None)
+        self._next += len(fresh)
+        if self._pending is not None:
+            self._pending.extend(fresh)
+            if len(self._pending) > self._max_pending:
+                self._give_up()
+        return True
+
+    def next_write(self) -> Write | None:
+        """What to write now; None when nothing is missing, or the last one is neither `written` nor settled."""
+        if self._names is None or self._planned is not None:
+            return None
+        there, pending = self._there, self._pending
+        if pending is None or (there is None and len(pending) > _CHANGES_AT_ONCE):
+            self._pending = pending = deque()
+        if there is None:
+            self._planned = self._afresh(self._entries(pending), self._names)
+        elif pending:
+            self._planned = self._appending(there, self._entries(pending), self._names)
+        return self._planned
+
+    def written(self, write: Write) -> None:
+        """The board has it."""
+        if self._planned is not write or self._pending is None:
+            return  # given up meanwhile
+        self._planned, self._is_in_doubt = None, False
+        if write.is_fresh:
+            self._log.clear()
+        for entry in write.entries:
+            for _ in entry.changes:
+                self._pending.popleft()
+            self._log.append(entry.next_sequence)
+        while write.keep_from is not None and self._log and self._log[0] <= write.keep_from:
+            self._log.popleft()
+        self._there = write.after
+
+    def doubt(self) -> None:
+        """Something failed: nobody said whether the board has the last write."""
+        self._is_in_doubt = True
+
+    def seen(self, board: Footprint | None) -> bool:
+        """What the board was found to hold of this process; None: nothing that holds together. False: it is lost."""
+        write = self._planned
+        self._is_in_doubt = False
+        if write is not None and board == write.after:
+            self.written(write)
+        elif board is None or board != self._there:
+            self._there = self._planned = None
+            return False
+        self._planned = None
+        return True
+
+    def _entries(self, pending: deque[tuple[BlockHash, bool]]) -> tuple[Changes, ...]:
+        first_sequence, changes = self._next - len(pending), tuple(islice(pending, _CHANGES_AT_ONCE))
+        return tuple(
+            Changes(first_sequence=first_sequence + start, changes=changes[start : start + MAX_CHANGES])
+            for start in range(0, len(changes), MAX_CHANGES)
+        )
+
+    def _afresh(self, entries: tuple[Changes, ...], names: dict[BlockHash, None]) -> Write:
+        after = Footprint(next_sequence=self._next, state_sequence=self._next, num_entries=len(entries))
+        return Write(entries=entries, state=tuple(names), keep_from=None, is_fresh=True, after=after)
+
+    def _appending(self, there: Footprint, entries: tuple[Changes, ...], names: dict[BlockHash, None]) -> Write:
+        end = entries[-1].next_sequence
+        state: tuple[BlockHash, ...] | None = None
+        state_sequence, keep_from = there.state_sequence, None
+        # Only the mirror of this very moment can be written: when nothing is left pending.
+        if end == self._next and end - state_sequence > max(self._min_log, len(names) // 2):
+            state, keep_from, state_sequence = tuple(names), state_sequence, end
+        num_kept = sum(keep_from is None or ends > keep_from for ends in self._log)
+        after = Footprint(next_sequence=end, state_sequence=state_sequence, num_entries=num_kept + len(entries))
+        return Write(entries=entries, state=state, keep_from=keep_from, is_fresh=False, after=after)
+
+    def _give_up(self) -> None:
+        self._there = self._planned = self._pending = None

@@ -1,0 +1,97 @@
+"""The end of a worker: it finishes its work, lends its cache to a successor, and goes."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
+from typing import Protocol
+
+from tandem.protocol.chain_wire import chains_to_pb
+from tandem.v1 import session_pb2 as pb
+from tandem.values.cached_chain import MAX_CHAIN_NAMES
+from worker.engine_host import EngineHost
+from worker.kv_exchange.service import Fabric
+from worker.session_port import SessionPort
+
+
+class Legator:
+    """Offers a worker's cache to routers, one after another, until one has found whoever wants it."""
+
+    def __init__(self, host: EngineHost, ports: Callable[[], Iterable[SessionPort]]) -> None:
+        self._host = host
+        self._ports = ports
+        self._asked: dict[SessionPort, asyncio.Event] = {}
+
+    def settled(self, port: SessionPort) -> None:
+        """A router says that nobody comes for it any more."""
+        if (settled := self._asked.get(port)) is not None:
+            settled.set()
+
+    async def bequeath(self, within_s: float) -> None:
+        """Return when no more of the cache is fetched, or after so long. At once where nobody could be asked.
+
+        Which blocks matter most only the pool itself knows; routers have no more than their names, without order.
+        """
+        if within_s <= 0.0 or self._next_port() is None:
+            return
+        chains = await self._host.call(lambda scheduler: scheduler.blocks.index.chains(MAX_CHAIN_NAMES))
+        if not chains:
+            return
+        told = chains_to_pb(chains)
+        loop = asyncio.get_running_loop()
+        ends_s = loop.time() + within_s
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(ends_s):
+                while (port := self._next_port()) is not None:
+                    settled = self._asked[port] = asyncio.Event()
+                    bequest = pb.Bequest(chains=told, lends_s=max(0.0, ends_s - loop.time()))
+                    port.send(pb.WorkerMessage(bequest=bequest))
+                    if await _first(settled.wait(), port.wait_closed()):
+                        return
+
+    def _next_port(self) -> SessionPort | None:
+        """Only one router at a time is asked, or several successors would fetch the same."""
+        unasked = [port for port in self._ports() if not port.closed and port not in self._asked]
+        return min(unasked, key=lambda port: port.router, default=None)
+
+
+async def _first(one: Awaitable[object], other: Awaitable[object]) -> bool:
+    """Wait for either: whether the first is done."""
+    tasks = [asyncio.ensure_future(one), asyncio.ensure_future(other)]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return tasks[0].done()
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+class Leaver(Protocol):
+    """A worker."""
+
+    fabric: Fabric | None
+    legator: Legator | None
+
+    async def finish(self) -> None:
+        """Take no new work; wait for what is here."""
+
+
+async def leave(worker: Leaver, *, drain_s: float, succession_s: float) -> None:
+    """A worker was told to stop, and has told so: return within `drain_s`, when nobody needs it any more.
+
+    Its cache is passed on when its work is done, or earlier if there would be no time left.
+    """
+    fabric = worker.fabric
+    if fabric is not None:
+        fabric.heir.close()
+    with suppress(TimeoutError):
+        async with asyncio.timeout(drain_s):
+            finishing = asyncio.ensure_future(worker.finish())
+            try:
+                await asyncio.wait({finishing}, timeout=max(0.0, drain_s - succession_s))
+                if fabric is not None and worker.legator is not None:
+                    await worker.legator.bequeath(succession_s)
+                await finishing
+                if fabric is not None:
+                    await fabric.drain()
+            finally:
+                finishing.cancel()

@@ -1,0 +1,264 @@
+"""An engine on its thread, as the event loop sees it: calls go in, one output per step comes out, in order.
+
+Both kinds of worker stand on this. Everything that the engine thread says passes through one queue of the loop,
+so a prefix snapshot can never overtake, or be overtaken by, the events around it.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from typing import TypeVar
+
+from engine.assembly import EngineParts
+from engine.distributed.ranks.mirror import Mirror
+from engine.engine import Engine
+from engine.kv_storage.free_memory import resident_bytes
+from engine.sampling.constraints import AllOf, AllowedTokens, BannedSequences, catch_up
+from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.step_rates import RateMeter
+from engine.stall import EngineStalled, StallWatch
+from engine.tier_assembly import keep_cached
+from engine.types.kv_events import KVEventBatch
+from engine.types.request import Request
+from engine.types.runner import Runner
+from engine.types.step_output import LayersDone, Load, StepOutput
+from engine.types.token_guide import TokenGuide
+from tandem.errors import InvalidRequest, ServingError
+from tandem.v1 import session_pb2 as pb
+from tandem.values.ids import BlockId
+from tandem.values.prefix_pin import PinOrder, PinTold
+from worker.session_port import LOAD_PERIOD_S, EventSink
+from worker.wire import events_to_pb, load_to_pb, stored_to_pb, work_to_pb
+from worker.work_meter import WorkMeter
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_LOAD_WAIT_S = 0.2
+_KEEP_S = 5.0
+"""For writing cached blocks to disk at the end."""
+
+
+class EngineHost:
+    """Starts and stops the engine and carries between its thread and the loop's."""
+
+    def __init__(self, parts: EngineParts, *, on_fatal: Callable[[BaseException], None]) -> None:
+        """`on_fatal` runs on the event loop when the engine has failed: the process must end."""
+        self.parts = parts
+        self.rates = RateMeter()
+        self._work = WorkMeter()
+        self.kv_bytes_per_s = 0.0
+        self._on_output: Callable[[StepOutput], None] = _ignore
+        self._on_layers: Callable[[LayersDone], None] | None = None
+        self._on_fatal = on_fatal
+        self._has_failed = False
+        self._read = asyncio.Event()
+        self._ports: Callable[[], Iterable[EventSink]] = tuple
+        self._load: Load = parts.scheduler.load()
+        self._loop = asyncio.get_running_loop()
+        # One thread for grammars, however many come: they take turns, and the engine keeps the other processors.
+        self._grammars = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
+        self._stall_watch = StallWatch(
+            stall_s=parts.stall_s, period_s=LOAD_PERIOD_S + _LOAD_WAIT_S, now_s=time.monotonic()
+        )
+        self._engine = Engine(
+            scheduler=parts.scheduler,
+            runner=parts.runner,
+            on_step=lambda output: self._tell(self._on_step, output),
+            on_fatal=self._fail,
+            clock=time.monotonic,
+            pipelined=parts.is_pipelined,
+            on_layers=self._tell_layers,
+        )
+
+    def start(
+        self,
+        *,
+        on_output: Callable[[StepOutput], None],
+        ports: Callable[[], Iterable[EventSink]],
+        on_layers: Callable[[LayersDone], None] | None = None,
+    ) -> None:
+        """Start the engine's thread. Both callbacks run on the event loop; `ports` hear of the prefix cache.
+
+        `on_layers` hears within steps of prompts that are computed for others.
+        """
+        self._on_output = on_output
+        self._on_layers = on_layers
+        self._ports = ports
+        self.parts.ranks.watch(lambda lost: self._tell(self._on_fatal, lost))
+        if self.parts.disk is not None:
+            self.parts.disk.listen(self._on_read)
+        self._engine.start()
+
+    async def stop(self) -> None:
+        """End after the step under way, then end the disk's threads and the other ranks."""
+        self._grammars.shutdown(wait=False, cancel_futures=True)
+        await asyncio.to_thread(self._engine.stop)
+        tiers, disk = self.parts.scheduler.tiers, self.parts.disk
+        if disk is not None and tiers is not None:
+            if not self._has_failed:
+                await asyncio.to_thread(keep_cached, tiers, disk, timeout_s=_KEEP_S)
+            await asyncio.to_thread(disk.close)
+        await asyncio.to_thread(self.parts.ranks.close)
+
+    def call(self, fn: Callable[[Scheduler], T]) -> Awaitable[T]:
+        """Run `fn` between two steps. Raises what `fn` raises.
+
+        Its place among other calls is taken now, not when it is awaited. Shielded: a caller that is cancelled does
+        not undo what the engine may have done already.
+        """
+        return asyncio.shield(asyncio.wrap_future(self._engine.call(fn)))
+
+    async def bring(self, blocks: Sequence[BlockId]) -> None:
+        """Before a peer reads these blocks, which nobody writes: have all ranks' parts of them in this worker's memory.
+
+        A part between each two steps, where there are many.
+        """
+        if (mirror := self.parts.ranks.mirror) is None:
+            return
+        for begin in range(0, len(blocks), mirror.most_blocks):
+            portion = tuple(blocks[begin : begin + mirror.most_blocks])
+            await self.call(partial(_bring, mirror, portion))
+
+    def post(self, fn: Callable[[Scheduler], object]) -> None:
+        """Run `fn` between two steps; a refusal is nobody's concern. Keeps its place among other calls."""
+        self._engine.call(fn).add_done_callback(_drop_refusal)
+
+    async def replace_runner(self, replace: Callable[[Runner], Runner]) -> None:
+        """Have the next steps launched by another; `replace` runs on the engine's thread, between two steps."""
+        await self.call(lambda _: self._engine.replace_runner(replace))
+
+    def pin(self, order: PinOrder, told: Callable[[PinTold], None]) -> None:
+        """Make or renew a pin between two steps; `told` hears of it on the event loop."""
+        self.post(lambda scheduler: self._tell(told, scheduler.pins.pin(order, time.monotonic())))
+
+    def next_read(self) -> asyncio.Event:
+        """Set when the disk has read another block than those so far."""
+        return self._read
+
+    def _on_read(self) -> None:
+        self._engine.wake()
+        self._tell(self._note_read, None)
+
+    def _note_read(self, _: None) -> None:
+        self._read.set()
+        self._read = asyncio.Event()
+
+    async def guide(self, request: Request) -> None:
+        """Give a request the guide that it asks for. Raises InvalidRequest; a grammar may take a second.
+
+        What takes long is done here: compiling, a grammar's first masks, and following what the answer has so far.
+        """
+        if request.guide is not None:
+            return
+        params, vocab_size = request.params, self.parts.model.vocab_size
+        followed: list[TokenGuide] = []
+        if params.allowed_token_ids:
+            followed.append(AllowedTokens(params.allowed_token_ids, vocab_size))
+        if params.bad_words:
+            followed.append(BannedSequences(params.bad_words))
+        if params.grammar is not None:
+            followed.append(await self._grammar_guide(params.grammar))
+        if not followed:
+            return
+        guide = followed[0] if len(followed) == 1 else AllOf(followed)
+        output = request.token_ids[request.num_prompt_tokens :]
+        if params.grammar is not None and output:
+            await self._loop.run_in_executor(self._grammars, catch_up, guide, output, vocab_size)
+        request.guide = guide
+
+    async def _grammar_guide(self, grammar: str) -> TokenGuide:
+        guides = self.parts.guides
+        if guides is None:
+            raise InvalidRequest("grammar: this worker follows none", param="grammar")
+        guide = guides.kept(grammar)
+        if guide is None:
+            guide = await self._loop.run_in_executor(self._grammars, guides.guide, grammar)
+        return guide
+
+    async def load(self) -> pb.LoadSnapshot:
+        """A report for routers: of now, or of the last step while a long one runs. Sees whether the engine hangs."""
+        self._look_for_stall()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LOAD_WAIT_S):
+                self._load = await self.call(lambda scheduler: scheduler.load())
+        return load_to_pb(
+            self._load,
+            prefill_tokens_per_s=self.rates.prefill_tokens_per_s,
+            decode_step_s=self.rates.decode_step_s,
+            kv_bytes_per_s=self.kv_bytes_per_s,
+            step_age_s=self._stall_watch.age_s,
+            work=work_to_pb(self._work, self.parts, resident_bytes=resident_bytes()),
+        )
+
+    def _look_for_stall(self) -> None:
+        if self._has_failed:
+            return
+        try:
+            self._stall_watch.look(self._engine.turn, self.rates, time.monotonic())
+        except EngineStalled as stalled:
+            _log.critical("the engine hangs: %s", stalled)
+            self._has_failed = True
+            self._on_fatal(stalled)
+
+    def send_snapshot(self, sink: EventSink) -> None:
+        """Send the whole prefix cache, from which later events count."""
+
+        def snapshot(scheduler: Scheduler) -> None:
+            next_seq, stored = scheduler.blocks.snapshot()
+            self._tell(lambda _: sink.send_snapshot(next_seq, stored_to_pb(stored)), None)
+
+        self.post(snapshot)
+
+    def _tell_layers(self, done: LayersDone) -> None:
+        if self._on_layers is not None:
+            self._tell(self._on_layers, done)
+
+    def _fail(self, error: BaseException) -> None:
+        self._has_failed = True  # nobody knows any more which blocks hold what
+        self._tell(self._on_fatal, error)
+
+    def _tell(self, fn: Callable[[T], None], value: T) -> None:
+        try:
+            self._loop.call_soon_threadsafe(fn, value)
+        except RuntimeError:  # the loop has closed: the process is ending and nobody listens
+            _log.debug("an engine event came after the end")
+
+    def _on_step(self, output: StepOutput) -> None:
+        try:
+            self._load = output.load
+            if output.timings is not None:
+                self.rates.observe(output.timings)
+            self._work.observe(output)
+            self._publish(output.kv_events)
+            self._on_output(output)
+        except Exception as error:  # noqa: BLE001 - a callback of the loop: nobody else would be told
+            # Some requests have missed their tokens of this step; no later one can make that good.
+            self._on_fatal(error)
+
+    def _publish(self, batch: KVEventBatch) -> None:
+        if not batch.events:
+            return
+        changes = events_to_pb(batch.events)
+        for sink in self._ports():
+            if changes is None or not sink.send_events(batch.first_seq, changes):
+                self.send_snapshot(sink)
+
+
+def _bring(mirror: Mirror, blocks: Sequence[BlockId], _: Scheduler) -> None:
+    mirror.bring(blocks)
+
+
+def _ignore(_output: StepOutput) -> None:
+    """Until `start` says who listens."""
+
+
+def _drop_refusal(future: "Future[object]") -> None:
+    error = future.exception()
+    if isinstance(error, ServingError):
+        _log.debug("engine call refused: %s", error.message)

@@ -1,0 +1,49 @@
+"""A worker takes its GPUs: those that whoever started it gave it, else its own by the configuration."""
+
+import logging
+import os
+
+import torch
+
+from tandem.config.cluster import ClusterConfig
+from tandem.config.gpu_placement import GpuSeat, static_seat
+from tandem.errors import ConfigError
+from tandem.process.gpu_host import GpuHost, NvidiaHost
+from tandem.process.lifetime import WorkerPlace
+from tandem.values.roles import WorkerRole
+
+_log = logging.getLogger(__name__)
+
+
+def take_gpus(
+    config: ClusterConfig, role: WorkerRole, place: WorkerPlace, host: GpuHost | None = None
+) -> GpuSeat | None:
+    """The worker's GPUs, from now on the first of this process; None where it computes on the CPU, or where GPUs cannot
+    be told apart: it then takes the first that CUDA shows it.
+
+    To be called before CUDA is. Raises ConfigError for GPUs that are not there.
+    """
+    if config.engine.device == "cpu" or torch.version.cuda is None:
+        return None
+    host = host or NvidiaHost(os.environ)
+    pool = config.prefill if role is WorkerRole.PREFILL else config.decode
+    num_gpus = len(host.names())
+    if not num_gpus:
+        if pool.gpus is not None and config.engine.device == "cuda":
+            raise ConfigError(f"{role.value}.gpus: NVIDIA's driver names no GPU that this process may use")
+        return None
+    if place.gpus:
+        if missing := [gpu for gpu in place.gpus if gpu >= num_gpus]:
+            raise ConfigError(f"--gpus names GPU {missing[0]}: {num_gpus} are visible, from 0 on")
+        seat = GpuSeat(gpus=place.gpus, sharers=place.gpu_sharers)
+    else:
+        seat = static_seat(config, role, place.index, num_gpus)
+    if len(seat.gpus) != pool.ranks_per_node:
+        raise ConfigError(f"--gpus names {len(seat.gpus)}: {pool.ranks_per_node} ranks here need one each")
+    host.put_first(seat.gpus)
+    _log.info("GPU %s of the %d visible; workers on it: %d", _listed(seat), num_gpus, seat.sharers)
+    return seat
+
+
+def _listed(seat: GpuSeat) -> str:
+    return ", ".join(map(str, seat.gpus))

@@ -1,0 +1,39 @@
+"""From the cluster's configuration to what moving KV needs, and what KV is made of."""
+
+from engine.model.dtype import resolve_dtype
+from kv_transfer.protocol.settings import TransferSettings
+from kv_transfer.transports.catalogue import check_choice
+from kv_transfer.transports.tcp.settings import TcpSettings, open_identity
+from tandem.config.cluster import ClusterConfig, TransferConfig
+from tandem.errors import ConfigError
+
+
+def transfer_settings(transfer: TransferConfig) -> TransferSettings:
+    """The hand-off layer's bounds."""
+    return TransferSettings(
+        lease_s=transfer.lease_s,
+        chunk_bytes=transfer.chunk_bytes,
+        wire_dtype="" if transfer.wire_dtype == "auto" else transfer.wire_dtype,
+    )
+
+
+def tcp_settings(transfer: TransferConfig, host: str) -> TcpSettings:
+    """How KV travels over tcp from and to `host`, before there is any.
+
+    Raises ConfigError for files of `transfer.tls` that are no good, and for a forced transport that cannot work here.
+    """
+    check_choice(transfer.transport, host=host, isolated_network=transfer.isolated_network)
+    tls = transfer.tls
+    identity = None if tls is None else open_identity(cert=tls.cert, key=tls.key, ca=tls.ca)
+    return TcpSettings(streams=transfer.tcp_streams, tls=identity)
+
+
+def compute_dtype(config: ClusterConfig) -> str:
+    """What a worker computes in: `model.dtype`, or what its `auto` stands for with this model.
+
+    Raises ConfigError when the model cannot be read, or when KV of that dtype cannot travel as `transfer.wire_dtype`.
+    """
+    dtype = resolve_dtype(config.model.dtype, config.model.path)
+    if reason := config.mistaken_wire_dtype(dtype):
+        raise ConfigError(f"{reason} (model.dtype {config.model.dtype} is {dtype} here)")
+    return dtype

@@ -1,0 +1,372 @@
+"""Bringing prefixes from peers into this worker's cache, when that beats computing them.
+
+Life of a fetch: hint → looked up here → priced → reservation → hand-off of what the peer holds → blocks in the prefix
+index, found by whoever schedules the request next. Whatever goes wrong, what has landed is kept and the rest is
+computed: a fetch never fails a request. It goes on as long as somebody waits for it, though no longer than it is worth.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
+from itertools import count
+from typing import Any
+
+from engine.scheduler.scheduler import Scheduler
+from engine.types.request import Request
+from kv_transfer.protocol.actions import CommitInfo
+from kv_transfer.protocol.messages import FirstToken
+from kv_transfer.session.receiver_hub import ReceiverHub
+from tandem.errors import ServingError, TransferError
+from tandem.telemetry.tracing import NoTracer, TraceContext, Tracer
+from tandem.values.block_hash import HASH_BLOCK_TOKENS
+from tandem.values.ids import BlockHash, BlockId, RequestId, TransferId
+from tandem.values.prefix_holder import PrefixHolder
+from worker.decisions.destinations import Destinations
+from worker.decisions.fetch_cost import FetchRates, compute_s, fetch_s, worth_fetching
+from worker.engine_host import EngineHost
+from worker.kv_exchange.fetch import Declined, Fetch, FetchStats, Wanted, job_of, probe_of, route_to
+
+_log = logging.getLogger(__name__)
+
+_SHORTEST_WAIT_S = 0.5
+"""However fast this worker computes: a peer may be in the middle of a step."""
+_PATIENCE = 4.0
+"""Times what a fetch should take."""
+_MAX_FETCHES = 8
+"""Under way at once: each holds a reservation that hand-offs and prompts compete for."""
+
+
+class Fetcher:
+    """The receiving side of fetches (kv_transfer's ReceiverOwner, for them alone). On the event loop's thread."""
+
+    def __init__(
+        self,
+        host: EngineHost,
+        *,
+        name: str,
+        spawn: Callable[[Coroutine[Any, Any, None]], object],
+        tracer: Tracer | None = None,
+    ) -> None:
+        """`name`: unlike any other process's, for the names of its fetches."""
+        self.hub: ReceiverHub | None = None
+        self.stats = FetchStats()
+        """Of prompts' prefixes; what no prompt waits for is counted by whoever wants it."""
+        self._host = host
+        self._name = name
+        self._spawn = spawn
+        self._tracer = tracer or NoTracer()
+        self._serial = count(1)
+        self._fetches: dict[TransferId, Fetch] = {}
+        self._askers: dict[RequestId, asyncio.Future[None]] = {}
+        self._destinations = Destinations()
+
+    def owns(self, transfer_id: TransferId) -> bool:
+        """Whether this is one of this worker's fetches, over or not."""
+        return transfer_id.startswith(f"fetch/{self._name}/")
+
+    async def bring(self, request: Request, holder: PrefixHolder, trace: TraceContext | None = None) -> int:
+        """Bring what `holder` has of the request's prefix and is not here; the tokens gained. Never raises for a peer.
+
+        The request is neither queued nor changed, but for the names of its blocks. `trace`: of the span that waits.
+        """
+        gone = self._askers[request.request_id] = asyncio.get_running_loop().create_future()
+        span = self._tracer.span("tandem.fetch", trace)
+        try:
+            gained = await self._bring(request, holder, None if span is None else span.context, gone)
+            if span is not None:
+                span.attributes.update({"tandem.fetch.holder": holder.worker_id, "tandem.fetch.tokens": gained})
+        finally:
+            self._askers.pop(request.request_id, None)
+            if span is not None:
+                span.end()
+        return gained
+
+    def abandon(self, request_id: RequestId) -> None:
+        """The request is not wanted any more: its `bring` returns, and so ends a fetch that nobody else waits for."""
+        gone = self._askers.get(request_id)
+        if gone is not None and not gone.done():
+            gone.set_result(None)
+
+    async def adopt(
+        self,
+        hash_root: BlockHash,
+        names: Sequence[BlockHash],
+        holder: PrefixHolder,
+        *,
+        prefill_tokens_per_s: float,
+        spare_blocks: int,
+    ) -> int | Declined:
+        """Bring a prefix for which no prompt waits; the blocks gained, or why it was not begun.
+
+        It is judged by the given rate of computing and leaves so many blocks available. Never raises for a peer.
+        """
+        if self.hub is None or not names:
+            return Declined.HELD
+        rates = FetchRates(prefill_tokens_per_s=prefill_tokens_per_s, bytes_per_s=self._bytes_per_s(holder))
+        wanted = self._wanted(hash_root, names, holder, rates, spare_blocks=spare_blocks)
+        fetch = self._same(wanted.probe.block_hashes) or self._begin(wanted, FetchStats())
+        num_tokens = await self._wait(fetch)
+        return fetch.declined or num_tokens // self._host.parts.layout.block_size
+
+    async def _bring(
+        self, request: Request, holder: PrefixHolder, trace: TraceContext | None, gone: "asyncio.Future[None]"
+    ) -> int:
+        num_tokens = min(holder.num_tokens, request.num_tokens - 1)
+        if self.hub is None or num_tokens <= 0:
+            return 0
+        rates = FetchRates(
+            prefill_tokens_per_s=self._host.rates.prefill_tokens_per_s, bytes_per_s=self._bytes_per_s(holder)
+        )
+        self._host.parts.hasher.extend(request.hash_root, request.block_hashes, request.token_ids)
+        names = request.block_hashes[: num_tokens // HASH_BLOCK_TOKENS]
+        if (same := self._same(names)) is not None:
+            await self._wait(same, rates, gone)  # it is found here all the same
+            if same.declined is None or gone.done():
+                return 0
+            same = self._same(names)  # declined for another's reasons: this one's own count once
+        wanted = self._wanted(request.hash_root, names, holder, rates, trace=trace, asker=request.request_id)
+        fetch = same or self._begin(wanted, self.stats)
+        gained = await self._wait(fetch, rates, gone)
+        if fetch.declined is not None:
+            self.stats.declined += 1
+            told = request.request_id, holder.worker_id, fetch.declined.value
+            _log.debug("%s: what %s holds is not fetched: %s", *told, extra=wanted.about)
+        return 0 if fetch is same else gained
+
+    def _bytes_per_s(self, holder: PrefixHolder) -> float:
+        return 0.0 if self.hub is None else self.hub.bytes_per_s(holder.address, holder.incarnation)
+
+    def _wanted(
+        self,
+        hash_root: BlockHash,
+        names: Sequence[BlockHash],
+        holder: PrefixHolder,
+        rates: FetchRates,
+        *,
+        spare_blocks: int = 0,
+        trace: TraceContext | None = None,
+        asker: RequestId | None = None,
+    ) -> Wanted:
+        transfer_id = TransferId(f"fetch/{self._name}/{next(self._serial)}")
+        return Wanted(
+            transfer_id=transfer_id,
+            probe=probe_of(hash_root, names, transfer_id),
+            holder=holder,
+            rates=rates,
+            spare_blocks=spare_blocks,
+            trace=trace,
+            asker=asker,
+        )
+
+    def _same(self, names: Sequence[BlockHash]) -> Fetch | None:
+        """A fetch under way of the same prefix, or one that waits for room."""
+        tail = list(names[-1:])
+        return next((fetch for fetch in self._fetches.values() if fetch.wanted.probe.block_hashes[-1:] == tail), None)
+
+    def _begin(self, wanted: Wanted, stats: FetchStats) -> Fetch:
+        """Ask for room, and then the holder. Whoever called must `_wait` in the same turn, or it never ends."""
+        fetch = Fetch(wanted=wanted, stats=stats)
+        if (hub := self.hub) is None or len(self._fetches) >= _MAX_FETCHES:
+            fetch.decline(Declined.NO_ROOM)
+            return fetch
+        # Counted and found from now on: the answer may take a whole step.
+        self._fetches[wanted.transfer_id] = fetch
+        answer = asyncio.ensure_future(self._host.call(lambda scheduler: self._reserve(scheduler, wanted)))
+        answer.add_done_callback(partial(self._answered, fetch, hub))
+        return fetch
+
+    def _answered(self, fetch: Fetch, hub: ReceiverHub, answer: "asyncio.Future[int | Declined]") -> None:
+        """The engine has reserved room, or has not."""
+        wanted, transfer_id = fetch.wanted, fetch.wanted.transfer_id
+        error = None if answer.cancelled() else answer.exception()
+        if self._fetches.get(transfer_id) is not fetch:
+            return
+        held = Declined.NO_ROOM if answer.cancelled() or error is not None else answer.result()
+        if isinstance(held, Declined):
+            del self._fetches[transfer_id]
+            if isinstance(error, ServingError):
+                _log.info("%s: no room for what a peer holds: %s", transfer_id, error.message, extra=wanted.about)
+            elif error is not None:
+                fetch.reserved.set_exception(error)  # whoever waits raises it
+            fetch.decline(held)
+            return
+        fetch.num_held_tokens = held
+        fetch.reserved.set_result(None)
+        fetch.stats.started += 1
+        fetch.ended.add_done_callback(partial(self._tell_end, fetch, time.monotonic()))
+        try:
+            hub.start(job_of(fetch), route_to(wanted.holder))
+        except ServingError as refusal:
+            self._not_begun(fetch, refusal)
+
+    def _tell_end(self, fetch: Fetch, started_s: float, ended: "asyncio.Future[int]") -> None:
+        wanted, gained = fetch.wanted, ended.result()
+        fetch.stats.num_tokens += gained
+        _log.info(
+            "%s: %d of %d tokens came from %s in %.1f ms",
+            wanted.transfer_id, gained, wanted.probe.num_tokens - 1 - fetch.num_held_tokens, wanted.holder.worker_id,
+            1e3 * (time.monotonic() - started_s), extra=wanted.about,
+        )  # fmt: skip
+
+    async def _wait(
+        self, fetch: Fetch, rates: FetchRates | None = None, gone: "asyncio.Future[None] | None" = None
+    ) -> int:
+        """Until it has ended, or whoever waits here has gone or, by these rates, waited so long; the tokens gained.
+
+        With the last who waits it ends.
+        """
+        fetch.num_waiting += 1
+        ends = () if gone is None else (gone,)
+        try:
+            await asyncio.wait((fetch.reserved, *ends), return_when=asyncio.FIRST_COMPLETED)
+            if fetch.reserved.done():
+                fetch.reserved.result()
+            patience_s = None if rates is None else self._patience_s(fetch, rates)
+            await asyncio.wait((fetch.ended, *ends), timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            fetch.num_waiting -= 1
+            if not fetch.num_waiting:
+                self._stop(fetch, "nobody waits for it any longer")
+        if not fetch.ended.done() and (fetch.num_waiting or (gone is not None and gone.done())):
+            return 0
+        return await asyncio.shield(fetch.ended)  # soon: what landed is being kept
+
+    def _patience_s(self, fetch: Fetch, rates: FetchRates) -> float:
+        """Some times what the fetch should take, and no longer than computing would."""
+        num_tokens = fetch.wanted.probe.num_tokens - 1 - fetch.num_held_tokens
+        expected_s = fetch_s(self._num_bytes(num_tokens), rates)
+        return max(_SHORTEST_WAIT_S, min(_PATIENCE * expected_s, compute_s(num_tokens, rates)))
+
+    def _stop(self, fetch: Fetch, reason: str) -> None:
+        """If it is under way still: what has landed is kept."""
+        transfer_id = fetch.wanted.transfer_id
+        if self._fetches.get(transfer_id) is not fetch or self.hub is None:
+            return
+        if not fetch.reserved.done():
+            del self._fetches[transfer_id]
+            self._host.post(lambda scheduler: scheduler.reservations.cancel(transfer_id))
+            fetch.end(0)
+            return
+        self.hub.give_up(transfer_id, reason)
+        if transfer_id in self._fetches:  # else the hub has said what landed, or that it is complete
+            self._cancel(fetch)
+
+    def _reserve(self, scheduler: Scheduler, wanted: Wanted) -> int | Declined:
+        """On the engine's thread: tokens held here, with room for the rest reserved; or why that was not done."""
+        block_size = self._host.parts.layout.block_size
+        transfer_id, probe = wanted.transfer_id, wanted.probe
+        num_tokens = probe.num_tokens - 1
+        match = scheduler.blocks.match(probe)
+        if num_tokens - match.num_blocks * block_size < block_size:
+            return Declined.HELD
+        if scheduler.blocks.num_available - match.cost < wanted.spare_blocks:
+            return Declined.NO_ROOM
+        # What lies below the pool comes up with the reservation: only then is it known what is missing.
+        held = scheduler.reservations.reserve(transfer_id, probe).num_held_tokens
+        missing = num_tokens - held
+        if missing >= block_size and worth_fetching(missing, self._num_bytes(missing), wanted.rates):
+            return held
+        scheduler.reservations.cancel(transfer_id)
+        return Declined.HELD if missing < block_size else Declined.COMPUTED
+
+    def _num_bytes(self, num_tokens: int) -> int:
+        layout = self._host.parts.layout
+        return num_tokens * layout.worker_block_bytes // layout.block_size
+
+    def _cancel(self, fetch: Fetch) -> None:
+        transfer_id = fetch.wanted.transfer_id
+        del self._fetches[transfer_id]
+        fetch.end(0)
+        fetch.stats.failed += 1
+        self._host.post(lambda scheduler: scheduler.reservations.quarantine(transfer_id))
+        if self.hub is not None:
+            # A turn later: this may be inside one of the hub's own callbacks.
+            asyncio.get_running_loop().call_soon(self.hub.cancel, transfer_id, "given up")
+        if not self._destinations.is_out(transfer_id):
+            self._host.post(lambda scheduler: scheduler.reservations.release_quarantine(transfer_id))
+
+    def _not_begun(self, fetch: Fetch, error: ServingError) -> None:
+        """Nobody was let in."""
+        transfer_id = fetch.wanted.transfer_id
+        del self._fetches[transfer_id]
+        _log.info("%s: not begun: %s", transfer_id, error.message, extra=fetch.wanted.about)
+        fetch.stats.failed += 1
+        self._host.post(lambda scheduler: scheduler.reservations.cancel(transfer_id))
+        fetch.end(0)
+
+    # ReceiverOwner
+
+    async def bind(self, transfer_id: TransferId, num_blocks: int) -> tuple[BlockId, ...]:
+        """Choose destinations for what is offered, which may be less than was asked for."""
+        fetch = self._fetches.get(transfer_id)
+        if fetch is None:
+            raise TransferError("the fetch is over")
+        blocks = await self._host.call(lambda scheduler: scheduler.reservations.bind(transfer_id))
+        if self._fetches.get(transfer_id) is not fetch:
+            raise TransferError("the fetch is over")
+        chosen = blocks[:num_blocks]
+        self._destinations.bind(transfer_id, chosen)
+        fetch.num_destinations = len(chosen)
+        return chosen
+
+    def first_token(self, transfer_id: TransferId, first_token: FirstToken) -> None:
+        """A fetch samples nothing."""
+
+    async def commit(self, transfer_id: TransferId, info: CommitInfo) -> None:
+        """Everything that was offered is here and verified."""
+        fetch = self._fetches.pop(transfer_id, None)
+        if fetch is None:
+            self.released(transfer_id, info.blocks)
+            return
+        self._destinations.settle(info.blocks)
+        fetch.stats.completed += 1
+        await self._kept(fetch, len(info.blocks), self._keep(transfer_id, fetch, len(info.blocks), quiet=True))
+
+    def failed(self, transfer_id: TransferId, landed: tuple[BlockId, ...], error: ServingError) -> None:
+        """Keep what landed; nobody is asked again."""
+        fetch = self._fetches.pop(transfer_id, None)
+        if fetch is None:
+            self.released(transfer_id, landed)
+            return
+        told = transfer_id, len(landed), error.message
+        _log.info("%s failed with %d blocks landed: %s", *told, extra=fetch.wanted.about)
+        fetch.stats.failed += 1
+        self._destinations.settle(landed)
+        quiet = len(landed) == fetch.num_destinations
+        # Posted now: the hub may release the rest before this callback is over.
+        keeping = self._keep(transfer_id, fetch, len(landed), quiet=quiet)
+        self._spawn(self._kept(fetch, len(landed), keeping))
+        if self.hub is not None:
+            asyncio.get_running_loop().call_soon(self.hub.cancel, transfer_id, "computed here")
+
+    def _keep(self, transfer_id: TransferId, fetch: Fetch, num_blocks: int, *, quiet: bool) -> Awaitable[Request]:
+        """Posted before this returns."""
+        landed = fetch.num_held_tokens + num_blocks * self._host.parts.layout.block_size
+        return self._host.call(lambda s: s.reservations.salvage(transfer_id, landed, writer_is_quiet=quiet))
+
+    async def _kept(self, fetch: Fetch, num_blocks: int, keeping: Awaitable[Request]) -> None:
+        gained = num_blocks * self._host.parts.layout.block_size
+        try:
+            await keeping
+        except ServingError as error:
+            _log.info("%s: nothing kept: %s", fetch.wanted.transfer_id, error.message, extra=fetch.wanted.about)
+            gained = 0
+        fetch.end(gained)
+
+    def expired(self, transfer_id: TransferId) -> None:
+        """Failed fetches are cancelled at once; none waits for another route."""
+
+    def quarantine(self, transfer_id: TransferId, blocks: tuple[BlockId, ...]) -> None:
+        """The engine keeps them out of circulation already; say so."""
+        _log.warning("%s: %d blocks quarantined, their writer may be alive", transfer_id, len(blocks))
+
+    def released(self, transfer_id: TransferId, blocks: tuple[BlockId, ...]) -> None:
+        """Nothing writes there any more."""
+        for key in self._destinations.settle(blocks):
+            self._host.post(_release(key))
+
+
+def _release(key: TransferId) -> Callable[[Scheduler], object]:
+    return lambda scheduler: scheduler.reservations.release_quarantine(key)

@@ -1,0 +1,213 @@
+"""A successor's part: a worker that was told to stop leaves its cache; this one fetches of it what it can use.
+
+Hottest blocks first, a few runs at a time, into room that nobody needs: free blocks, and the half of what is cached
+here that was not used for longest. Each run is priced as any fetch is. No request waits; whatever goes wrong ends it.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from typing import Any
+
+from engine.scheduler.scheduler import Scheduler
+from tandem.errors import InvalidRequest
+from tandem.v1 import session_pb2 as pb
+from worker.decisions.migration_plan import Estate, estate_of
+from worker.engine_host import EngineHost
+from worker.kv_exchange.fetch import Declined
+from worker.kv_exchange.fetcher import Fetcher
+from worker.session_port import SessionPort
+
+_log = logging.getLogger(__name__)
+
+_MAX_FETCHES = 2
+"""At once: the other places are for prompts that wait."""
+_MAX_FAILURES = 2
+"""In a row: then the worker that leaves has left."""
+
+MOVED, FAILED, NO_TIME = "moved", "failed", "no_time"
+HELD, NO_ROOM = Declined.HELD.value, Declined.NO_ROOM.value
+
+Leaver = tuple[str, int]
+"""Its worker_id and incarnation."""
+
+
+class Heir:
+    """One worker's inheritances, one after another. On the event loop's thread."""
+
+    def __init__(
+        self, host: EngineHost, fetcher: Fetcher, *, spawn: Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
+    ) -> None:
+        self.num_blocks: Counter[str] = Counter()
+        """Of what was offered, by what became of it, in blocks of this worker's pool."""
+        self._host = host
+        self._fetcher = fetcher
+        self._spawn = spawn
+        self._turn = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._askers: dict[Leaver, set[SessionPort]] = {}
+        self._closed = False
+
+    def inherit(self, port: SessionPort, order: pb.Inherit) -> None:
+        """A router names this worker successor of another; it is told when nothing more is fetched.
+
+        One order about a worker is carried out at a time. Whoever sends another, as a router does that the leaving
+        worker asked because the first is gone, hears of the end of that one.
+        """
+        leaver = order.holder.worker_id, order.holder.incarnation
+        if (askers := self._askers.get(leaver)) is not None:
+            askers.add(port)
+            return
+        self._askers[leaver] = {port}
+        estate = None if self._closed else self._estate_of(order)
+        if estate is None:
+            self._answer(leaver)
+            return
+        now_s = asyncio.get_running_loop().time()
+        taking = _Taking(self._host, self._fetcher, estate)
+        task = self._spawn(self._take(taking, ends_s=now_s + order.within_s))
+        self._tasks.add(task)
+        # Not within the task, which may be cancelled before it has begun.
+        task.add_done_callback(lambda task: self._over(task, leaver, taking, now_s))
+
+    def report(self) -> list[pb.InheritedBlocks]:
+        """What became of what was offered so far."""
+        block_bytes = self._host.parts.layout.worker_block_bytes
+        return [
+            pb.InheritedBlocks(outcome=outcome, blocks=count, num_bytes=count * block_bytes)
+            for outcome, count in self.num_blocks.items()
+        ]
+
+    def close(self) -> None:
+        """This worker leaves, too: fetch nothing more."""
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+
+    def _estate_of(self, order: pb.Inherit) -> Estate | None:
+        try:
+            return estate_of(
+                order,
+                own_block_size=self._host.parts.layout.block_size,
+                own_max_tokens=self._host.parts.config.max_model_len - 1,
+                own_prefill_tokens_per_s=self._host.rates.prefill_tokens_per_s,
+            )
+        except InvalidRequest as error:
+            _log.warning("an inheritance is declined: %s", error.message)
+            return None
+
+    async def _take(self, taking: "_Taking", *, ends_s: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(ends_s), self._turn:
+                await taking.run(await self._host.call(_room))
+
+    def _over(self, task: "asyncio.Task[None]", leaver: Leaver, taking: "_Taking", began_s: float) -> None:
+        self._tasks.discard(task)
+        counts = taking.counts()
+        self.num_blocks.update(counts)
+        _log.info(
+            "inherited from %s in %.3f s: %s blocks",
+            leaver[0],
+            asyncio.get_running_loop().time() - began_s,
+            ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()) if count) or "no",
+        )
+        self._answer(leaver)
+
+    def _answer(self, leaver: Leaver) -> None:
+        worker_id, incarnation = leaver
+        for port in self._askers.pop(leaver):
+            port.send(pb.WorkerMessage(inherited=pb.Inherited(worker_id=worker_id, incarnation=incarnation)))
+
+
+class _Taking:
+    """One estate being fetched."""
+
+    def __init__(self, host: EngineHost, fetcher: Fetcher, estate: Estate) -> None:
+        self._fetcher = fetcher
+        self._estate = estate
+        self._spare_blocks = host.parts.config.num_blocks // 4
+        self._room = 0
+        """Blocks that may still be taken."""
+        self._runs: list[asyncio.Task[str]] = []
+        self._num_names: list[int] = []
+        """Of each run so far, those that are fetched, or left for other reasons than room."""
+        self._num_failures = 0
+        self._counts: Counter[str] = Counter()
+
+    def counts(self) -> Counter[str]:
+        """Blocks by outcome; of what was not come to, too."""
+        rest = range(len(self._num_names), len(self._estate.runs))
+        num_left = sum(self._estate.num_blocks(index) for index in rest)
+        return self._counts + Counter({FAILED if self._has_failed else NO_TIME: num_left})
+
+    @property
+    def _has_failed(self) -> bool:
+        return self._num_failures >= _MAX_FAILURES
+
+    async def run(self, room: int) -> None:
+        """Fetch in order, at most so many blocks; when cancelled, what has landed stays."""
+        self._room = room
+        gate = asyncio.Semaphore(_MAX_FETCHES)
+        async with asyncio.TaskGroup() as group:
+            for index in range(len(self._estate.runs)):
+                await gate.acquire()
+                if self._has_failed:
+                    return
+                self._runs.append(group.create_task(self._fetch(index)))
+                self._runs[-1].add_done_callback(lambda _: gate.release())
+
+    async def _fetch(self, index: int) -> str:
+        """What became of a run of blocks, or of most of it."""
+        num_offered = self._estate.num_blocks(index)
+        num_wanted = min(self._estate.num_usable(index), self._room)
+        self._room -= num_wanted
+        self._num_names.append(self._estate.num_names(index, num_wanted))
+        self._counts[NO_ROOM] += num_offered - num_wanted
+        outcome, num_moved = NO_TIME, 0
+        try:
+            before = await self._before(index)
+            if before in (FAILED, NO_ROOM):
+                outcome = before
+            elif num_wanted:
+                outcome, num_moved = await self._adopt(index, num_wanted)
+            else:
+                # Too short for a block: then what follows may yet be fetched together with it.
+                outcome = NO_ROOM if num_offered else before
+        finally:
+            num_moved = min(num_moved, num_wanted)  # what another run was to bring may have come with it
+            self._counts[MOVED] += num_moved
+            self._counts[FAILED if outcome == MOVED else outcome] += num_wanted - num_moved
+            if not num_moved:
+                self._room += num_wanted
+        return outcome
+
+    async def _before(self, index: int) -> str:
+        """What became of the blocks that a run follows, which were begun earlier: this cannot go in circles."""
+        run = self._estate.runs[index]
+        if run.parent is None:
+            return HELD
+        outcome = await self._runs[run.parent]
+        return NO_ROOM if run.position > self._num_names[run.parent] else outcome
+
+    async def _adopt(self, index: int, num_blocks: int) -> tuple[str, int]:
+        """What became of the first blocks of a run, and how many came."""
+        root, names = self._estate.path(index, num_blocks)
+        result = await self._fetcher.adopt(
+            root,
+            names,
+            self._estate.holder,
+            prefill_tokens_per_s=self._estate.prefill_tokens_per_s,
+            spare_blocks=self._spare_blocks,
+        )
+        if isinstance(result, Declined):
+            return result.value, 0
+        self._num_failures = 0 if result else self._num_failures + 1
+        return (MOVED if result else FAILED), result
+
+
+def _room(scheduler: Scheduler) -> int:
+    """Blocks to spend: what is free, and the colder half of what is cached."""
+    blocks = scheduler.blocks
+    return max(0, blocks.pool.num_free - blocks.num_promised) + blocks.index.num_parked // 2

@@ -1,0 +1,87 @@
+"""One hub, two kinds of transfers: prompts that are handed over, and prefixes that are fetched."""
+
+from kv_transfer.protocol.actions import CommitInfo
+from kv_transfer.protocol.messages import FirstToken, PrefillJob
+from kv_transfer.session.receiver_attempt import ReceiverOwner
+from kv_transfer.session.sender_attempt import SenderOwner
+from tandem.errors import InvalidRequest, ServingError
+from tandem.values.ids import BlockId, RequestId, TransferId
+from worker.kv_exchange.fetcher import Fetcher
+from worker.kv_exchange.lender import Lender
+
+
+class Arrivals:
+    """ReceiverOwner of everything that comes to this worker."""
+
+    def __init__(self, fetcher: Fetcher, handoffs: ReceiverOwner | None = None) -> None:
+        """`handoffs`: None on a worker to which no prompts are handed over."""
+        self._fetcher = fetcher
+        self._handoffs = handoffs or fetcher
+
+    def _owner(self, transfer_id: TransferId) -> ReceiverOwner:
+        return self._fetcher if self._fetcher.owns(transfer_id) else self._handoffs
+
+    async def bind(self, transfer_id: TransferId, num_blocks: int) -> tuple[BlockId, ...]:
+        """See ReceiverOwner."""
+        return await self._owner(transfer_id).bind(transfer_id, num_blocks)
+
+    def first_token(self, transfer_id: TransferId, first_token: FirstToken) -> None:
+        """See ReceiverOwner."""
+        self._owner(transfer_id).first_token(transfer_id, first_token)
+
+    async def commit(self, transfer_id: TransferId, info: CommitInfo) -> None:
+        """See ReceiverOwner."""
+        await self._owner(transfer_id).commit(transfer_id, info)
+
+    def failed(self, transfer_id: TransferId, landed: tuple[BlockId, ...], error: ServingError) -> None:
+        """See ReceiverOwner."""
+        self._owner(transfer_id).failed(transfer_id, landed, error)
+
+    def expired(self, transfer_id: TransferId) -> None:
+        """See ReceiverOwner."""
+        self._owner(transfer_id).expired(transfer_id)
+
+    def quarantine(self, transfer_id: TransferId, blocks: tuple[BlockId, ...]) -> None:
+        """See ReceiverOwner."""
+        self._owner(transfer_id).quarantine(transfer_id, blocks)
+
+    def released(self, transfer_id: TransferId, blocks: tuple[BlockId, ...]) -> None:
+        """See ReceiverOwner."""
+        self._owner(transfer_id).released(transfer_id, blocks)
+
+
+class Departures:
+    """SenderOwner of everything that leaves this worker."""
+
+    def __init__(self, lender: Lender, prompts: SenderOwner | None = None, fetcher: Fetcher | None = None) -> None:
+        """`prompts`: None on a worker that computes none for others; `fetcher` brings what their prefixes lack."""
+        self._lender = lender
+        self._prompts = prompts
+        self._fetcher = fetcher
+
+    async def submit(self, job: PrefillJob) -> None:
+        """See SenderOwner."""
+        if job.fetch:
+            await self._lender.submit(job)
+        elif self._prompts is not None:
+            await self._prompts.submit(job)
+        else:
+            raise InvalidRequest("this worker computes no prompts for others: it only lends what it holds")
+
+    def unwanted(self, transfer_id: TransferId) -> None:
+        """Its `submit` may hurry: what it fetches, or brings up from below the pool, nobody waits for any more."""
+        self._lender.unwanted(transfer_id)
+        if self._fetcher is not None:
+            self._fetcher.abandon(RequestId(transfer_id))
+
+    def abort(self, transfer_id: TransferId) -> None:
+        """See SenderOwner. A loan has nothing to stop."""
+        if self._prompts is not None and not self._lender.owns(transfer_id):
+            self._prompts.abort(transfer_id)
+
+    def release(self, transfer_id: TransferId) -> None:
+        """See SenderOwner."""
+        if self._lender.owns(transfer_id):
+            self._lender.release(transfer_id)
+        elif self._prompts is not None:
+            self._prompts.release(transfer_id)

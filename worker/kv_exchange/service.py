@@ -1,0 +1,141 @@
+"""Both hubs of one worker, on its gRPC server: what comes, what leaves, what is fetched and what is lent."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from kv_transfer.memory.region import KVRegion
+from kv_transfer.protocol.settings import TransferSettings
+from kv_transfer.session.peer import LocalWorker
+from kv_transfer.session.receiver_attempt import ReceiverOwner
+from kv_transfer.session.receiver_hub import ReceiverHub
+from kv_transfer.session.receiver_link import Dialer
+from kv_transfer.session.sender_attempt import SenderOwner
+from kv_transfer.session.sender_hub import SenderHub
+from kv_transfer.transports.catalogue import open_receivers, open_senders
+from kv_transfer.transports.in_process import MemoryFabric
+from kv_transfer.transports.tcp.settings import PLAIN, TcpSettings
+from tandem.rpc.cluster_grpc import ClusterAuth, open_channel
+from tandem.telemetry.tracing import NoTracer, Tracer
+from tandem.v1 import session_pb2 as pb
+from tandem.values.worker_identity import WorkerIdentity
+from worker.engine_host import EngineHost
+from worker.kv_exchange.fetcher import Fetcher
+from worker.kv_exchange.lender import Lender
+from worker.kv_exchange.migration_target import Heir
+from worker.kv_exchange.owners import Arrivals, Departures
+from worker.kv_exchange.report import transfer_report
+
+Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fabric:
+    """A worker's part in moving KV; alive as long as the stack that it was opened on."""
+
+    sender_hub: SenderHub
+    receiver_hub: ReceiverHub
+    fetcher: Fetcher
+    lender: Lender
+    heir: Heir
+    transports: tuple[str, ...]
+    """It can use, best first."""
+
+    def report(self) -> pb.TransferReport:
+        """What was counted so far."""
+        lender = self.lender
+        return transfer_report(
+            self.sender_hub,
+            self.receiver_hub,
+            self.fetcher.stats,
+            inherited=self.heir.report(),
+            num_loans=lender.num_loans,
+            num_lent_tokens=lender.num_lent_tokens,
+        )
+
+    async def finish(self) -> None:
+        """Take no new prompts and wait for those that are here; the cache is still lent."""
+        await self.sender_hub.finish_prompts()
+
+    async def drain(self) -> None:
+        """Take no new work; wait until nothing comes, leaves or is read any more."""
+        # In this order: until the last prompt has left, another fetch may begin for one.
+        await self.sender_hub.drain()
+        await self.receiver_hub.drain()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FabricPlan:
+    """What a worker brings."""
+
+    identity: WorkerIdentity
+    host: EngineHost
+    region: KVRegion
+    transport: str
+    """A name of kv_transfer's catalogue, or `auto`."""
+    settings: TransferSettings
+    auth: ClusterAuth
+    spawn: Spawn
+    prompts: SenderOwner | None = None
+    """Computes prompts for others."""
+    handoffs: ReceiverOwner | None = None
+    """Has prompts computed by others."""
+    tracer: Tracer = field(default_factory=NoTracer)
+    in_process: MemoryFabric | None = None
+    """Joins workers that live in one process."""
+    isolated_network: bool = False
+    """Only this cluster reaches the network between its workers."""
+    tcp: TcpSettings = PLAIN
+
+
+async def open_fabric(stack: AsyncExitStack, server: Any, plan: FabricPlan) -> Fabric:
+    """Both hubs, entered on `stack` and registered with `server`, which does not serve yet.
+
+    Raises ConfigError when a forced transport cannot work here, OSError when its port cannot be listened on.
+    """
+    identity, region = plan.identity, plan.region
+    # Bytes come in where orders do: whoever can reach this worker can reach both.
+    kv_host = identity.address.rpartition(":")[0].strip("[]")
+    senders = open_senders(
+        region,
+        choice=plan.transport,
+        fabric=plan.in_process,
+        isolated_network=plan.isolated_network,
+        tcp=plan.tcp,
+    )
+    receivers = open_receivers(
+        region,
+        choice=plan.transport,
+        host=kv_host,
+        fabric=plan.in_process,
+        isolated_network=plan.isolated_network,
+        tcp=plan.tcp,
+    )
+    local = LocalWorker(worker_id=identity.worker_id, incarnation=identity.incarnation, region=region)
+    name = f"{identity.worker_id}/{identity.incarnation}"
+    fetcher = Fetcher(plan.host, name=name, spawn=plan.spawn, tracer=plan.tracer)
+    lender = Lender(plan.host)
+    receiver_hub = ReceiverHub(
+        local,
+        owner=Arrivals(fetcher, plan.handoffs),
+        receivers=receivers,
+        dialer=Dialer(open_channel=open_channel, metadata=plan.auth.client_metadata()),
+        settings=plan.settings,
+        tracer=plan.tracer,
+    )
+    departures = Departures(lender, plan.prompts, fetcher)
+    sender_hub = SenderHub(local, owner=departures, senders=senders, settings=plan.settings, tracer=plan.tracer)
+    fetcher.hub = await stack.enter_async_context(receiver_hub)
+    lender.hub = await stack.enter_async_context(sender_hub)
+    sender_hub.on_unwanted = departures.unwanted
+    sender_hub.register(server)
+    return Fabric(
+        sender_hub=sender_hub,
+        receiver_hub=receiver_hub,
+        fetcher=fetcher,
+        lender=lender,
+        heir=Heir(plan.host, fetcher, spawn=plan.spawn),
+        transports=tuple(sender.name for sender in senders),
+    )

@@ -1,0 +1,36 @@
+"""From the cluster's configuration to what the ranks of a worker need that are on several nodes. Loads no torch."""
+
+import os
+from pathlib import Path
+
+from engine.distributed.links.node_group import NodeGroup
+from tandem.config.cluster import ClusterConfig
+from tandem.config.worker import cluster_secret, rank_port
+from tandem.errors import ConfigError
+from tandem.rpc.mutual_tls import TlsFiles
+from tandem.values.roles import WorkerRole
+
+_REVISION = "GROUP_REVISION"
+"""In the environment of a group's pods."""
+
+
+def node_group(config: ClusterConfig, role: WorkerRole, index: int, host: str) -> NodeGroup | None:
+    """The nodes of one worker whose first rank is at `host`; None when it is all on one. Raises ConfigError."""
+    pool = config.prefill if role is WorkerRole.PREFILL else config.decode
+    if pool.nodes == 1:
+        return None
+    tls = config.transfer.tls
+    try:
+        return NodeGroup(
+            num_nodes=pool.nodes,
+            size=pool.tensor_parallel_size,
+            host=host.strip("[]"),
+            port=rank_port(pool, index),
+            secret=cluster_secret(config),
+            tls=None if tls is None else TlsFiles(cert=Path(tls.cert), key=Path(tls.key), ca=Path(tls.ca)),
+            isolated_network=config.transfer.isolated_network,
+            join_s=pool.join_s,
+            revision=os.environ.get(_REVISION, ""),
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{role.value}.{error}") from None

@@ -1,0 +1,229 @@
+"""Prompts that routers want read and not continued: both kinds of worker take such orders here.
+
+Life of one: order → engine queue → chunks → all that was read, in messages of bounded size → gone. Whatever goes wrong,
+the router is told Refused and asks another worker: nothing of a reading is worth keeping.
+"""
+
+import asyncio
+import logging
+import time
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import count
+
+from engine.types.prompt_scoring import Reading
+from engine.types.request import FinishReason, Request, SampledToken
+from engine.types.step_output import StepOutput
+from engine.types.token_guide import unusable
+from tandem.errors import DeadlineExceeded, InternalError, InvalidRequest, ServingError, Unavailable
+from tandem.protocol.wire import failure_to_pb, times_to_pb
+from tandem.v1 import session_pb2 as pb
+from tandem.values.block_hash import HASH_BYTES
+from tandem.values.ids import BlockHash, RequestId
+from tandem.values.outputs import NO_CACHED_TOKENS, CachedTokens, PhaseTimes
+from tandem.values.sampling import MAX_CONTINUATIONS, MAX_TOP_LOGPROBS, SamplingParams
+from worker.engine_host import EngineHost
+from worker.session_port import SessionPort
+
+_log = logging.getLogger(__name__)
+_VALUES_PER_MESSAGE = 16_384
+_MAX_ID_CHARS = 256
+_ENDS = {
+    FinishReason.DEADLINE: DeadlineExceeded("the prompt's time ran out in the queue"),
+    FinishReason.ABORT: InternalError("the engine ended the request"),
+    FinishReason.ERROR: unusable(None),
+}
+
+
+_Order = tuple[SessionPort, str, int]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Task:
+    port: SessionPort
+    request_id: str
+    attempt: int
+    request: Request
+    queued_s: float = 0.0
+    cached: CachedTokens = NO_CACHED_TOKENS
+    next_token: SampledToken | None = None
+    """Of a prompt whose continuations are wanted: the likeliest, with all of them."""
+
+    @property
+    def order(self) -> _Order:
+        """What the router calls it."""
+        return self.port, self.request_id, self.attempt
+
+
+class ReadOrders:
+    """One worker's. On the event loop's thread."""
+
+    def __init__(self, host: EngineHost, *, in_prefill_pool: bool) -> None:
+        self._host = host
+        self._in_prefill_pool = in_prefill_pool
+        self._serial = count(1)
+        self._tasks: dict[RequestId, _Task] = {}
+        self._by_order: dict[_Order, _Task] = {}
+        """The same: a call for many embeddings has many orders here at once."""
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def take(self, port: SessionPort, message: pb.RouterMessage) -> bool:
+        """Whether an order was about a reading; then it has been seen to."""
+        if message.HasField("read"):
+            self._begin(port, message.read)
+            return True
+        if message.HasField("cancel"):
+            cancel = message.cancel
+            if (task := self._by_order.get((port, cancel.request_id, cancel.attempt))) is not None:
+                self._abandon(task)
+                return True
+        return False
+
+    def closed(self, port: SessionPort) -> None:
+        """A router left: it asks elsewhere."""
+        for task in [task for task in self._tasks.values() if task.port is port]:
+            self._abandon(task)
+
+    async def finish(self) -> None:
+        """Take no more; wait for those here."""
+        self._draining = True
+        await self._idle.wait()
+
+    def on_output(self, output: StepOutput) -> None:
+        """One engine step."""
+        if not self._tasks:
+            return
+        for admission in output.admissions:
+            if (task := self._tasks.get(admission.request_id)) is not None:
+                task.queued_s = admission.queued_s
+                task.cached = replace(admission, prefill_only=self._in_prefill_pool).cached(0)
+        for event in output.events:
+            task = self._tasks.get(event.request_id)
+            if task is None or event.finish_reason is None:
+                continue
+            task.next_token = event.token
+            self._remove(task)
+            if (error := _ENDS.get(event.finish_reason)) is not None:
+                _refuse(task.port, task.request_id, task.attempt, error)
+                continue
+            for part in _parts(task, self._host.parts.layout.worker_block_bytes):
+                task.port.send(pb.WorkerMessage(read=part))
+
+    def _begin(self, port: SessionPort, order: pb.Read) -> None:
+        try:
+            if self._draining:
+                raise Unavailable("this worker is draining", retry_after_s=1.0)
+            if (port, order.request_id, order.attempt) in self._by_order:
+                raise InvalidRequest(f"attempt {order.attempt} of this request is here already", param="request_id")
+            request = self._request(order)
+        except ServingError as error:
+            _refuse(port, order.request_id, order.attempt, error)
+            return
+        task = _Task(port=port, request_id=order.request_id, attempt=order.attempt, request=request)
+        self._tasks[request.request_id] = self._by_order[task.order] = task
+        self._idle.clear()
+        added = asyncio.ensure_future(self._host.call(lambda scheduler: scheduler.add(request)))
+        added.add_done_callback(lambda future: self._added(task, future))
+
+    def _reading(self, order: pb.Read) -> Reading | None:
+        """None: continuations are wanted, which are sampled as ever."""
+        if order.HasField("num_next"):
+            if not 1 <= order.num_next <= min(MAX_CONTINUATIONS, self._host.parts.model.vocab_size):
+                raise InvalidRequest(f"num_next must be in [1, {MAX_CONTINUATIONS}]", param="num_next")
+            return None
+        num_top = order.num_top if order.HasField("num_top") else None
+        if num_top is not None and num_top > min(MAX_TOP_LOGPROBS, self._host.parts.model.vocab_size):
+            raise InvalidRequest(f"num_top must be at most {MAX_TOP_LOGPROBS}", param="num_top")
+        return Reading(num_prompt_tokens=len(order.prompt_token_ids), num_top=num_top)
+
+    def _request(self, order: pb.Read) -> Request:
+        num_next = order.num_next if order.HasField("num_next") else None
+        vocab_size = self._host.parts.model.vocab_size
+        if len(order.hash_root) != HASH_BYTES or not 0 < len(order.request_id) <= _MAX_ID_CHARS:
+            raise InvalidRequest(f"hash_root has {HASH_BYTES} bytes, request_id at most {_MAX_ID_CHARS} characters")
+        if order.prompt_token_ids and max(order.prompt_token_ids) >= vocab_size:
+            raise InvalidRequest(f"prompt_token_ids must be below the vocabulary's {vocab_size}", param="prompt")
+        now_s = time.monotonic()
+        return Request(
+            request_id=RequestId(f"read {next(self._serial)}:{order.request_id}"),
+            token_ids=array("i", order.prompt_token_ids),
+            num_prompt_tokens=len(order.prompt_token_ids),
+            params=SamplingParams(max_tokens=1, temperature=0.0, num_logprobs=num_next),
+            hash_root=BlockHash(order.hash_root),
+            arrival_s=now_s,
+            priority=order.priority,
+            deadline_s=now_s + order.timeout_s if order.HasField("timeout_s") else None,
+            reading=self._reading(order),
+        )
+
+    def _added(self, task: _Task, future: "asyncio.Future[None]") -> None:
+        """The engine may not have taken it."""
+        if future.cancelled() or (error := future.exception()) is None:
+            return
+        if task.request.request_id in self._tasks:
+            self._remove(task)
+            told = error if isinstance(error, ServingError) else InternalError("the engine has failed")
+            _refuse(task.port, task.request_id, task.attempt, told)
+
+    def _abandon(self, task: _Task) -> None:
+        self._remove(task)
+        self._host.post(lambda scheduler: scheduler.abort(task.request.request_id))
+
+    def _remove(self, task: _Task) -> None:
+        del self._tasks[task.request.request_id], self._by_order[task.order]
+        if not self._tasks:
+            self._idle.set()
+
+
+def _refuse(port: SessionPort, request_id: str, attempt: int, error: ServingError) -> None:
+    refused = pb.Refused(request_id=request_id, attempt=attempt, failure=failure_to_pb(error))
+    port.send(pb.WorkerMessage(refused=refused))
+
+
+def _parts(task: _Task, block_bytes: int) -> Iterator[pb.ReadPart]:
+    """All that was read; the last part says that it is."""
+    reading = task.request.reading
+    if reading is None:
+        top = () if task.next_token is None else task.next_token.top_logprobs
+        part = pb.ReadPart(
+            request_id=task.request_id,
+            attempt=task.attempt,
+            top_ids=[one.token_id for one in top],
+            top_logprobs=[one.logprob for one in top],
+        )
+        yield _closed(part, task, block_bytes)
+        return
+    width, rows = reading.num_top or 0, len(reading.logprobs)
+    step = max(1, _VALUES_PER_MESSAGE // (2 + 2 * width))
+    last = max(0, rows - 1) // step * step
+    for begin in range(0, last + 1, step):
+        end = min(rows, begin + step)
+        part = pb.ReadPart(
+            request_id=task.request_id,
+            attempt=task.attempt,
+            logprobs=reading.logprobs[begin:end],
+            ranks=reading.ranks[begin:end],
+            top_ids=reading.top_ids[begin * width : end * width],
+            top_logprobs=reading.top_logprobs[begin * width : end * width],
+            mean=reading.mean() if begin == last and reading.num_top is None else (),
+        )
+        yield _closed(part, task, block_bytes) if begin == last else part
+
+
+def _closed(part: pb.ReadPart, task: _Task, block_bytes: int) -> pb.ReadPart:
+    """The last part."""
+    request, now_s = task.request, time.monotonic()
+    times = PhaseTimes(
+        prefill_queue_s=task.queued_s,
+        prefill_s=max(0.0, now_s - request.arrival_s - task.queued_s),
+        kv_byte_s=request.held.until(now_s) * block_bytes,
+        cached=task.cached,
+    )
+    part.times.CopyFrom(times_to_pb(times))
+    return part

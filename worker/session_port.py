@@ -1,0 +1,104 @@
+"""What a worker has to say to one router, in order and bounded."""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+from tandem.protocol.session_versions import SPOKEN, worker_dialect
+from tandem.protocol.version_negotiation import Dialect
+from tandem.v1 import session_pb2 as pb
+from tandem.values.ids import Incarnation
+
+LOAD_PERIOD_S = 0.25
+"""Between a worker's reports: well below what a router takes for silence (`router.worker_silence_s`)."""
+MAX_QUEUED_MESSAGES = 16_384
+
+_log = logging.getLogger(__name__)
+
+
+def orders_of(message: pb.RouterMessage) -> Sequence[pb.RouterMessage]:
+    """What a router said, one by one."""
+    return message.orders.orders if message.HasField("orders") else (message,)
+
+
+class EventSink(Protocol):
+    """Whoever is told of the prefix cache: first all of it, then its changes."""
+
+    def send_snapshot(self, next_event: int, stored: Sequence[pb.KVEvent]) -> None:
+        """The whole prefix cache; later events count from `next_event`."""
+        ...
+
+    def send_events(self, first: int, events: Sequence[pb.KVEvent]) -> bool:
+        """Changes numbered from `first`. False when some are missing: a snapshot must follow."""
+        ...
+
+
+class SessionPort:
+    """The way to one router."""
+
+    def __init__(self, router: Incarnation, *, wants_events: bool = True, dialect: Dialect | None = None) -> None:
+        """`wants_events`: it does not hear of the prefix cache in another way. `dialect`: what it understands."""
+        self.router = router
+        self.dialect = dialect or worker_dialect(SPOKEN.newest)
+        self.wants_events = wants_events
+        self.closed = False
+        self._finished = False
+        self._queue: deque[pb.WorkerMessage] = deque()
+        self._wake = asyncio.Event()
+        self._closed = asyncio.Event()
+        self._next_event: int | None = None
+
+    def send(self, message: pb.WorkerMessage) -> None:
+        """Queue a message; dropped once the port is closed, and when the router is too old to know its kind."""
+        if self.closed or self._finished or not self.dialect.has(message.WhichOneof("kind")):
+            return
+        if len(self._queue) >= MAX_QUEUED_MESSAGES:
+            _log.warning("router %x reads too slowly: its session is closed", self.router)
+            self.close()
+            return
+        self._queue.append(message)
+        self._wake.set()
+
+    def finish(self) -> None:
+        """Say what is queued, nothing after it, and end the session."""
+        self._finished = True
+        self._wake.set()
+
+    def close(self) -> None:
+        """Say nothing more, not even what is queued, and end the session."""
+        self.closed = True
+        self._queue.clear()
+        self._closed.set()
+        self._wake.set()
+
+    async def wait_closed(self) -> None:
+        """Until `close`."""
+        await self._closed.wait()
+
+    def send_snapshot(self, next_event: int, stored: Sequence[pb.KVEvent]) -> None:
+        """The whole prefix cache; later events count from `next_event`."""
+        self._next_event = next_event
+        events = pb.KVEvents(first_sequence=next_event, cleared=True, events=stored)
+        self.send(pb.WorkerMessage(kv_events=events))
+
+    def send_events(self, first: int, events: Sequence[pb.KVEvent]) -> bool:
+        """Changes numbered from `first`; those that the snapshot had are left out. False when some are missing."""
+        if self._next_event is None:
+            return True  # its snapshot is under way and will hold these
+        if first > self._next_event:
+            return False
+        fresh = events[self._next_event - first :]
+        if fresh:
+            message = pb.KVEvents(first_sequence=self._next_event, events=fresh)
+            self._next_event += len(fresh)
+            self.send(pb.WorkerMessage(kv_events=message))
+        return True
+
+    async def next(self) -> pb.WorkerMessage | None:
+        """The next message to write; None when the port is closed, or finished and empty."""
+        while not self._queue and not self.closed and not self._finished:
+            self._wake.clear()
+            await self._wake.wait()
+        return self._queue.popleft() if self._queue and not self.closed else None

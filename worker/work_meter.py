@@ -1,0 +1,48 @@
+"""What this worker's engine has done since its start, for metrics. Pure."""
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+from engine.types.step_output import StepOutput, StepTimings
+from tandem.values.step_sizes import STEP_SIZES
+
+
+@dataclass(slots=True)
+class StepTotals:
+    """Steps of one kind."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    tokens: int = 0
+    requests: int = 0
+    """Summed over steps."""
+
+    def add(self, timings: StepTimings) -> None:
+        """One step more."""
+        self.steps += 1
+        self.seconds += timings.step_s
+        self.tokens += timings.num_tokens
+        self.requests += timings.num_requests
+
+
+class WorkMeter:
+    """Totals, added up once a step."""
+
+    __slots__ = ("decode", "preemptions", "prefill", "sizes")
+
+    def __init__(self) -> None:
+        self.prefill = StepTotals()
+        """Steps that computed prompts, whatever else was in them."""
+        self.decode = StepTotals()
+        """Steps that only made one token for each request."""
+        self.preemptions = 0
+        self.sizes = [0] * (len(STEP_SIZES) + 1)
+        """Steps by their tokens, in buckets."""
+
+    def observe(self, output: StepOutput) -> None:
+        """A step has ended, or requests were preempted."""
+        self.preemptions += len(output.preemptions)
+        timings = output.timings
+        if timings is not None:
+            self.sizes[bisect_left(STEP_SIZES, timings.num_tokens)] += 1
+            (self.decode if timings.num_tokens == timings.num_requests else self.prefill).add(timings)
