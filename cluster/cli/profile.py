@@ -15,7 +15,7 @@ _MARGIN_S = 150.0
 _FORMATS = {".svg": "svg", ".json": "speedscope", ".txt": "collapsed"}
 
 
-def profile(  # noqa: PLR0913  # one parameter per option
+def profile(  # one parameter per option
     *,
     out: Annotated[Path, typer.Option("--out", "-o", help="File; a router's as .svg, .json (speedscope) or .txt.")],
     router: Annotated[bool, typer.Option("--router", help="A flame graph of the router.")] = False,

@@ -53,7 +53,7 @@ def simulate(  # noqa: PLR0913  # one parameter per option
     print(command.simulate(options))
 
 
-def plan(  # noqa: PLR0913  # one parameter per option
+def plan(  # one parameter per option
     *,
     worker: Annotated[
         list[str], typer.Option(metavar="gpus=8,kv_tokens=N,latency=PROFILE", help="PROFILE: `example` or a file.")

@@ -97,21 +97,21 @@ class SessionListener(Protocol):
         """Raises WorkerRejected."""
         ...
 
-    def left(self, key: WorkerKey, reason: str) -> None: ...  # noqa: D102
+    def left(self, key: WorkerKey, reason: str) -> None: ...
 
-    def load_changed(self, key: WorkerKey, load: WorkerLoad) -> None: ...  # noqa: D102
+    def load_changed(self, key: WorkerKey, load: WorkerLoad) -> None: ...
 
-    def prefix_changed(self, key: WorkerKey, change: PrefixChange) -> None: ...  # noqa: D102
+    def prefix_changed(self, key: WorkerKey, change: PrefixChange) -> None: ...
 
-    def answered(self, key: WorkerKey) -> None: ...  # noqa: D102
+    def answered(self, key: WorkerKey) -> None: ...
 
-    def draining(self, key: WorkerKey, reason: str) -> None: ...  # noqa: D102
+    def draining(self, key: WorkerKey, reason: str) -> None: ...
 
-    def bequeathed(self, key: WorkerKey, bequest: Bequest) -> None: ...  # noqa: D102
+    def bequeathed(self, key: WorkerKey, bequest: Bequest) -> None: ...
 
-    def inherited(self, key: WorkerKey, leaving: WorkerKey) -> None: ...  # noqa: D102
+    def inherited(self, key: WorkerKey, leaving: WorkerKey) -> None: ...
 
-    def pin_told(self, key: WorkerKey, told: PinTold) -> None: ...  # noqa: D102
+    def pin_told(self, key: WorkerKey, told: PinTold) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
