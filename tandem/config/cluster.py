@@ -110,10 +110,10 @@ class EngineConfig(PinnedShares):
     kernels: Literal["auto", "torch"] = "auto"
     """`auto` takes compiled kernels (C++ on a CPU, Triton on CUDA) where they can be had, and says so when not."""
     quantization: Literal["none", "int8"] = "none"
-    """`int8` keeps and multiplies the layers' matrices in eight bits (W8A8); see docs/measurements.md for its cost."""
+    """`int8` keeps and multiplies the layers' matrices in eight bits (W8A8); see docs/extend/measurements.md for its cost."""
     kv_dtype: CacheDtype = "auto"
     """What keys and values are cached in: `auto` is the model's dtype, the others take about half of bfloat16's memory.
-    See docs/measurements.md for their cost."""
+    See docs/extend/measurements.md for their cost."""
     deterministic: bool = False
     """Results never depend on the batch, the chunk size or the step at which a token is computed."""
 

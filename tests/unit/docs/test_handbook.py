@@ -139,7 +139,7 @@ def test_incidents_show_panels_that_there_are_and_raise_alarms_that_there_are() 
 
 
 def test_pictures_are_few_and_small() -> None:
-    pictures = list((ROOT / "docs/pictures").iterdir())
+    pictures = list((ROOT / "docs/operate/pictures").iterdir())
     assert len(pictures) <= MOST_PICTURES
     assert all(path.suffix == ".png" and path.stat().st_size < MOST_BYTES for path in pictures)
     shown = set(re.findall(r"\]\(pictures/([^)]+)\)", PAGES["walkthroughs.md"]))

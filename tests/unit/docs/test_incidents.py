@@ -1,4 +1,4 @@
-"""docs/incidents.md says what proves that peers' incidents cannot happen here, docs/bad_inputs.md what proves that bad
+"""docs/extend/incidents.md says what proves that peers' incidents cannot happen here, docs/operate/bad_inputs.md what proves that bad
 input harms nothing: what they name must be there.
 """
 
