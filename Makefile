@@ -48,18 +48,23 @@ proto: setup ## Regenerate the gRPC stubs
 	@$(BIN)/python -m grpc_tools.protoc -I proto --python_out=. --pyi_out=. --grpc_python_out=. proto/tandem/v1/*.proto
 	@rm -f tandem/v1/common_pb2_grpc.py
 
+.PHONY: docs
+docs: setup ## Write the pages that are made from the code: configuration and metrics
+	@$(BIN)/python -m cluster.reference
+
 .PHONY: fmt
 fmt: setup ## Format and fix what can be fixed
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
 .PHONY: lint
-lint: setup ## Style, types, import contracts, generated stubs
+lint: setup ## Style, types, import contracts, generated stubs and pages
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python -m tests.stubs
+	$(BIN)/python -m cluster.reference --check
 
 .PHONY: browser
 browser: ## A Chromium for the tests of the status page (skipped when there is one; else 40 s with apt-get, as root)
@@ -78,6 +83,14 @@ promtool: ## Prometheus' rule checker, for the tests of alarms (skipped when the
 .PHONY: test
 test: setup browser promtool ## All tests but the long proofs; what fails is run once more, and told apart as FLAKY if it passes
 	@$(BIN)/python -m tests.suite.run $(ARGS)
+
+.PHONY: test-router test-engine test-kv test-cluster
+test-router test-engine test-kv test-cluster: setup ## The unit tests of one component
+	@$(BIN)/python -m tests.suite.run $(UNIT_TESTS) $(ARGS)
+test-router: UNIT_TESTS := tests/unit/router
+test-engine: UNIT_TESTS := tests/unit/engine
+test-kv: UNIT_TESTS := tests/unit/kv_transfer tests/unit/worker tests/unit/prefill_worker tests/unit/decode_worker
+test-cluster: UNIT_TESTS := tests/unit/cluster
 
 .PHONY: flaky
 flaky: setup ## The tests of a folder twenty times beside two busy loops: make flaky ARGS=tests/unit/router

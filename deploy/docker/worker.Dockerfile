@@ -1,7 +1,7 @@
 # Both pools. `--target cpu` or `--target cuda`.
 #   docker build -f deploy/docker/worker.Dockerfile --target cuda --build-arg TORCH_INDEX=ADDRESS -t tandem-worker .
 # TORCH_INDEX: where torch's build for the device is; must be said, "configured" is pip's own index. EXTRAS: more locks, "ray nixl".
-# A digest makes it the same tomorrow: --build-arg BASE=python:3.12-slim-bookworm@sha256:…; see docs/images.md.
+# A digest makes it the same tomorrow: --build-arg BASE=python:3.12-slim-bookworm@sha256:…; see docs/operate/images.md.
 ARG BASE=python:3.12-slim-bookworm
 # Of all files: an image is told apart by what is in it, not by when it was made.
 ARG SOURCE_DATE_EPOCH=1767225600
@@ -81,7 +81,7 @@ USER 10001:10001
 WORKDIR /tmp
 EXPOSE 7000
 STOPSIGNAL SIGTERM
-# Which pool it is for is said by the command: docs/images.md has health checks for both.
+# Which pool it is for is said by the command: docs/operate/images.md has health checks for both.
 
 FROM worker AS cuda
 RUN python3 -c "import torch, triton; assert torch.version.cuda, 'torch for CPUs: see TORCH_INDEX'"

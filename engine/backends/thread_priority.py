@@ -2,7 +2,7 @@
 
 An engine computes for milliseconds at a stretch. A router or a worker's own event loop on the same processors needs
 microseconds, at once: it says yes or no to clients, takes tokens on, tells peers that it lives. Without a difference
-between them the system lets it wait for whole slices of an engine's time (measured in docs/measurements.md).
+between them the system lets it wait for whole slices of an engine's time (measured in docs/extend/measurements.md).
 
 Linux may divide the processors between sessions first (autogroups), and niceness counts within each alone. Workers that
 `tandem up` starts lead sessions of their own, so there the whole session steps back as well: beside the router's.

@@ -61,6 +61,7 @@ class AuditConfig(Section):
     """One line of JSON for each request that showed a key or was refused: who, when, what route, how many tokens."""
 
     path: str
+    """File that lines are appended to; it is made with mode 0600."""
     max_bytes: PositiveInt = 64 << 20
     """Then it becomes `path.1`, that one `path.2`, and a new one begins."""
     keep: int = Field(default=8, ge=1, le=1000)

@@ -56,6 +56,7 @@ class TenantLimits(Section):
     """What one tenant may have; null: without a limit, but for `best_priority`."""
 
     requests_per_minute: PositiveInt | None = None
+    """Requests accepted per minute."""
     tokens_per_minute: PositiveInt | None = None
     """Of prompts and answers together: estimated when a request comes, settled when it has ended."""
     concurrent_requests: PositiveInt | None = None

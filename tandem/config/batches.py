@@ -12,6 +12,7 @@ class BatchesConfig(Section):
     """A folder of the router's own for files, batches and their results; null: there are no such routes. Router
     processes of one host share it, and one of them runs what is there; routers on several hosts must not."""
     max_file_bytes: PositiveInt = 128 << 20
+    """Largest file that may be uploaded."""
     max_tenant_bytes: PositiveInt = 1 << 30
     """Of all files of a tenant, results included; beyond it nothing more is taken."""
     max_requests: PositiveInt = 50_000

@@ -67,6 +67,7 @@ class EngineConfig(PinnedShares):
     """One worker's model execution."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model runs: `auto` is a GPU where there is one, else the CPU."""
     block_size: BlockSize = 16
     """Tokens per physical KV block."""
     num_blocks: Annotated[int, Field(ge=2)] | None = None
@@ -85,6 +86,7 @@ class EngineConfig(PinnedShares):
     """A worker ends, to be restarted, when its engine hangs in one step for so long, or for eight times as long as it
     expects of a step so large, whichever is more; null: it is not looked for."""
     max_running_requests: PositiveInt = 256
+    """Requests in one worker's batch at a time."""
     max_waiting_requests: PositiveInt = 1024
     """Beyond it new requests are refused with a Retry-After."""
     eviction: Literal["lru", "lfu", "prefix"] = "lru"
@@ -110,10 +112,11 @@ class EngineConfig(PinnedShares):
     kernels: Literal["auto", "torch"] = "auto"
     """`auto` takes compiled kernels (C++ on a CPU, Triton on CUDA) where they can be had, and says so when not."""
     quantization: Literal["none", "int8"] = "none"
-    """`int8` keeps and multiplies the layers' matrices in eight bits (W8A8); see docs/measurements.md for its cost."""
+    """`int8` keeps and multiplies the layers' matrices in eight bits (W8A8).
+    See docs/extend/measurements.md for its cost."""
     kv_dtype: CacheDtype = "auto"
     """What keys and values are cached in: `auto` is the model's dtype, the others take about half of bfloat16's memory.
-    See docs/measurements.md for their cost."""
+    See docs/extend/measurements.md for their cost."""
     deterministic: bool = False
     """Results never depend on the batch, the chunk size or the step at which a token is computed."""
 
@@ -160,12 +163,15 @@ class RouterConfig(DoorLocks, PromptCaching):
     """The front doors and placement."""
 
     port: Port = 8000
+    """HTTP port; 0: any free one."""
     grpc_port: Port = 8001
+    """gRPC port; 0: any free one."""
     processes: int = Field(default=1, ge=1, le=64)
     """Router processes of one host that share its ports, for more cores. Each keeps a session to every worker; bounds
     such as `max_inflight_requests` are of each."""
     connections: ConnectionsConfig = ConnectionsConfig()
     max_body_bytes: PositiveInt = 8 << 20
+    """Largest request body, over HTTP and gRPC; files have a bound of their own, `batches.max_file_bytes`."""
     max_choices: PositiveInt = 16
     """Bound of `n`."""
     max_prompts: PositiveInt = 64
@@ -182,6 +188,7 @@ class RouterConfig(DoorLocks, PromptCaching):
     hedging: HedgingConfig | None = None
     """null: none."""
     request_timeout_s: Seconds = 600.0
+    """Longest time from a request's arrival to the end of its answer, or to the client's deadline if that is sooner."""
     local_prefill_tokens: int = Field(default=64, ge=0)
     """Uncached prompt tokens up to which the decode worker prefills itself, whatever a hand-off would cost."""
     max_local_prefill_tokens: int | None = Field(default=None, ge=0)
@@ -210,7 +217,9 @@ class RouterConfig(DoorLocks, PromptCaching):
     """Unix socket over which a router that stands alone hands its doors to its successor; null: one named after `port`,
     beside `control_socket`."""
     tool_parser: ToolParserName | None = None
+    """Format of the model's tool calls; when absent it follows from the chat template."""
     reasoning_parser: ReasoningParserName | None = None
+    """Marks around the model's reasoning; when absent they follow from the chat template; `none`: there are none."""
     stream_buffer_tokens: PositiveInt = 4096
     """Tokens waiting for a slow reader before its request is cancelled."""
 
@@ -259,6 +268,7 @@ class ClusterConfig(Section):
     """Unix socket over which `tandem scale`, `flip` and `restart` ask `tandem up`; null: one named after `router.port`,
     in `$XDG_RUNTIME_DIR/tandem` or in the temporary folder."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe log lines that are written, by every process."""
     log_format: Literal["text", "json"] = "text"
     """json: one object a line, with the request's id where a line is about one."""
 

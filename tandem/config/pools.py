@@ -34,6 +34,7 @@ class PoolConfig(Section):
     """One pool of workers."""
 
     replicas: int = Field(default=1, ge=0, le=MAX_REPLICAS)
+    """Workers of this pool; only the prefill pool may have 0: decode workers then compute prompts themselves."""
     host: Host = "127.0.0.1"
     """Where a worker of this pool listens."""
     port: Port = 0

@@ -1,7 +1,8 @@
 """Which version of a protocol two processes speak with each other, and what may be said in it. Pure.
 
 Each side says the oldest and the newest version that it speaks; both take the newest that both speak. A process that
-says one number, as all did before there were ranges, speaks that one. See docs/adr/0014-versions-side-by-side.md.
+says one number, as all did before there were ranges, speaks that one. Why:
+docs/extend/adr/0014-versions-side-by-side.md.
 """
 
 from collections.abc import Mapping

@@ -31,7 +31,7 @@ _BYTES_PER_CHAR = 64
 def most_bytes(grammar: str) -> int:
     """Upper bound of what one compiled grammar takes once it has been followed to its limits.
 
-    Measured with llguidance 1.9 (docs/measurements.md): 34 MB learnt, 60 bytes for each character of a schema.
+    Measured with llguidance 1.9 (docs/extend/measurements.md): 34 MB learnt, 60 bytes for each character of a schema.
     """
     return _LEARNT_BYTES + _BYTES_PER_CHAR * len(grammar)
 

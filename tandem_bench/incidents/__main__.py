@@ -19,7 +19,7 @@ from tandem_bench.incidents.scene import Incident
 def parser() -> argparse.ArgumentParser:
     """The options."""
     made = argparse.ArgumentParser(prog="python -m tandem_bench.incidents", description=__doc__)
-    made.add_argument("name", choices=[*INCIDENTS], help="which one of docs/walkthroughs.md")
+    made.add_argument("name", choices=[*INCIDENTS], help="which one of docs/operate/walkthroughs.md")
     made.add_argument("--seconds", type=float, default=40.0, help="of load in each phase")
     made.add_argument("--picture", type=Path, metavar="FILE.png", help="draw the panels that show it")
     return made

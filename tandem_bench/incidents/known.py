@@ -1,4 +1,4 @@
-"""The incidents that docs/walkthroughs.md walks through."""
+"""The incidents that docs/operate/walkthroughs.md walks through."""
 
 from collections.abc import Callable, Mapping
 

@@ -30,7 +30,7 @@ class Shown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Incident:
-    """One walk-through of docs/walkthroughs.md."""
+    """One walk-through of docs/operate/walkthroughs.md."""
 
     story: str
     phases: tuple[Phase, ...]

@@ -77,7 +77,7 @@ def _selects(selector: Object, labels: Object) -> bool:
 
 
 def needed(release: Rendered, config: ClusterConfig) -> set[Edge]:
-    """By what the processes do: see docs/architecture.md, "Life of a request" and "How KV moves"."""
+    """By what the processes do: see docs/extend/architecture.md, "Life of a request" and "How KV moves"."""
     values = release.values
     pools = {"prefill": config.prefill, "decode": config.decode}
     workers = {name: pool.port for name, pool in pools.items() if pool.replicas}

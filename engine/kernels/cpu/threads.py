@@ -2,7 +2,7 @@
 
 Left alone, the system now and then puts two threads of a team on one processor, or another process beside one of them,
 and moves neither while both seem busy: the other threads then spin at the next barrier for as long. Bound threads
-were measured 4 % faster on a quiet machine and three times as fast on a busy one (docs/measurements.md).
+were measured 4 % faster on a quiet machine and three times as fast on a busy one (docs/extend/measurements.md).
 """
 
 import ctypes

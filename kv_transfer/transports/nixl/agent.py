@@ -1,7 +1,7 @@
 """One NIXL agent with UCX, and the memory that it may read or write. The only module that imports nixl.
 
 An agent belongs to one connection, on either side, so that its end concerns nobody else: what NIXL calls releasing a
-transfer, or deregistering memory, stops neither (see docs/adr: UCX over TCP wrote into memory that its owner had
+transfer, or deregistering memory, stops neither (see docs/extend/adr: UCX over TCP wrote into memory that its owner had
 deregistered, and read on from sources whose transfer was released). The end of the agent does: its endpoints, queue
 pairs and memory keys go with it.
 

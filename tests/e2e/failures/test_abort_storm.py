@@ -1,4 +1,4 @@
-"""Of two clusters one has a storm of aborts, and then both get the same work in turns (docs/incidents.md).
+"""Of two clusters one has a storm of aborts, and then both get the same work in turns (docs/extend/incidents.md).
 
 A measurement, and so for nights; whatever else the machine does meanwhile is shared by both.
 """

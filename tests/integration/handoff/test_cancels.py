@@ -1,4 +1,4 @@
-"""Cancels and clean-up that wait for nothing but themselves (docs/incidents.md)."""
+"""Cancels and clean-up that wait for nothing but themselves (docs/extend/incidents.md)."""
 
 import asyncio
 from dataclasses import replace

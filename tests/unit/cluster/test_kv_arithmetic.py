@@ -47,7 +47,7 @@ def test_parameters_are_those_of_the_file() -> None:
 
 
 def test_the_table_of_models_in_the_handbook() -> None:
-    page = (ROOT / "docs/capacity.md").read_text()
+    page = (ROOT / "docs/operate/capacity.md").read_text()
     rows = re.findall(r"^\| [^|]+ \| (\d+) \| (\d+) \| (\d+) \| ([\d.]+) KiB \| ([\d.]+) KiB \|", page, re.MULTILINE)
     assert len(rows) >= 5
     model = read_model("builtin")

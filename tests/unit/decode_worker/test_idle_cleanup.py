@@ -1,4 +1,4 @@
-"""Cleaning up waits for nothing (docs/incidents.md): no timer, and no later request that wakes an idle engine."""
+"""Cleaning up waits for nothing (docs/extend/incidents.md): no timer, no later request that wakes an idle engine."""
 
 import asyncio
 

@@ -20,7 +20,7 @@ from tandem_bench.incidents.known import INCIDENTS
 from tandem_bench.incidents.pictures import panel_of
 from tests.support.monitoring_files import DASHBOARDS, ROOT, alarms
 
-PAGES = {name: (ROOT / "docs" / name).read_text() for name in ("runbook.md", "capacity.md", "walkthroughs.md")}
+PAGES = {name: (ROOT / "docs/operate" / name).read_text() for name in ("runbook.md", "capacity.md", "walkthroughs.md")}
 BOARDS = {
     "Overview": "overview",
     "P/D flow": "pd-flow",
@@ -64,7 +64,7 @@ def parse_tandem(words: list[str]) -> None:
 def parsers() -> dict[str, Callable[[], argparse.ArgumentParser]]:
     """Of modules that are run as commands."""
     return {
-        "bench.incidents": incidents.parser,
+        "tandem_bench.incidents": incidents.parser,
         "tandem_bench.quality": quality.parser,
         "cluster.kv_arithmetic": kv_arithmetic.parser,
         "cluster.measure_profile": measure_profile.parser,
@@ -106,7 +106,7 @@ def test_every_link_leads_somewhere() -> None:
     assert len(links) > 20
     for page, link in links:
         name, _, anchor = link.partition("#")
-        path = ROOT / "docs" / (name or page)
+        path = ROOT / "docs/operate" / (name or page)
         assert path.is_file(), f"{page}: {link}"
         assert not anchor or anchor in anchors(path), f"{page}: {link}"
 
@@ -139,7 +139,7 @@ def test_incidents_show_panels_that_there_are_and_raise_alarms_that_there_are() 
 
 
 def test_pictures_are_few_and_small() -> None:
-    pictures = list((ROOT / "docs/pictures").iterdir())
+    pictures = list((ROOT / "docs/operate/pictures").iterdir())
     assert len(pictures) <= MOST_PICTURES
     assert all(path.suffix == ".png" and path.stat().st_size < MOST_BYTES for path in pictures)
     shown = set(re.findall(r"\]\(pictures/([^)]+)\)", PAGES["walkthroughs.md"]))

@@ -1,5 +1,5 @@
-"""docs/incidents.md says what proves that peers' incidents cannot happen here, docs/bad_inputs.md what proves that bad
-input harms nothing: what they name must be there.
+"""docs/extend/incidents.md says what proves that peers' incidents cannot happen here, docs/operate/bad_inputs.md what
+proves that bad input harms nothing: what they name must be there.
 """
 
 import ast
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-PAGE = ROOT / "docs" / "incidents.md"
+PAGE = ROOT / "docs/extend/incidents.md"
 _NAMED = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 _REASON = "no test: "
 NUM_BAD_INPUTS = 70
@@ -60,7 +60,7 @@ def test_every_incident_has_its_tests() -> None:
 
 
 def test_every_bad_input_has_its_tests() -> None:
-    page = (ROOT / "docs" / "bad_inputs.md").read_text()
+    page = (ROOT / "docs/operate/bad_inputs.md").read_text()
     assert len(list(rows(page))) >= NUM_BAD_INPUTS
     assert problems(page) == []
 

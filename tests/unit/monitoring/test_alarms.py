@@ -23,8 +23,8 @@ def test_each_alarm_is_silent_before_its_trouble_and_fires_in_it() -> None:
 
 
 def test_each_alarm_is_in_the_runbook() -> None:
-    headings = re.findall(r"^#### (\w+)$", (ROOT / "docs/runbook.md").read_text(), re.MULTILINE)
+    headings = re.findall(r"^#### (\w+)$", (ROOT / "docs/operate/runbook.md").read_text(), re.MULTILINE)
     assert sorted(headings) == sorted(alarms())
     for name, alarm in alarms().items():
-        assert alarm["annotations"]["runbook_url"] == f"docs/runbook.md#{name.lower()}"
+        assert alarm["annotations"]["runbook_url"] == f"docs/operate/runbook.md#{name.lower()}"
         assert alarm["labels"]["severity"] in ("critical", "warning")

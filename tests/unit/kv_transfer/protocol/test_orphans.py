@@ -1,4 +1,4 @@
-"""A prefill worker holds KV for nobody no longer than it must (docs/incidents.md).
+"""A prefill worker holds KV for nobody no longer than it must (docs/extend/incidents.md).
 
 Whoever does not want it says so, or its link ends: then no timer is waited for. Who only falls silent has one lease.
 """

@@ -1,4 +1,4 @@
-"""docs/fields.md says of every field what becomes of it, and the doors do so."""
+"""docs/use/fields.md says of every field what becomes of it, and the doors do so."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ from router.http.body.strict_body import NOT_YET, StrictBody, asks_for_nothing
 from router.http.openai.responses.schemas import ResponsesBody
 from router.http.openai.schemas import ChatBody, CompletionBody
 
-PAGE = (Path(__file__).resolve().parents[4] / "docs" / "fields.md").read_text()
+PAGE = (Path(__file__).resolve().parents[4] / "docs/use/fields.md").read_text()
 BODIES: dict[str, type[StrictBody]] = {
     "chat": ChatBody, "completions": CompletionBody, "responses": ResponsesBody, "messages": MessagesBody,
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""A router that serves for long keeps no more than one that has just begun (docs/incidents.md).
+"""A router that serves for long keeps no more than one that has just begun (docs/extend/incidents.md).
 
 Peers' routers grew by tens of gigabytes a day: at a hundred requests a second, kilobytes for each request.
 """

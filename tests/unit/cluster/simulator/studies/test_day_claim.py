@@ -1,5 +1,5 @@
 """The planner's claim over a whole day that was made from a seed: it holds the promise, at little more than the best
-fixed schedule of who has seen the day. Over the public traces the same is measured by hand: docs/autoscale.md.
+fixed schedule of who has seen the day. Over the public traces the same is measured by hand: docs/operate/autoscale.md.
 """
 
 from functools import partial

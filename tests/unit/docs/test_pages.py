@@ -1,0 +1,161 @@
+"""The pages name only what is there, the generated ones are fresh, and the index has them all."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from cluster.reference import configuration, metrics
+from cluster.reference.__main__ import PAGES as GENERATED
+from cluster.reference.__main__ import main
+
+ROOT = Path(__file__).parents[3]
+DOCS = ROOT / "docs"
+PAGES = sorted([*DOCS.rglob("*.md"), *ROOT.glob("*.md")])
+MAX_README_LINES = 120
+_TREES = "tandem|engine|kv_transfer|worker|router|prefill_worker|decode_worker|cluster|tandem_bench|training|tests|helm"
+_TREES += "|deploy|proto|docs"
+_FILE = re.compile(r"[\w./*-]*\w\.(py|cpp|h|proto|sh)|[\w*-]+(/[\w.*-]+)+\.(yaml|json|md|toml|txt)")
+_FOLDER = re.compile(rf"({_TREES})(/[\w*-]+)+/?")
+_NOT_OURS = {"deploy/data", "deploy/secrets", "__init__.py"}
+"""What a user's own run makes, and what is in every package."""
+_AWAITED = frozenset(
+    DOCS / name
+    for name in (
+        "use/comparison.md",
+        "use/models.md",
+        "use/gpus.md",
+        "use/troubleshooting.md",
+        "../SECURITY.md",
+        "../CHANGELOG.md",
+    )
+)
+"""Pages that are written in a change of their own; the set goes when they are there."""
+
+
+def text_of(page: Path) -> str:
+    """Without fenced blocks."""
+    return re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(text: str) -> set[str]:
+    """Of headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def dangling(page: Path, text: str) -> list[str]:
+    """Links that lead nowhere, in a page at this place."""
+    found = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        path = page.parent / name if name else page
+        if path.resolve() in {awaited.resolve() for awaited in _AWAITED} and not path.exists():
+            continue
+        if not path.exists() or (anchor and anchor not in anchors(text_of(path) if name else text)):
+            found.append(link)
+    return found
+
+
+def absent(text: str) -> list[str]:
+    """Files and folders in backticks that the repository does not have."""
+    words = {word.split("::")[0] for word in re.findall(r"`([^`\s]+)`", text)}
+    named = {word for word in words if _FILE.fullmatch(word) or _FOLDER.fullmatch(word)}
+    return sorted(n for n in named - _NOT_OURS if not n.startswith("/") and not any(ROOT.glob(n.rstrip("/"))))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    assert dangling(page, text_of(page)) == []
+
+
+# What went where is about names that are no more.
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if p.name != "moved.md"], ids=lambda page: str(page.relative_to(ROOT))
+)
+def test_files_that_are_named_exist(page: Path) -> None:
+    assert absent(text_of(page)) == []
+
+
+def test_a_page_that_names_what_is_not_there_is_noticed() -> None:
+    assert absent("`engine/nothing.py` and `nothing.py`, `router/http`, `engine/gone`, `engine.stall_s`") == [
+        "engine/gone",
+        "engine/nothing.py",
+        "nothing.py",
+    ]
+    page = DOCS / "README.md"
+    assert dangling(
+        page, "[a](use/nothing.md) [b](use/api.md#nothing) [c](#here) [d](https://example.com)\n# Here"
+    ) == [
+        "use/nothing.md",
+        "use/api.md#nothing",
+    ]
+
+
+def test_index_has_each_page_once() -> None:
+    links = re.findall(r"^\| \[[^\]]+\]\(([^)#]+\.md)\) \|", (DOCS / "README.md").read_text(), re.MULTILINE)
+    below = [str(p.relative_to(DOCS)) for p in DOCS.rglob("*.md") if p.parent.name != "adr" and p.parent != DOCS]
+    assert len(set(links)) == len(links)
+    awaited = {str(page.relative_to(DOCS)) for page in _AWAITED if page.parent == DOCS / "use"}
+    assert set(links) | awaited == set(below) | awaited
+
+
+def test_readme_stays_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= MAX_README_LINES
+
+
+@pytest.mark.parametrize("name", GENERATED)
+def test_generated_page_is_fresh(name: str) -> None:
+    path, render = GENERATED[name]
+    assert path.read_text(encoding="utf-8") == render(), "stale: run `make docs` and commit what it writes"
+
+
+def test_check_of_a_stale_page_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stale = tmp_path / "metrics.md"
+    stale.write_text("old")
+    monkeypatch.setattr("cluster.reference.__main__.ROOT", tmp_path)
+    monkeypatch.setitem(GENERATED, "metrics", (stale, metrics.render))  # type: ignore[misc]
+    assert main(["metrics", "--check"]) == 1
+    assert "stale: metrics.md" in capsys.readouterr().out
+    assert stale.read_text() == "old"
+    assert main(["metrics"]) == 0
+    assert main(["metrics", "--check"]) == 0
+    assert main(["metric"]) == 2
+
+
+def test_every_configuration_key_is_described() -> None:
+    keys = dict(configuration.keys())
+    assert len(keys) > 120
+    assert {"engine.max_step_s", "router.tls.cert", "router.api_keys[].tenant", "redis.url"} <= keys.keys()
+    assert "router.limits.tenants.NAME.weight" in keys
+    assert [name for name, description in keys.items() if not description] == []
+
+
+def test_configuration_page_states_type_bounds_and_default() -> None:
+    page = configuration.render()
+    assert "| `lease_s` | number (≥ 0.5, ≤ 3,600) | `2.0` |" in page
+    assert "| `block_size` | `16`, `32`, `64` | `16` |" in page
+    assert "| `cert` | text | required |" in page
+    assert "See [`router.tls`](#routertls)." in page
+
+
+def test_metrics_page_has_every_name_in_the_code() -> None:
+    page = metrics.render()
+    known = set(re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE))
+    literals = {
+        node.value
+        for folder in ("router", "cluster/autoscaler")
+        for path in (ROOT / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    named = {text for text in literals if re.fullmatch(r"(tandem_|vllm:|gen_ai_server_)[a-z0-9_]+", text)}
+    assert len(named) > 90
+    named -= {"tandem_loop_budget", "tandem_worker", "tandem_worker_cache_", "tandem_audit_entry"}  # no whole metrics
+    assert sorted(n for n in named if n not in known and f"{n}_total" not in known) == []
+    assert "| `tandem_worker_transfer_blocks` | gauge | `worker`, `role`, `state` | KV blocks that" in page
