@@ -79,6 +79,11 @@ promtool: ## Prometheus' rule checker, for the tests of alarms (skipped when the
 test: setup browser promtool ## All tests but the long proofs; what fails is run once more, and told apart as FLAKY if it passes
 	@$(BIN)/python -m tests.suite.run $(ARGS)
 
+COMPONENTS := tandem engine worker kv router cluster bench
+.PHONY: $(COMPONENTS:%=test-%)
+$(COMPONENTS:%=test-%): test-%: setup  # the unit tests of one component
+	@OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist worksteal -m "$* and not slow and not gpu and not alone" tests/unit $(ARGS)
+
 .PHONY: flaky
 flaky: setup ## The tests of a folder twenty times beside two busy loops: make flaky ARGS=tests/unit/router
 	@$(BIN)/python -m tests.suite.flaky $(ARGS)
