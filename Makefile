@@ -84,13 +84,10 @@ promtool: ## Prometheus' rule checker, for the tests of alarms (skipped when the
 test: setup browser promtool ## All tests but the long proofs; what fails is run once more, and told apart as FLAKY if it passes
 	@$(BIN)/python -m tests.suite.run $(ARGS)
 
-.PHONY: test-router test-engine test-kv test-cluster
-test-router test-engine test-kv test-cluster: setup ## The unit tests of one component
-	@$(BIN)/python -m tests.suite.run $(UNIT_TESTS) $(ARGS)
-test-router: UNIT_TESTS := tests/unit/router
-test-engine: UNIT_TESTS := tests/unit/engine
-test-kv: UNIT_TESTS := tests/unit/kv_transfer tests/unit/worker tests/unit/prefill_worker tests/unit/decode_worker
-test-cluster: UNIT_TESTS := tests/unit/cluster
+COMPONENTS := tandem engine worker kv router cluster bench
+.PHONY: $(COMPONENTS:%=test-%)
+$(COMPONENTS:%=test-%): test-%: setup  # the unit tests of one component
+	@OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist worksteal -m "$* and not slow and not gpu and not alone" tests/unit $(ARGS)
 
 .PHONY: flaky
 flaky: setup ## The tests of a folder twenty times beside two busy loops: make flaky ARGS=tests/unit/router

@@ -1,4 +1,4 @@
-"""Which tests share the processors with others, and which have them to themselves."""
+"""Which tests share the processors with others and which have them to themselves; which component each belongs to."""
 
 from pathlib import Path
 
@@ -12,6 +12,19 @@ _SHARED = (
     *(_TESTS / f"integration/engine/test_{name}.py" for name in _ONE_PROCESS),
 )
 """Of one process, or of few that wait for each other."""
+
+COMPONENTS = {
+    "tandem": "tandem",
+    "engine": "engine",
+    "worker": "worker",
+    "prefill_worker": "worker",
+    "decode_worker": "worker",
+    "kv_transfer": "kv",
+    "router": "router",
+    "cluster": "cluster",
+    "tandem_bench": "bench",
+}
+"""Markers by folder of tests/unit: `make test-router` runs what is marked `router`."""
 
 settings.register_profile("untimed", settings.get_profile(settings.get_current_profile_name()), deadline=None)
 settings.load_profile("untimed")
@@ -33,6 +46,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if not _is_shared(item.path):
             item.add_marker(pytest.mark.alone)
+        folder = item.path.relative_to(_TESTS).parts
+        if folder[0] == "unit" and folder[1] in COMPONENTS:
+            item.add_marker(COMPONENTS[folder[1]])
 
 
 def _is_shared(path: Path) -> bool:
