@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]
 WAITING = """
 import asyncio, sys
-from bench import __main__ as command
+from tandem_bench import __main__ as command
 
 async def wait(*_):
     try:

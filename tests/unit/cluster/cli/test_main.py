@@ -107,7 +107,7 @@ def test_a_taken_port_is_said_at_once():
         (["router", "--config", "{config}"], ["router", "--config", "{config}"]),
         (["prefill", "-c", "{config}"], ["prefill_worker", "--config", "{config}", "--index", "0"]),
         (["decode", "-c", "{config}", "-i", "2"], ["decode_worker", "--config", "{config}", "--index", "2"]),
-        (["bench", "serve", "--rate", "3", "--help"], ["bench", "serve", "--rate", "3", "--help"]),
+        (["bench", "serve", "--rate", "3", "--help"], ["tandem_bench", "serve", "--rate", "3", "--help"]),
     ],
 )
 def test_processes_replace_the_command(arguments, module, tmp_path, monkeypatch):

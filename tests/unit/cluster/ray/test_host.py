@@ -77,7 +77,7 @@ async def test_the_configuration_is_never_a_file_that_others_could_find(speaker,
 def test_an_actor_that_nobody_asks_ends_and_its_worker_with_it():
     code = f"""
 import asyncio, sys
-from cluster import ray_host
+from cluster.ray import host as ray_host
 from tandem.config.cluster import dump, load
 ray_host._command = lambda plan, path, ready_fd: [sys.executable, "-c", {SPEAKER!r}, str(path), str(ready_fd), "x"]
 async def main():

@@ -234,8 +234,8 @@ def test_a_thousand_requests_a_third_aborted_leave_nothing_behind() -> None:
 
 
 def test_pure_modules_import_nothing_heavy() -> None:
-    pure = ["blocks", "prefix_index", "kv_events", "block_manager", "reservations", "scheduler"]
-    pure += ["request", "limits", "step", "config", "runner"]
+    pure = ["kv_cache.pool", "kv_cache.prefix_index", "kv_cache.block_manager", "kv_cache.reservations"]
+    pure += ["scheduler.scheduler", "types.request", "types.step_output", "types.config", "types.runner"]
     script = (
         "import sys\n"
         + "".join(f"import engine.{name}\n" for name in pure)
