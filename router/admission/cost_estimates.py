@@ -4,22 +4,22 @@ from collections.abc import Callable
 
 from router.admission.fair_queue import Ticket
 from router.admission.fair_share import VirtualCounters
-from router.admission.tenant_stats import Habits
-from router.admission.types import Entry, Wanted
+from router.admission.tenant_stats import TenantStats
+from router.admission.types import AdmissionEntry, AdmissionRequest
 from router.tenants.rate_limits import Limiter
 
 
-class Tickets:
+class TicketIssuer:
     """Makes those of one router, and learns from those that have ended."""
 
     def __init__(self, counters: VirtualCounters, limiter: Limiter, clock: Callable[[], float]) -> None:
         self._counters = counters
         self._limiter = limiter
         self._clock = clock
-        self._habits = Habits()
+        self._habits = TenantStats()
         self._num_made = 0
 
-    def make(self, wanted: Wanted) -> Ticket:
+    def make(self, wanted: AdmissionRequest) -> Ticket:
         """In order of arrival, which is now."""
         self._num_made += 1
         tenant, most = wanted.tenant, wanted.max_output_tokens
@@ -37,7 +37,7 @@ class Tickets:
             deadline_s=wanted.deadline_s,
         )
 
-    def learn(self, entry: Entry, cached_tokens: int) -> None:
+    def learn(self, entry: AdmissionEntry, cached_tokens: int) -> None:
         """It has ended; so much of its prompt was cached. What it really cost is what its tenant is charged."""
         ticket = entry.ticket
         computed = max(0, ticket.num_tokens - cached_tokens)

@@ -4,7 +4,7 @@ _LONGEST_S = 60.0
 _SHORTEST_S = 0.1
 
 
-class RetryTimes:
+class RetryAfterEstimator:
     """Of one router."""
 
     def __init__(self, *, now_s: float) -> None:

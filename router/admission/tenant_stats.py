@@ -5,7 +5,7 @@ _USUAL_OUTPUT_TOKENS = 128.0
 """Of a tenant that nobody knows yet, while nobody else is known either."""
 
 
-class Habits:
+class TenantStats:
     """Running means, per tenant; a new tenant is taken for the mean of all requests."""
 
     def __init__(self) -> None:

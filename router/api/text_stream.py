@@ -72,7 +72,7 @@ class RequestText:
 
 
 class TextReader(Protocol):
-    """Takes a client call's text where it arrives; see `router.types.requests.Reader`."""
+    """Takes a client call's text where it arrives; see `router.types.requests.DeltaSink`."""
 
     def take(self, delta: TextDelta) -> bool:
         """The next delta; whether nothing more should come before `ready`."""

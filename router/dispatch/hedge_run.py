@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from router.dispatch.choices.choice_run import ChoiceRun
-from router.dispatch.choices.context import Surroundings
+from router.dispatch.choices.context import DispatchContext
 from router.dispatch.choices.hedging import Hedging
 from router.dispatch.mailbox import FromWorker, HedgeDue, Mailbox
 from router.types.requests import ChoiceDelta
@@ -24,7 +24,7 @@ _ATTEMPTS_APART = 1 << 12
 class HedgeRun:
     """The twins of one request."""
 
-    def __init__(self, hedging: Hedging | None, around: Surroundings, choices: list[ChoiceRun]) -> None:
+    def __init__(self, hedging: Hedging | None, around: DispatchContext, choices: list[ChoiceRun]) -> None:
         """`choices`: of the request; a twin that wins takes its place there. Without `hedging` there are no twins."""
         self._hedging = hedging
         self.are_off = hedging is None

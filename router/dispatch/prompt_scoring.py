@@ -7,11 +7,18 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 
-from router.dispatch.choices.context import Surroundings
-from router.placement.scoring_worker import choose_reader
-from router.types.prompt_scoring import PromptReading, ReadAsk, ReadingInParts
-from router.types.requests import ChoiceDelta, ChoiceFinish, Reader, RoutedRequest
-from router.types.session_events import AttemptRefused, ReadEvent, ReadOrder, ReadPart, WorkerLost, WorkerPort
+from router.dispatch.choices.context import DispatchContext
+from router.placement.scoring_worker import choose_scoring_worker
+from router.types.prompt_scoring import PromptScoringRequest, ScoredPrompt, ScoredPromptBuilder
+from router.types.requests import ChoiceDelta, ChoiceFinish, DeltaSink, RoutedRequest
+from router.types.session_events import (
+    AttemptRefused,
+    PromptScoresPart,
+    PromptScoringEvent,
+    PromptScoringOrder,
+    WorkerLost,
+    WorkerPort,
+)
 from router.types.worker_view import WorkerKey
 from router.workers.registry import FAILURE_PENALTY_S
 from tandem.errors import DeadlineExceeded, InternalError, RequestTooLarge, ServingError, Unavailable
@@ -27,15 +34,20 @@ _Excluded = dict[WorkerKey, WorkerPort | None]
 """Workers asked in vain, by the session in which that was."""
 
 
-class PromptReads:
+class PromptScorer:
     """One router's."""
 
-    def __init__(self, around: Surroundings) -> None:
+    def __init__(self, around: DispatchContext) -> None:
         self._around = around
 
     async def read(
-        self, request: RoutedRequest, ask: ReadAsk, on_sent: Callable[[], None], *, prefer: WorkerKey | None = None
-    ) -> PromptReading:
+        self,
+        request: RoutedRequest,
+        ask: PromptScoringRequest,
+        on_sent: Callable[[], None],
+        *,
+        prefer: WorkerKey | None = None,
+    ) -> ScoredPrompt:
         """What was asked of the request's prompt. Cancelling it ends the reading; `on_sent` hears of each try.
 
         `prefer`: who has all but the prompt's end cached.
@@ -49,14 +61,14 @@ class PromptReads:
         except TimeoutError:
             raise DeadlineExceeded("the request's time ran out") from None
 
-    def pool_of(self, reading: PromptReading) -> WorkerRole | None:
+    def pool_of(self, reading: ScoredPrompt) -> WorkerRole | None:
         """Whose worker read it; None: that one has left."""
         found = None if reading.worker is None else self._around.placer.registry.of_process(reading.worker.incarnation)
         return None if found is None else found.info.role
 
     async def _until_read(
-        self, request: RoutedRequest, ask: ReadAsk, on_sent: Callable[[], None], prefer: WorkerKey | None
-    ) -> PromptReading:
+        self, request: RoutedRequest, ask: PromptScoringRequest, on_sent: Callable[[], None], prefer: WorkerKey | None
+    ) -> ScoredPrompt:
         excluded: _Excluded = {}
         error: ServingError | None = None
         lost = attempt = 0
@@ -70,8 +82,8 @@ class PromptReads:
             num_owed = min(num_tokens, HASH_BLOCK_TOKENS) if key == prefer else num_tokens
             order = _order(request, ask, attempt, self._around.clock())
             port = self._around.placer.registry.port(key)
-            found = await self._ask(order, _Coming(ask, num_tokens, key), num_owed, on_sent)
-            if isinstance(found, PromptReading):
+            found = await self._ask(order, _PendingScores(ask, num_tokens, key), num_owed, on_sent)
+            if isinstance(found, ScoredPrompt):
                 return found
             excluded[key] = port
             if isinstance(found, WorkerLost):
@@ -91,7 +103,7 @@ class PromptReads:
         num_tokens = len(request.prompt_token_ids)
         # One that was lost and has come back in another session, the same process, may be asked again.
         still = {key for key, port in excluded.items() if around.placer.registry.port(key) is port}
-        found = choose_reader(workers, num_tokens, excluded=still, shunned=shunned, prefer=prefer)
+        found = choose_scoring_worker(workers, num_tokens, excluded=still, shunned=shunned, prefer=prefer)
         if found is None and workers and num_tokens > max(worker.info.pool_tokens for worker in workers):
             raise RequestTooLarge(
                 f"prompt: {num_tokens} tokens are more than any worker's KV pool holds", param="prompt"
@@ -124,8 +136,8 @@ class PromptReads:
             registry.unwatch(changed.set)
 
     async def _ask(
-        self, order: ReadOrder, coming: "_Coming", num_owed: int, on_sent: Callable[[], None]
-    ) -> PromptReading | ServingError | WorkerLost:
+        self, order: PromptScoringOrder, coming: "_PendingScores", num_owed: int, on_sent: Callable[[], None]
+    ) -> ScoredPrompt | ServingError | WorkerLost:
         around, registry, key = self._around, self._around.placer.registry, coming.worker
         port = registry.port(key)
         if port is None:
@@ -146,7 +158,7 @@ class PromptReads:
         finally:
             port.cancel(order.request_id, order.attempt)
             booked.end()
-        if isinstance(found, PromptReading):
+        if isinstance(found, ScoredPrompt):
             breakers.succeeded(key, around.clock())
         elif isinstance(found, InternalError | WorkerLost):
             breakers.failed(key, around.clock())
@@ -156,13 +168,13 @@ class PromptReads:
         return found
 
 
-class AfterReading:
-    """A `Reader` of what is generated once the prompt was read: that was computed for this very request.
+class ScoredPromptSink:
+    """A `DeltaSink` of what is generated once the prompt was read: that was computed for this very request.
 
     So it is no cache hit, and its time and its tokens count.
     """
 
-    def __init__(self, reader: Reader, reading: PromptReading) -> None:
+    def __init__(self, reader: DeltaSink, reading: ScoredPrompt) -> None:
         self._take = reader.take
         self._times = reading.times
         self._num_computed = reading.num_computed
@@ -186,7 +198,7 @@ class AfterReading:
         return self._take(delta)
 
 
-def tell_end(request: RoutedRequest, reading: PromptReading, reader: Reader, now_s: float) -> None:
+def finish_scored_choices(request: RoutedRequest, reading: ScoredPrompt, reader: DeltaSink, now_s: float) -> None:
     """Of all choices, where nothing is generated; the first one bears what it took."""
     times = reading.times
     if request.arrived_s is not None:
@@ -203,22 +215,22 @@ def tell_end(request: RoutedRequest, reading: PromptReading, reader: Reader, now
         finish = replace(finish, times=PhaseTimes(), computed_tokens=0, needed_tokens=0)
 
 
-class _Coming:
+class _PendingScores:
     """One reading at one worker, as its parts arrive."""
 
-    def __init__(self, ask: ReadAsk, num_tokens: int, worker: WorkerKey) -> None:
+    def __init__(self, ask: PromptScoringRequest, num_tokens: int, worker: WorkerKey) -> None:
         self.worker = worker
-        self.outcome: asyncio.Future[PromptReading | ServingError | WorkerLost] = (
+        self.outcome: asyncio.Future[ScoredPrompt | ServingError | WorkerLost] = (
             asyncio.get_running_loop().create_future()
         )
-        self._parts = ReadingInParts(ask, num_tokens)
+        self._parts = ScoredPromptBuilder(ask, num_tokens)
 
-    def take(self, event: ReadEvent) -> None:
+    def take(self, event: PromptScoringEvent) -> None:
         """The next thing that the worker, or its session, has to say."""
         if self.outcome.done():
             return
         match event:
-            case ReadPart():
+            case PromptScoresPart():
                 self._parts.add(
                     logprobs=event.logprobs,
                     ranks=event.ranks,
@@ -236,8 +248,8 @@ class _Coming:
                 self.outcome.set_result(event)
 
 
-def _order(request: RoutedRequest, ask: ReadAsk, attempt: int, now_s: float) -> ReadOrder:
-    return ReadOrder(
+def _order(request: RoutedRequest, ask: PromptScoringRequest, attempt: int, now_s: float) -> PromptScoringOrder:
+    return PromptScoringOrder(
         request_id=RequestId(f"{request.request_id}/prompt"),
         attempt=attempt,
         prompt_token_ids=request.prompt_token_ids,

@@ -3,7 +3,7 @@
 All that happens to it arrives in one mailbox and is handled in order by whoever awaits `step`; what to do is
 decided by `ChoiceProgress` and `Placer`. Orders to workers never wait, so the whole request is one coroutine.
 
-Tokens alone take a shorter way when a `Reader` follows the request: if no mail waits before them and the reader has
+Tokens alone take a shorter way when a `DeltaSink` follows the request: if no mail waits before them and the reader has
 room, they are handed over in the session's own turn, and the coroutine sleeps on.
 """
 
@@ -12,25 +12,25 @@ from collections.abc import Sequence
 from functools import partial
 
 from router.dispatch.choices.choice_run import ChoiceRun
-from router.dispatch.choices.context import Surroundings, Waiting
-from router.dispatch.choices.health_reports import ChoiceStanding
-from router.dispatch.choices.waiting_choices import Place
+from router.dispatch.choices.context import DispatchContext, Waiting
+from router.dispatch.choices.health_reports import ChoiceHealthReporter
+from router.dispatch.choices.waiting_choices import WaitingPosition
 from router.dispatch.hedge_run import HedgeRun
 from router.dispatch.mailbox import (
     DeadlinePassed,
     FromWorker,
     HedgeDue,
-    Look,
     Mail,
     Mailbox,
     Overflowed,
+    Recheck,
     RejoinOver,
-    RoomMayBe,
+    RoomAvailable,
     StopChoice,
     Superseded,
     WorkersChanged,
 )
-from router.types.requests import ChoiceDelta, Reader, RoutedRequest
+from router.types.requests import ChoiceDelta, DeltaSink, RoutedRequest
 from router.types.session_events import AttemptEvent, TokensArrived
 from tandem.errors import DeadlineExceeded, Overloaded, ServingError, StreamTaken, Unavailable
 from tandem.values.ids import BlockHash
@@ -40,7 +40,7 @@ from tandem.values.outputs import FinishReason
 class RequestRun:
     """Drives all choices of one request to their end."""
 
-    def __init__(self, request: RoutedRequest, around: Surroundings) -> None:
+    def __init__(self, request: RoutedRequest, around: DispatchContext) -> None:
         self._request = request
         self._around = around
         # A stream that is continued begins with all that its client has.
@@ -48,15 +48,15 @@ class RequestRun:
         self._mailbox = Mailbox(max_tokens=around.settings.stream_buffer_tokens * request.num_choices + shown)
         self._deadline: asyncio.TimerHandle | None = None
         self._rejoin: asyncio.TimerHandle | None = None
-        self._reader: Reader | None = None
+        self._reader: DeltaSink | None = None
         self._reader_is_slow = False
         self._reader_error: Exception | None = None
-        self._queued: dict[int, Place] = {}
+        self._queued: dict[int, WaitingPosition] = {}
         self._patience: dict[int, asyncio.TimerHandle] = {}
         self._names: list[BlockHash] = []
         around.hasher.extend(request.hash_root, self._names, request.prompt_token_ids)
         self._standings = [
-            ChoiceStanding(index, request, around.health, around.placer.registry)
+            ChoiceHealthReporter(index, request, around.health, around.placer.registry)
             for index in range(request.num_choices)
         ]
         self._choices = [ChoiceRun(standing, self._names, around, self._post) for standing in self._standings]
@@ -102,7 +102,7 @@ class RequestRun:
         self._queue_for_room()
         return deltas
 
-    async def follow(self, reader: Reader) -> None:
+    async def follow(self, reader: DeltaSink) -> None:
         """All steps until the end, for a reader. Raises the errors of Generator, and the reader's."""
         self._reader = reader
         while not self.done:
@@ -169,7 +169,7 @@ class RequestRun:
             case RejoinOver():
                 if self._waiting(Waiting.FOR_WORKER):
                     raise self._deserted()
-            case RoomMayBe():
+            case RoomAvailable():
                 self._leave_queue(mail.choice_index)
                 self._choices[mail.choice_index].come_back()
             case DeadlinePassed():
@@ -197,7 +197,7 @@ class RequestRun:
             if choice.waiting is not Waiting.FOR_ROOM:
                 self._leave_queue(index)
             elif index not in self._patience:
-                wake = RoomMayBe(choice_index=index)
+                wake = RoomAvailable(choice_index=index)
                 # A choice that is refused again keeps its place in the queue.
                 place = self._queued.setdefault(index, self._around.room.new_place(self._request.priority))
                 self._around.room.enter(place, choice.num_tokens, partial(self._mailbox.put, wake))
@@ -254,7 +254,7 @@ class RequestRun:
         if self._mailbox.overflowed:
             self._abandon_all()
 
-    def _hand_over(self, reader: Reader, choice: ChoiceRun, attempt: int, arrived: TokensArrived) -> None:
+    def _hand_over(self, reader: DeltaSink, choice: ChoiceRun, attempt: int, arrived: TokensArrived) -> None:
         """The short way of tokens. Whatever else comes of them is mail."""
         try:
             for delta in choice.take_tokens(attempt, arrived):
@@ -267,7 +267,7 @@ class RequestRun:
             # A reader that is slow now has something to do before it is given more.
             if not (self._reader_is_slow or choice.done or choice.failure or choice.waiting):
                 return
-        self._mailbox.put(Look())
+        self._mailbox.put(Recheck())
 
     def _abandon_all(self) -> None:
         self._hedges.close()

@@ -14,7 +14,7 @@ from tandem.values.prefix_pin import PinKey
 OrderT = TypeVar("OrderT")
 
 
-class WaitingPins(Generic[OrderT]):
+class PendingPinOrders(Generic[OrderT]):
     """For one worker."""
 
     def __init__(self, *, most: int) -> None:

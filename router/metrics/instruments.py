@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 
-class Total(Collector):
+class SingleValue(Collector):
     """A counter or a gauge."""
 
     def __init__(
@@ -43,7 +43,7 @@ class Total(Collector):
         yield family
 
 
-class Totals(Collector):
+class LabelledCounter(Collector):
     """A counter by labels, whose values must be few."""
 
     def __init__(self, name: str, text: str, labels: Sequence[str], *, known: Iterable[tuple[str, ...]] = ()) -> None:
@@ -73,7 +73,7 @@ class Totals(Collector):
         yield family
 
 
-class Spread(Collector):
+class LocalHistogram(Collector):
     """A histogram."""
 
     def __init__(
@@ -106,7 +106,7 @@ class Spread(Collector):
         yield family
 
 
-class Spreads(Collector):
+class LabelledHistogram(Collector):
     """A histogram by labels, whose values must be few."""
 
     def __init__(self, name: str, text: str, bounds: Sequence[float], labels: Sequence[str]) -> None:

@@ -8,7 +8,7 @@ from typing import overload
 import numpy as np
 
 from router.types.worker_view import WorkerKey
-from router.workers.columns import Bools, Floats, PoolRoster, PoolView
+from router.workers.columns import Bools, Floats, PoolMembers, PoolView
 from tandem.values.roles import WorkerRole
 
 
@@ -79,7 +79,7 @@ class CandidateCost:
 class PoolCosts:
     """All costs of one pool in one decision. Arrays are [num_workers], of this decision alone."""
 
-    roster: PoolRoster
+    roster: PoolMembers
     held: Floats
     """Leading tokens that a worker need not compute."""
     work: Floats
@@ -108,7 +108,7 @@ class PoolCosts:
         return self.terms
 
 
-class Candidates(Sequence[CandidateCost]):
+class CandidateCosts(Sequence[CandidateCost]):
     """Those of a pool that could have been chosen: the chosen one first, then cheapest first. Made when looked at."""
 
     __slots__ = ("_chosen", "_costs")

@@ -23,7 +23,7 @@ class BreakerState(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BreakerPolicy:
+class WorkerBreakerPolicy:
     """When to give up and when to try again."""
 
     most_in_a_row: int = 5
@@ -37,7 +37,7 @@ class BreakerPolicy:
     """A probe of which nothing was heard for so long is taken for lost."""
 
 
-class CircuitBreaker:
+class WorkerCircuitBreaker:
     """One worker's."""
 
     __slots__ = (
@@ -52,7 +52,7 @@ class CircuitBreaker:
         "_tripped",
     )
 
-    def __init__(self, policy: BreakerPolicy) -> None:
+    def __init__(self, policy: WorkerBreakerPolicy) -> None:
         self._policy = policy
         self._in_a_row = 0
         self._total = 0.0
@@ -119,12 +119,12 @@ class CircuitBreaker:
         self._total, self._failed, self._seen_s = self._total * kept + 1.0, self._failed * kept + failed, now_s
 
 
-class Breakers:
+class WorkerBreakers:
     """Those of all workers that ever failed; the others' are closed."""
 
-    def __init__(self, policy: BreakerPolicy | None = None) -> None:
-        self._policy = policy or BreakerPolicy()
-        self._breakers: dict[WorkerKey, CircuitBreaker] = {}
+    def __init__(self, policy: WorkerBreakerPolicy | None = None) -> None:
+        self._policy = policy or WorkerBreakerPolicy()
+        self._breakers: dict[WorkerKey, WorkerCircuitBreaker] = {}
 
     def closed_to(self, now_s: float) -> set[WorkerKey]:
         """Workers that get no request now."""
@@ -142,7 +142,7 @@ class Breakers:
 
     def failed(self, key: WorkerKey, now_s: float) -> None:
         """It failed on a request."""
-        self._breakers.setdefault(key, CircuitBreaker(self._policy)).failed(now_s)
+        self._breakers.setdefault(key, WorkerCircuitBreaker(self._policy)).failed(now_s)
 
     def released(self, key: WorkerKey) -> None:
         """A request was taken back from there."""

@@ -1,7 +1,7 @@
 """Which worker a choice may be put on next, and what it waits for when there is none. Pure."""
 
-from router.dispatch.choices.context import Surroundings, Waiting
-from router.dispatch.choices.health_reports import ChoiceStanding
+from router.dispatch.choices.context import DispatchContext, Waiting
+from router.dispatch.choices.health_reports import ChoiceHealthReporter
 from router.dispatch.choices.orders import block_names
 from router.dispatch.choices.retry import ChoiceProgress
 from router.placement.place import NoDecodeWorker
@@ -11,11 +11,11 @@ from tandem.errors import RequestTooLarge
 from tandem.values.ids import BlockHash
 
 
-class Candidates:
+class WorkerSelector:
     """Of one run of a choice."""
 
     def __init__(
-        self, standing: ChoiceStanding, progress: ChoiceProgress, names: list[BlockHash], around: Surroundings
+        self, standing: ChoiceHealthReporter, progress: ChoiceProgress, names: list[BlockHash], around: DispatchContext
     ) -> None:
         """`names`: of the prompt's blocks."""
         self._standing = standing

@@ -4,9 +4,9 @@ import logging
 from collections.abc import Sequence
 from functools import partial
 
-from router.dispatch.choices.candidates import Candidates
-from router.dispatch.choices.context import Post, Surroundings, Waiting
-from router.dispatch.choices.health_reports import ChoiceStanding
+from router.dispatch.choices.candidates import WorkerSelector
+from router.dispatch.choices.context import DispatchContext, Post, Waiting
+from router.dispatch.choices.health_reports import ChoiceHealthReporter
 from router.dispatch.choices.orders import first_route, next_route, submit_order, trace_placement
 from router.dispatch.choices.retry import ChoiceProgress, RetryReason, TokenGap, final_error, is_final, is_full
 from router.placement.place import NoDecodeWorker
@@ -37,7 +37,9 @@ _ATTEMPTS_BITS = 16
 class ChoiceRun:
     """Drives one choice to its end, over as many workers as it takes."""
 
-    def __init__(self, standing: ChoiceStanding, names: list[BlockHash], around: Surroundings, post: Post) -> None:
+    def __init__(
+        self, standing: ChoiceHealthReporter, names: list[BlockHash], around: DispatchContext, post: Post
+    ) -> None:
         """`names`: of the prompt's blocks."""
         self.done = False
         self.waiting: Waiting | None = None
@@ -58,7 +60,7 @@ class ChoiceRun:
             arrived_s=request.arrived_s,
         )
         self._progress.attempt = request.resumptions << _ATTEMPTS_BITS
-        self._candidates = Candidates(standing, self._progress, names, around)
+        self._candidates = WorkerSelector(standing, self._progress, names, around)
         self._resume = request.resume[self._index] if request.resume else None
         self._assignment: Assignment | None = None
         self._awaited: Assignment | None = None

@@ -3,7 +3,7 @@
 from typing import NamedTuple, Protocol, TypeAlias
 
 
-class Content(NamedTuple):
+class TextContent(NamedTuple):
     """Text that belongs to no call."""
 
     text: str
@@ -24,7 +24,7 @@ class CallArguments(NamedTuple):
     text: str
 
 
-ToolEvent: TypeAlias = Content | CallBegan | CallArguments
+ToolEvent: TypeAlias = TextContent | CallBegan | CallArguments
 
 
 class ToolParser(Protocol):
@@ -88,5 +88,5 @@ class EventList:
     def _close(self) -> None:
         if self._parts:
             text = "".join(self._parts)
-            self._events.append(Content(text) if self._index is None else CallArguments(self._index, text))
+            self._events.append(TextContent(text) if self._index is None else CallArguments(self._index, text))
             self._parts.clear()

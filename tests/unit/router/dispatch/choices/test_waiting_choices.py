@@ -9,7 +9,7 @@ import pytest
 
 from router.dispatch.choices.context import DispatchSettings
 from router.dispatch.choices.retry import ChoiceProgress
-from router.dispatch.choices.waiting_choices import WaitingRoom
+from router.dispatch.choices.waiting_choices import WaitingChoices
 from tandem.errors import DeadlineExceeded, Overloaded, Unavailable
 from tandem.v1 import session_pb2 as pb
 from tests.support.fake_worker import FakeWorker, Submission, answer, expected_tokens
@@ -159,7 +159,7 @@ def test_waits_grow_and_are_never_shorter_than_asked() -> None:
 
 
 def test_room_goes_to_the_first_that_fit() -> None:
-    room, woken = WaitingRoom(), list[str]()
+    room, woken = WaitingChoices(), list[str]()
     places = {name: room.new_place(priority) for name, priority in (("a", 0), ("b", 0), ("urgent", -1), ("c", 0))}
     for name, num_tokens in (("c", 16), ("b", 48), ("a", 17), ("urgent", 16)):
         room.enter(places[name], num_tokens, lambda name=name: woken.append(name))
