@@ -1,4 +1,4 @@
-"""The doors' way to dispatch: each request has its turn here first. The thin shell around `FairAdmission`.
+"""The servers' way to dispatch: each request has its turn here first. The thin shell around `FairAdmission`.
 
 Canaries do not come this way, and a stream that is continued passes if that was promised
 (`router.admission.continuations`).
@@ -259,17 +259,17 @@ class _CountingSink:
     """A `DeltaSink` in front of another: what passes is counted, the first delta and each end at once."""
 
     def __init__(self, reader: DeltaSink, count: Callable[[Sequence[ChoiceDelta]], None]) -> None:
-        self._take = reader.take
+        self._on_delta = reader.on_delta
         self._count = count
         self._uncounted: list[ChoiceDelta] = []
         self._most = 1
         self.ready = reader.ready
 
-    def take(self, delta: ChoiceDelta) -> bool:
+    def on_delta(self, delta: ChoiceDelta) -> bool:
         self._uncounted.append(delta)
         if delta.finish is not None or len(self._uncounted) >= self._most:
             self.flush()
-        return self._take(delta)
+        return self._on_delta(delta)
 
     def flush(self) -> None:
         """Count what has passed."""

@@ -57,7 +57,7 @@ class BeamRun:
             read_by=self._reads.pool_of(first),
         )
         for index, ended in enumerate(search.ended[: self._request.num_choices]):
-            reader.take(ChoiceDelta(index, tokens=ended.beam.tokens, finish=replace(finish, reason=ended.reason)))
+            reader.on_delta(ChoiceDelta(index, tokens=ended.beam.tokens, finish=replace(finish, reason=ended.reason)))
             # The first one bears what all of them took together.
             finish = replace(finish, computed_tokens=0, needed_tokens=0)
 

@@ -58,7 +58,7 @@ class Dispatcher:
         self._registry = registry = placer.registry
         registry.on_load = room.look
         registry.watch(self._workers_changed)
-        self._around = DispatchContext(
+        self._context = DispatchContext(
             placer=placer,
             hasher=hasher,
             budget=RetryBudget(),
@@ -71,8 +71,8 @@ class Dispatcher:
             hedging=self.hedging,
         )
         # Canaries are no requests of clients, so nothing of them is counted.
-        self._unseen = replace(self._around, observer=SilentObserver())
-        self._reads = PromptScorer(self._around)
+        self._unseen = replace(self._context, observer=SilentObserver())
+        self._reads = PromptScorer(self._context)
         self._runs: dict[RequestId, RequestRun] = {}
         self._ended = asyncio.Event()
 
@@ -121,13 +121,13 @@ class Dispatcher:
         with self._admitted(request):
             if (ask := request.reads) is not None:
                 reading = await self._reads.read(request, ask, sent)
-                reader.take(ChoiceDelta(0, reading=reading))
+                reader.on_delta(ChoiceDelta(0, reading=reading))
                 if ask.only:
-                    finish_scored_choices(request, reading, reader, self._around.clock())
+                    finish_scored_choices(request, reading, reader, self._context.clock())
                     return
                 reader = ScoredPromptSink(reader, reading)
             if request.beams is not None:
-                await BeamRun(self._reads, request, request.beams, self._around.clock).tell(reader, sent)
+                await BeamRun(self._reads, request, request.beams, self._context.clock).tell(reader, sent)
                 return
             with self._under_way(request, taken) as run:
                 await run.follow(reader)
@@ -154,9 +154,9 @@ class Dispatcher:
         if former is not None and former.resumptions >= request.resumptions:
             # The same id again, from a client whose former connection is half open: attempts are numbered on.
             request = replace(request, resumptions=former.resumptions + 1)
-        around = self._around if request.only_worker is None else self._unseen
-        around.budget.earn()
-        run = self._runs[request.request_id] = RequestRun(request, around)
+        context = self._context if request.only_worker is None else self._unseen
+        context.budget.earn()
+        run = self._runs[request.request_id] = RequestRun(request, context)
         try:
             self._start(run, former)
             yield run

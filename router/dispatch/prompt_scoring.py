@@ -37,8 +37,8 @@ _Excluded = dict[WorkerKey, WorkerPort | None]
 class PromptScorer:
     """One router's."""
 
-    def __init__(self, around: DispatchContext) -> None:
-        self._around = around
+    def __init__(self, context: DispatchContext) -> None:
+        self._context = context
 
     async def read(
         self,
@@ -54,7 +54,7 @@ class PromptScorer:
 
         Raises Overloaded, Unavailable, RequestTooLarge, DeadlineExceeded, InternalError, or what a worker found wrong.
         """
-        left_s = None if request.deadline_s is None else max(0.0, request.deadline_s - self._around.clock())
+        left_s = None if request.deadline_s is None else max(0.0, request.deadline_s - self._context.clock())
         try:
             async with asyncio.timeout(left_s):
                 return await self._until_read(request, ask, on_sent, prefer)
@@ -63,7 +63,7 @@ class PromptScorer:
 
     def pool_of(self, reading: ScoredPrompt) -> WorkerRole | None:
         """Whose worker read it; None: that one has left."""
-        found = None if reading.worker is None else self._around.placer.registry.of_process(reading.worker.incarnation)
+        found = None if reading.worker is None else self._context.placer.registry.of_process(reading.worker.incarnation)
         return None if found is None else found.info.role
 
     async def _until_read(
@@ -80,8 +80,8 @@ class PromptScorer:
                 continue
             attempt += 1
             num_owed = min(num_tokens, HASH_BLOCK_TOKENS) if key == prefer else num_tokens
-            order = _order(request, ask, attempt, self._around.clock())
-            port = self._around.placer.registry.port(key)
+            order = _order(request, ask, attempt, self._context.clock())
+            port = self._context.placer.registry.port(key)
             found = await self._ask(order, _PendingScores(ask, num_tokens, key), num_owed, on_sent)
             if isinstance(found, ScoredPrompt):
                 return found
@@ -95,14 +95,14 @@ class PromptScorer:
         raise Unavailable("two workers were lost while they read this prompt", retry_after_s=_LATEST_RETRY_S)
 
     def _choose(self, request: RoutedRequest, excluded: _Excluded, prefer: WorkerKey | None = None) -> WorkerKey | None:
-        around = self._around
-        workers = around.placer.registry.snapshots()
+        context = self._context
+        workers = context.placer.registry.snapshots()
         if request.only_worker is not None:
             workers = [worker for worker in workers if worker.info.key == request.only_worker]
-        shunned = around.health.breakers.closed_to(around.clock())
+        shunned = context.health.breakers.closed_to(context.clock())
         num_tokens = len(request.prompt_token_ids)
         # One that was lost and has come back in another session, the same process, may be asked again.
-        still = {key for key, port in excluded.items() if around.placer.registry.port(key) is port}
+        still = {key for key, port in excluded.items() if context.placer.registry.port(key) is port}
         found = choose_scoring_worker(workers, num_tokens, excluded=still, shunned=shunned, prefer=prefer)
         if found is None and workers and num_tokens > max(worker.info.pool_tokens for worker in workers):
             raise RequestTooLarge(
@@ -112,7 +112,7 @@ class PromptScorer:
 
     async def _wait_for_worker(self, request: RoutedRequest, excluded: _Excluded, error: ServingError | None) -> None:
         """Until one comes that has not been asked. Raises what the last one said, or Unavailable after a while."""
-        registry, settings = self._around.placer.registry, self._around.settings
+        registry, settings = self._context.placer.registry, self._context.settings
         most_s = settings.rejoin_s
         if error is not None:
             if request.only_worker is not None or registry.live_decoders():
@@ -138,13 +138,13 @@ class PromptScorer:
     async def _ask(
         self, order: PromptScoringOrder, coming: "_PendingScores", num_owed: int, on_sent: Callable[[], None]
     ) -> ScoredPrompt | ServingError | WorkerLost:
-        around, registry, key = self._around, self._around.placer.registry, coming.worker
+        context, registry, key = self._context, self._context.placer.registry, coming.worker
         port = registry.port(key)
         if port is None:
-            return Unavailable("the worker has left", retry_after_s=around.settings.retry_after_s)
+            return Unavailable("the worker has left", retry_after_s=context.settings.retry_after_s)
         booked = registry.assign(key, num_owed)
-        breakers = around.health.breakers
-        breakers.began(key, around.clock())
+        breakers = context.health.breakers
+        breakers.began(key, context.clock())
         try:
             port.read(order, coming.take)
             on_sent()
@@ -159,9 +159,9 @@ class PromptScorer:
             port.cancel(order.request_id, order.attempt)
             booked.end()
         if isinstance(found, ScoredPrompt):
-            breakers.succeeded(key, around.clock())
+            breakers.succeeded(key, context.clock())
         elif isinstance(found, InternalError | WorkerLost):
-            breakers.failed(key, around.clock())
+            breakers.failed(key, context.clock())
             registry.penalise(key, FAILURE_PENALTY_S)
         else:
             breakers.released(key)
@@ -175,12 +175,12 @@ class ScoredPromptSink:
     """
 
     def __init__(self, reader: DeltaSink, reading: ScoredPrompt) -> None:
-        self._take = reader.take
+        self._on_delta = reader.on_delta
         self._times = reading.times
         self._num_computed = reading.num_computed
         self.ready = reader.ready
 
-    def take(self, delta: ChoiceDelta) -> bool:
+    def on_delta(self, delta: ChoiceDelta) -> bool:
         """See Reader."""
         if (finish := delta.finish) is not None:
             # What the router counts as waiting for a worker began when the request came, before the reading.
@@ -195,7 +195,7 @@ class ScoredPromptSink:
                 needed_tokens=finish.needed_tokens + num_computed,
             )
             delta = delta._replace(finish=finish)
-        return self._take(delta)
+        return self._on_delta(delta)
 
 
 def finish_scored_choices(request: RoutedRequest, reading: ScoredPrompt, reader: DeltaSink, now_s: float) -> None:
@@ -211,7 +211,7 @@ def finish_scored_choices(request: RoutedRequest, reading: ScoredPrompt, reader:
         needed_tokens=reading.num_computed,
     )
     for index in range(request.num_choices):
-        reader.take(ChoiceDelta(index, finish=finish))
+        reader.on_delta(ChoiceDelta(index, finish=finish))
         finish = replace(finish, times=PhaseTimes(), computed_tokens=0, needed_tokens=0)
 
 

@@ -156,7 +156,7 @@ class _ScoresSink:
     def __init__(self) -> None:
         self.reading: ScoredPrompt | None = None
 
-    def take(self, delta: ChoiceDelta) -> bool:
+    def on_delta(self, delta: ChoiceDelta) -> bool:
         """See Reader."""
         self.reading = delta.reading or self.reading
         return False

@@ -141,7 +141,7 @@ class ChoiceDelta(NamedTuple):
 class DeltaSink(Protocol):
     """Takes a request's deltas where they arrive, without a task in between."""
 
-    def take(self, delta: ChoiceDelta) -> bool:
+    def on_delta(self, delta: ChoiceDelta) -> bool:
         """The next delta, without waiting. Raises what ends the request.
 
         Returns whether nothing more should come before `ready`; what comes meanwhile waits, up to dispatch's bound.

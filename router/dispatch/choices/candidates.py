@@ -15,15 +15,15 @@ class WorkerSelector:
     """Of one run of a choice."""
 
     def __init__(
-        self, standing: ChoiceHealthReporter, progress: ChoiceProgress, names: list[BlockHash], around: DispatchContext
+        self, standing: ChoiceHealthReporter, progress: ChoiceProgress, names: list[BlockHash], context: DispatchContext
     ) -> None:
         """`names`: of the prompt's blocks."""
         self._standing = standing
         self._request = standing.request
         self._progress = progress
         self._prompt_names = names
-        self._around = around
-        self._registry = around.placer.registry
+        self._context = context
+        self._registry = context.placer.registry
 
     def choose(self) -> Assignment:
         """The best. Raises NoDecodeWorker, or RequestTooLarge for every one of them."""
@@ -66,9 +66,9 @@ class WorkerSelector:
     def _choose_without(self, excluded: set[WorkerKey]) -> Assignment:
         progress = self._progress
         try:
-            return self._around.placer.assign(
+            return self._context.placer.assign(
                 num_tokens=progress.prompt_length + len(progress.token_ids),
-                names=block_names(self._request, self._prompt_names, progress.token_ids, self._around.hasher),
+                names=block_names(self._request, self._prompt_names, progress.token_ids, self._context.hasher),
                 excluded=frozenset(excluded),
                 pool_tokens_above=progress.pool_tokens_above,
                 is_local=self._request.is_local and not progress.token_ids,

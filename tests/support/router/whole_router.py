@@ -202,7 +202,7 @@ class Listener:
     def __init__(self) -> None:
         self.num_tokens = 0
 
-    def take(self, delta: ChoiceDelta) -> bool:
+    def on_delta(self, delta: ChoiceDelta) -> bool:
         self.num_tokens += len(delta.tokens)
         return False
 

@@ -149,7 +149,7 @@ class FakeGenerator:
     async def run(self, request: RoutedRequest, reader: DeltaSink) -> None:
         async with aclosing(self.generate(request)) as deltas:
             async for delta in deltas:
-                if reader.take(delta):
+                if reader.on_delta(delta):
                     await reader.ready()
 
     def finish_choice(self, request_id: RequestId, choice_index: int) -> None:

@@ -174,7 +174,7 @@ async def test_who_leaves_or_runs_out_of_time_is_cancelled_at_the_worker() -> No
         task.cancel()
         await asyncio.wait_for(reading.cancelled.wait(), WAIT_S)
         await asyncio.gather(task, return_exceptions=True)
-        now_s = router.dispatcher._around.clock()
+        now_s = router.dispatcher._context.clock()
         with pytest.raises(DeadlineExceeded):
             await run(router, asked(deadline_s=now_s + 0.05))
         reading = await asyncio.wait_for(slow.reads.get(), WAIT_S)

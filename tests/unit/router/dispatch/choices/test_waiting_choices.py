@@ -47,7 +47,7 @@ async def _until_refused(pool: _Pool, times: int) -> None:
 
 
 async def _until_it_waits(router: Cluster) -> None:
-    while not router.dispatcher._around.room._waiters:  # noqa: ASYNC110 - nothing tells that the refusal was read
+    while not router.dispatcher._context.room._waiters:  # noqa: ASYNC110 - nothing tells that the refusal was read
         await asyncio.sleep(0)
 
 
@@ -83,7 +83,7 @@ async def test_a_load_report_that_shows_room_ends_the_wait() -> None:
         pool.full = False
         full.send(_room(64))
         assert (await client)[0] == expected_tokens(PROMPT, count=8, seed=3)
-        assert not router.dispatcher._around.room._waiters
+        assert not router.dispatcher._context.room._waiters
         router.assert_idle()
 
 
@@ -93,7 +93,7 @@ async def test_waiting_ends_with_the_deadline() -> None:
         with pytest.raises(DeadlineExceeded):
             await collect(router.generate(routed(deadline_s=time.monotonic() + 0.2)))
         assert pool.num_refused == 1
-        assert not router.dispatcher._around.room._waiters
+        assert not router.dispatcher._context.room._waiters
         router.assert_idle()
 
 
