@@ -58,12 +58,10 @@ class FairAdmission:
 
     @property
     def num_waiting(self) -> int:
-        """Requests in line."""
         return len(self._queue)
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Of their prompts."""
         return self._queue.num_tokens
 
     @property

@@ -121,7 +121,6 @@ class FairQueue:
         insort(self._lengths, ticket.num_tokens)
 
     def remove(self, ticket: Ticket) -> None:
-        """Wait no longer."""
         lines = self._classes[ticket.priority]
         lines[ticket.tenant].take(ticket)
         if not lines[ticket.tenant].tickets:

@@ -5,8 +5,6 @@ _SHORTEST_S = 0.1
 
 
 class RetryAfterEstimator:
-    """Of one router."""
-
     def __init__(self, *, now_s: float) -> None:
         # What was turned away and told to come back, and has not had the time to.
         self._owed_cost = 0.0

@@ -58,8 +58,6 @@ class QueuedTotals:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class AdmissionEntry:
-    """One accepted request."""
-
     ticket: Ticket
     grant: Grant
     waiting: bool = False

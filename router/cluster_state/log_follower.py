@@ -42,8 +42,6 @@ class ClusterStateCounts:
 
 
 class CacheLogFollower:
-    """Of one router."""
-
     def __init__(
         self,
         view: LogPositions,

@@ -38,7 +38,6 @@ class KnownAddresses:
 
     @property
     def addresses(self) -> frozenset[WorkerAddress]:
-        """Stated and told."""
         return self.stated | self._missing_since_s.keys()
 
 

@@ -31,21 +31,13 @@ _DELTAS_TOGETHER = 16
 class RequestRunner(Protocol):
     """What runs requests: `router.dispatch.dispatcher.Dispatcher`."""
 
-    def generate(self, request: RoutedRequest, taken: OnTaken) -> AsyncGenerator[ChoiceDelta, None]:
-        """See `router.dispatch.dispatcher.Dispatcher`."""
-        ...
+    def generate(self, request: RoutedRequest, taken: OnTaken) -> AsyncGenerator[ChoiceDelta, None]: ...
 
-    async def run(self, request: RoutedRequest, reader: DeltaSink, taken: OnTaken) -> None:
-        """See `router.dispatch.dispatcher.Dispatcher`."""
-        ...
+    async def run(self, request: RoutedRequest, reader: DeltaSink, taken: OnTaken) -> None: ...
 
-    def finish_choice(self, request_id: RequestId, choice_index: int) -> None:
-        """See `router.types.requests.Generator`."""
-        ...
+    def finish_choice(self, request_id: RequestId, choice_index: int) -> None: ...
 
-    async def drain(self, *, most_s: float) -> None:
-        """See `router.dispatch.dispatcher.Dispatcher`."""
-        ...
+    async def drain(self, *, most_s: float) -> None: ...
 
 
 class AdmissionQueue:
@@ -112,7 +104,6 @@ class AdmissionQueue:
 
     @contextlib.contextmanager
     def admitted(self, requests: Sequence[RoutedRequest]) -> Iterator[None]:
-        """See `router.types.requests.Generator`."""
         visits = self._enter(requests)
         self._entered.update((visit.request.request_id, visit) for visit in visits)
         try:
@@ -125,7 +116,6 @@ class AdmissionQueue:
                     self._end(visit)
 
     def finish_choice(self, request_id: RequestId, choice_index: int) -> None:
-        """See `router.types.requests.Generator`."""
         self._inner.finish_choice(request_id, choice_index)
 
     def _enter(self, requests: Sequence[RoutedRequest]) -> "list[_AdmittedRequest]":
@@ -188,7 +178,6 @@ class AdmissionQueue:
                 self._turns.pop(entry, None)
 
     def _note(self, visit: "_AdmittedRequest", deltas: Sequence[ChoiceDelta]) -> None:
-        """Count what came."""
         entry = visit.entry
         if count := sum(len(delta.tokens) for delta in deltas):
             passed = min(visit.shown, count)

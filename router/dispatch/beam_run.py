@@ -18,8 +18,6 @@ from tandem.values.outputs import FinishReason, SampledToken, TokenLogprob
 
 
 class BeamRun:
-    """One request's."""
-
     def __init__(
         self, reads: PromptScorer, request: RoutedRequest, ask: BeamSearchParams, clock: Callable[[], float]
     ) -> None:

@@ -35,8 +35,6 @@ _Excluded = dict[WorkerKey, WorkerPort | None]
 
 
 class PromptScorer:
-    """One router's."""
-
     def __init__(self, context: DispatchContext) -> None:
         self._context = context
 
@@ -181,7 +179,6 @@ class ScoredPromptSink:
         self.ready = reader.ready
 
     def on_delta(self, delta: ChoiceDelta) -> bool:
-        """See Reader."""
         if (finish := delta.finish) is not None:
             # What the router counts as waiting for a worker began when the request came, before the reading.
             waited_s = max(0.0, finish.times.router_queue_s - self._times.total_s)

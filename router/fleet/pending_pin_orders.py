@@ -15,8 +15,6 @@ OrderT = TypeVar("OrderT")
 
 
 class PendingPinOrders(Generic[OrderT]):
-    """For one worker."""
-
     def __init__(self, *, most: int) -> None:
         self._most = most
         # Whose newest order came first, first.

@@ -36,9 +36,7 @@ _log = logging.getLogger(__name__)
 class PromptScoringRunner(Protocol):
     """What the probe needs of dispatch."""
 
-    async def run(self, request: RoutedRequest, reader: DeltaSink) -> None:
-        """See Generator."""
-        ...
+    async def run(self, request: RoutedRequest, reader: DeltaSink) -> None: ...
 
 
 class ProbeSchedule:
@@ -111,7 +109,6 @@ class QualityProbe(Collector):
         self._losses = {key: found for key, found in self._losses.items() if self._schedule.knows(key)}
 
     def collect(self) -> Iterable[Metric]:
-        """See Collector."""
         family = GaugeMetricFamily(
             "tandem_quality_loss_nats",
             "Mean negative log probability of a token of the probe's text, as each worker's model has it",
@@ -157,7 +154,6 @@ class _ScoresSink:
         self.reading: ScoredPrompt | None = None
 
     def on_delta(self, delta: ChoiceDelta) -> bool:
-        """See Reader."""
         self.reading = delta.reading or self.reading
         return False
 
@@ -166,5 +162,4 @@ class _ScoresSink:
 
 
 def loss_of(reading: ScoredPrompt) -> float:
-    """Nats a token."""
     return -sum(reading.logprobs) / len(reading)

@@ -238,7 +238,6 @@ def transfer_failed_from_pb(failed: pb.TransferFailed) -> TransferFailed:
 
 
 def load_from_pb(load: pb.LoadSnapshot) -> WorkerLoad:
-    """A worker's load."""
     return WorkerLoad(
         num_running=load.num_running,
         num_waiting=load.num_waiting,
@@ -321,7 +320,6 @@ def cache_offer_from_pb(bequest: pb.Bequest) -> CacheOffer:
 
 
 def fetch_cache_to_pb(share: MigrationPlan, *, within_s: float, prefill_tokens_per_s: float) -> pb.RouterMessage:
-    """To a successor."""
     inherit = pb.Inherit(
         holder=holder_to_pb(share.holder),
         block_size=share.block_size,

@@ -10,7 +10,6 @@ _MAX_ENDS = 2 * (len(_TRANSPORTS) + 1) * len(_OUTCOMES)
 
 
 def transfers_from_pb(report: pb.TransferReport) -> TransferReport:
-    """A worker's report."""
     return TransferReport(
         sides=(_side("sent", report.sent), _side("received", report.received)),
         fetches_started=report.fetches_started,

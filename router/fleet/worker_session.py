@@ -180,30 +180,25 @@ class WorkerSession:
         return reason
 
     def submit(self, order: SubmitOrder, deliver: Deliver) -> None:
-        """See WorkerPort."""
         self._require_room()
         self._attempts[order.request_id] = _Attempt(number=order.attempt, deliver=deliver)
         self._send(submit_to_pb(order))
 
     def read(self, order: PromptScoringOrder, deliver: DeliverScores) -> None:
-        """See WorkerPort."""
         self._require_room()
         self._reads[order.request_id] = _Read(number=order.attempt, deliver=deliver)
         self._send(score_prompt_to_pb(order))
 
     def adopt(self, request_id: RequestId, attempt: int, *, num_shown: int, deliver: Deliver) -> None:
-        """See WorkerPort."""
         self._require_room()
         self._attempts[request_id] = _Attempt(number=attempt, deliver=deliver)
         self._send(adopt_to_pb(request_id, attempt, num_shown))
 
     def reroute(self, request_id: RequestId, attempt: int, prefill: PrefillRoute | None) -> None:
-        """See WorkerPort."""
         if self._attempt(request_id, attempt) is not None:
             self._send(reroute_to_pb(request_id, attempt, prefill))
 
     def cancel(self, request_id: RequestId, attempt: int) -> None:
-        """See WorkerPort."""
         if self._attempt(request_id, attempt) is not None:
             del self._attempts[request_id]
         elif self._read_of(request_id, attempt) is not None:
@@ -213,23 +208,18 @@ class WorkerSession:
         self._send(cancel_to_pb(request_id, attempt))
 
     def inherit(self, share: MigrationPlan, *, within_s: float, prefill_tokens_per_s: float) -> None:
-        """See WorkerPort."""
         self._send(fetch_cache_to_pb(share, within_s=within_s, prefill_tokens_per_s=prefill_tokens_per_s))
 
     def settle(self) -> None:
-        """See WorkerPort."""
         self._send(migration_ended_to_pb())
 
     def pin(self, order: PinOrder) -> None:
-        """See WorkerPort."""
         self._send_pin(order.key, pin_to_pb(order))
 
     def unpin(self, key: PinKey) -> None:
-        """See WorkerPort."""
         self._send_pin(key, unpin_to_pb(key))
 
     def resync(self) -> None:
-        """See WorkerPort."""
         self._send(resync_to_pb())
 
     def _require_room(self) -> None:

@@ -42,7 +42,6 @@ class WorkMetrics(Collector):
         ]
 
     def collect(self) -> Iterable[Metric]:
-        """See Collector."""
         for field, (name, text) in _STEPS.items():
             steps = CounterMetricFamily(name, text, labels=(*_WORKER, "kind"))
             for labels, work in self._shown:

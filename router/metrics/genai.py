@@ -16,8 +16,6 @@ _LABELS = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_mode
 
 
 class GenAiMetrics:
-    """The instruments."""
-
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         self._model = model_name
         self._duration = LabelledHistogram(

@@ -29,7 +29,6 @@ class SingleValue(Collector):
         self._labels = labels
 
     def inc(self, amount: float = 1.0) -> None:
-        """Add."""
         self.value += amount
 
     def dec(self) -> None:
@@ -37,7 +36,6 @@ class SingleValue(Collector):
         self.value -= 1.0
 
     def collect(self) -> Iterable[Metric]:
-        """See Collector."""
         family = self._family(self._name, self._text, labels=tuple(self._labels))
         family.add_metric(tuple(self._labels.values()), self.value)
         yield family
@@ -66,7 +64,6 @@ class LabelledCounter(Collector):
         return sum(value for labels, value in self._values.items() if labels[0] != without)
 
     def collect(self) -> Iterable[Metric]:
-        """See Collector."""
         family = CounterMetricFamily(self._name, self._text, labels=self._labels)
         for values, value in self._values.items():
             family.add_metric(values, value)
@@ -74,8 +71,6 @@ class LabelledCounter(Collector):
 
 
 class LocalHistogram(Collector):
-    """A histogram."""
-
     def __init__(
         self, name: str, text: str, bounds: Sequence[float], labels: Mapping[str, str], *, finer: Sequence[float] = ()
     ) -> None:
@@ -100,7 +95,6 @@ class LocalHistogram(Collector):
         return tuple(self._counts)
 
     def collect(self) -> Iterable[Metric]:
-        """See Collector."""
         family = HistogramMetricFamily(self._name, self._text, labels=tuple(self._labels))
         family.add_metric(tuple(self._labels.values()), cumulative(self._counts, self._shown), self._sum)
         yield family
@@ -128,7 +122,6 @@ class LabelledHistogram(Collector):
         self._sums[labels] += value
 
     def collect(self) -> Iterable[Metric]:
-        """See Collector."""
         family = HistogramMetricFamily(self._name, self._text, labels=self._labels)
         for labels, counts in self._counts.items():
             family.add_metric(labels, cumulative(counts, self._shown), self._sums[labels])

@@ -69,8 +69,6 @@ class FirstTokens:
 
 
 class SliceMetrics:
-    """The instruments."""
-
     def __init__(self, registry: CollectorRegistry, tenants: TenantLabels) -> None:
         self._tenants = tenants
         self._phases = LabelledHistogram(

@@ -58,9 +58,7 @@ class _Aging(Protocol):
     """A request that has not ended."""
 
     @property
-    def age_s(self) -> float:
-        """Since it came."""
-        ...
+    def age_s(self) -> float: ...
 
 
 class RouterMetrics:
@@ -291,11 +289,9 @@ class RouterMetrics:
         return self._registered(LabelledCounter(name, text, labels, known=known))
 
     def opened(self, meter: _Aging) -> None:
-        """A request came."""
         self._open[meter] = None
 
     def closed(self, meter: _Aging) -> None:
-        """It has ended."""
         self._open.pop(meter, None)
 
     def _gauge(self, name: str, text: str) -> SingleValue:

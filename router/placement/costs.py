@@ -89,7 +89,6 @@ class PoolCosts:
     terms: Mapping[str, Floats]
 
     def candidate(self, row: int) -> CandidateCost:
-        """One worker's terms."""
         info = self.roster.infos[row]
         return CandidateCost(
             key=info.key,
@@ -100,7 +99,6 @@ class PoolCosts:
         )
 
     def local_threshold(self, row: int) -> float | None:
-        """See CandidateCost."""
         return None
 
     def terms_of(self, row: int) -> Mapping[str, Floats]:
@@ -159,7 +157,6 @@ class DecodeCosts(PoolCosts):
         return {**self.terms, **(self.local_terms if self.local[row] else self.remote_terms)}
 
     def local_threshold(self, row: int) -> float | None:
-        """See CandidateCost."""
         compute_ms, uncached = float(self.local_terms["compute_ms"][row]), float(self.num_tokens - self.held[row])
         return local_threshold(
             queue_ms=float(self.local_terms["queue_ms"][row]),

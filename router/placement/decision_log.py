@@ -54,8 +54,6 @@ class PlacementDecision:
 
 
 class DecisionLog:
-    """The last decisions."""
-
     def __init__(self, most: int, *, clock: Callable[[], float]) -> None:
         """Keeps `most` of them; none when 0. `clock`: that of the decisions, to tell their age."""
         self.most = most
@@ -63,7 +61,6 @@ class DecisionLog:
         self._decisions: deque[PlacementDecision] = deque(maxlen=most)
 
     def num_kept(self, tenant: str) -> int:
-        """Of a tenant."""
         return sum(decision.tenant == tenant for decision in self._decisions)
 
     def add(self, decision: PlacementDecision) -> None:

@@ -12,8 +12,6 @@ from tandem.values.ids import WorkerId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingHandoff:
-    """One of them."""
-
     source: WorkerId
     """Who computes the prompt."""
     target: WorkerId

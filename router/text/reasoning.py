@@ -14,8 +14,6 @@ _WHITE = " \t\r\n"
 
 
 class ThinkingMarks(NamedTuple):
-    """Of one family."""
-
     begin: str
     end: str
 
@@ -167,21 +165,17 @@ class ReasoningTokens:
 
     @property
     def count(self) -> int:
-        """So far."""
         return self._seen if self.has_thought else 0
 
     @property
     def has_thought(self) -> bool:
-        """See ReasoningParser."""
         return self._parser.has_thought
 
     @property
     def has_ended(self) -> bool:
-        """See ReasoningParser."""
         return self._parser.has_ended
 
     def add(self, token_ids: Sequence[int]) -> None:
-        """The next ones."""
         for token_id in token_ids:
             if self._parser.has_ended:
                 return
@@ -203,11 +197,9 @@ class Reasoning:
     bytes_of: Callable[[int], bytes]
 
     def new_parser(self) -> ReasoningParser:
-        """Of one choice."""
         return ReasoningParser(self.marks, is_open=self.is_open)
 
     def new_counter(self) -> ReasoningTokens:
-        """Of one choice."""
         return ReasoningTokens(self.marks, self.bytes_of, is_open=self.is_open)
 
     def answer_in(self, text: str) -> str:

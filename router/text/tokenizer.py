@@ -70,7 +70,6 @@ class Tokenizer:
 
     @property
     def template(self) -> ChatTemplate | None:
-        """The model's own."""
         return self._template
 
     @property

@@ -67,7 +67,6 @@ class ScoredPromptBuilder:
         top_logprobs: Sequence[float],
         mean: Sequence[float],
     ) -> None:
-        """The next part."""
         self._logprobs.extend(logprobs)
         self._ranks.extend(ranks)
         self._top_ids.extend(top_ids)

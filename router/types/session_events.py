@@ -207,9 +207,7 @@ class WorkerPort(Protocol):
         """Keep a prefix for a while; `PinTold` comes."""
         ...
 
-    def unpin(self, key: PinKey) -> None:
-        """No longer."""
-        ...
+    def unpin(self, key: PinKey) -> None: ...
 
     def resync(self) -> None:
         """Ask for a snapshot of the worker's prefix cache; it comes as any change of it does."""

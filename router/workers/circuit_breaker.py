@@ -38,8 +38,6 @@ class WorkerBreakerPolicy:
 
 
 class WorkerCircuitBreaker:
-    """One worker's."""
-
     __slots__ = (
         "_failed",
         "_in_a_row",
@@ -64,7 +62,6 @@ class WorkerCircuitBreaker:
         self._probed_s: float | None = None
 
     def state(self, now_s: float) -> BreakerState:
-        """As of now."""
         if not self._tripped:
             return BreakerState.CLOSED
         return BreakerState.OPEN if now_s < self._opened_until_s else BreakerState.HALF_OPEN

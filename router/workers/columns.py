@@ -221,7 +221,6 @@ class ClusterView:
 
 
 def partners_of(decode: PoolMembers, prefill: PoolMembers) -> tuple[Bools | None, ...]:
-    """See ClusterView."""
     return tuple(prefill.able(example) for example in decode.examples)
 
 

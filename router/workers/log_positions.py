@@ -38,8 +38,6 @@ class Reload(Enum):
 
 @dataclass(slots=True)
 class _Followed:
-    """One worker process."""
-
     next_sequence: int | None = None
     """Number of the next change; None before the first state."""
     position: str = "0-0"
@@ -67,7 +65,6 @@ class LogPositions:
         self._followed[key] = _Followed()
 
     def drop(self, key: WorkerKey) -> None:
-        """No more."""
         self._followed.pop(key, None)
 
     def due(self, now_s: float) -> list[tuple[WorkerKey, Reload]]:

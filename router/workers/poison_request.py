@@ -29,8 +29,6 @@ _ISOLATION_S = 2.0
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _LostWorker:
-    """One lost worker."""
-
     key: WorkerKey
     at_s: float
     unproven: frozenset[RequestId]
@@ -99,7 +97,6 @@ class PoisonRequestTracker:
             self._trials.discard(choice)
 
     def gone(self, choice: RequestId) -> None:
-        """It has ended."""
         self._standings.pop(choice, None)
         self._trials.discard(choice)
 

@@ -163,6 +163,5 @@ class PinRegistry:
                 yield key.name, record, record.ends_s - now_s
 
     def find(self, tenant: str, name: str) -> PinRecord | None:
-        """One of them."""
         record = self._records.get(PinKey(tenant, name))
         return record if record is not None and record.ends_s > self._clock() else None

@@ -163,7 +163,6 @@ class WorkerRegistry:
         return tuple(w.share() for w in self._workers.values() if w.num_assigned or w.num_since_load)
 
     def prefix_changed(self, key: WorkerKey, change: PrefixChange) -> None:
-        """Cache events came."""
         if self._find(key) is not None:
             self.prefix_map.apply(key.worker_id, change)
 
@@ -260,7 +259,6 @@ class WorkerRegistry:
 
 
 def _no_peers(_key: WorkerKey, _report_number: int) -> PeerShare:
-    """With one router."""
     return NO_PEERS
 
 

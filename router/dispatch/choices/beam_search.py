@@ -21,16 +21,12 @@ class Beam(NamedTuple):
 
 
 class EndedBeam(NamedTuple):
-    """One answer."""
-
     beam: Beam
     score: float
     reason: FinishReason
 
 
 class BeamSearch:
-    """One prompt's."""
-
     def __init__(self, ask: BeamSearchParams, *, max_tokens: int) -> None:
         self._ask = ask
         self._max_tokens = max_tokens

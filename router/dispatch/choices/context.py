@@ -20,8 +20,6 @@ Post = Callable[[int, int, AttemptEvent], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HedgingSettings:
-    """See `router.hedging`."""
-
     quantile: float = 0.95
     budget: float = 0.05
 

@@ -20,7 +20,6 @@ class DeepSeekCalls(TextMachine):
         super().__init__(tools, (ALL, ONE), (ONE_END, ALL_END))
 
     def marked(self, marker: str) -> None:
-        """See TextMachine."""
         if marker == ALL:
             self.expect(ONE, self._one)
         else:
@@ -30,7 +29,6 @@ class DeepSeekCalls(TextMachine):
         self.read_head(_HEAD, self._past)
 
     def _past(self, text: str, at: int) -> int:
-        """The fence's end."""
         if text[at] in WHITE + "`":
             return at + 1
         self.go(self.text)

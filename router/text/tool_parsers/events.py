@@ -59,11 +59,9 @@ class EventList:
         """Of the call whose arguments the parts are; None: they are content."""
 
     def content(self, text: str) -> None:
-        """More text."""
         self._part(None, text)
 
     def began(self, index: int, name: str) -> None:
-        """A call."""
         self._close()
         self._events.append(CallBegan(index, name))
 

@@ -17,7 +17,6 @@ class LlamaCalls(TextMachine):
         self.go(self._start)
 
     def marked(self, marker: str) -> None:
-        """See TextMachine."""
         self.read_json_call(self._between)
 
     def _start(self, text: str, at: int) -> int:

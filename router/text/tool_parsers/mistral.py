@@ -18,7 +18,6 @@ class MistralCalls(TextMachine):
         super().__init__(tools, (OPEN,))
 
     def marked(self, marker: str) -> None:
-        """See TextMachine."""
         self.go(self._begun)
 
     def _begun(self, text: str, at: int) -> int:

@@ -26,7 +26,6 @@ class TaggedCalls(TextMachine):
         """The function whose arguments are being told, and how many of them."""
 
     def marked(self, marker: str) -> None:
-        """See TextMachine."""
         if marker == _FUNCTION:
             self._read_name(self._take_function)
         else:

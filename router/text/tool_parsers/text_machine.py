@@ -44,14 +44,12 @@ class TextMachine(ABC):
         self._step: Step = self.text
 
     def feed(self, text: str) -> list[ToolEvent]:
-        """See ToolParser."""
         at = 0
         while at < len(text):
             at = self._step(text, at)
         return self._out.take()
 
     def flush(self) -> list[ToolEvent]:
-        """See ToolParser."""
         if self._held:
             self.no_call()
         pending, self._pending, self._node = self._pending, "", 0
