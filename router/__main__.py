@@ -21,16 +21,16 @@ from router.api.request.client_request import ModelInfo
 from router.api.request.named_caches import KeptPrompts, NamedCaches
 from router.api.request.shared_named_caches import SharedNames
 from router.api.slow_client import WRITE_TIMEOUT_S
-from router.cluster_state.redis_tasks import RouterBoard
+from router.cluster_state.redis_tasks import RouterClusterState
 from router.dispatch.choices.context import DispatchSettings
 from router.dispatch.dispatcher import Dispatcher
 from router.fleet.canary import CANARY_SALT, Canary
-from router.fleet.configured_workers import StatedPools, StatedWorkers, stated
+from router.fleet.configured_workers import ConfiguredPoolSizes, ConfiguredWorkers, configured_addresses
 from router.fleet.connections import WorkerFleet
 from router.fleet.profiles import Profiles
 from router.fleet.quality_probe import QUALITY_SALT, QualityProbe
-from router.fleet.reachable_workers import ReachedWorkers
-from router.fleet.readiness import Readiness
+from router.fleet.reachable_workers import ReachableWorkers
+from router.fleet.readiness import ReadinessCheck
 from router.fleet.worker_session import SessionSettings
 from router.grpc.server import GrpcDoor, build_server
 from router.http.admin.profiles import ProfileRoutes
@@ -87,13 +87,13 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         keeper = await stack.enter_async_context(Doorkeeper(config.router, limits))
         lifetime.on_reread(keeper.look_now)
         board, fleet, named_anew = await _join_workers(stack, config, registry, secret, incarnation, limits)
-        lifetime.on_reread(OneAtATime(StatedWorkers(place.config_path, named_anew).read))
+        lifetime.on_reread(OneAtATime(ConfiguredWorkers(place.config_path, named_anew).read))
         if not await enough_joined(registry, fleet.addresses, lifetime, predecessor):
             return
         model = _model_info(registry)
         tokenizer.check_fits(model.vocab_size)
         metrics = make_metrics(config, model.name, keeper, board)
-        lifetime.on_reread(OneAtATime(StatedPools(place.config_path, config, metrics.stated_workers).read))
+        lifetime.on_reread(OneAtATime(ConfiguredPoolSizes(place.config_path, config, metrics.stated_workers).read))
         siblings = await _join_siblings(stack, place, metrics, None if board is not None else (incarnation, limits))
         decisions = DecisionLog(config.router.decisions_kept, clock=time.monotonic)
         admission = Admission(max_inflight=config.router.max_inflight_requests, clock=time.monotonic)
@@ -102,7 +102,7 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         frontend = Frontend(model=model, tokenizer=tokenizer, config=config.router, secret=secret, tracer=tracer)
         _complete(stack, frontend, config, await _kept_prompts(stack, config, registry, place))
         canary = Canary(registry, dispatcher, hash_root=frontend.hash_root(CANARY_SALT))
-        readiness = Readiness(registry, metrics, canary.answering, keeper.not_ready_reason)
+        readiness = ReadinessCheck(registry, metrics, canary.answering, keeper.not_ready_reason)
         status = await open_status(stack, place, model, dispatcher, gate, metrics, decisions, readiness)
         batches = await open_batches(stack, frontend, gate, config.router, metrics)
         extras = Extras(decisions=decisions, status=status, batches=batches, profiles=_looks(config, secret, fleet))
@@ -110,7 +110,7 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         bounds = connection_bounds(config.router.connections, raise_file_limit())
         server = build_server(frontend, gate, config.router, metrics, bounds.grpc, shares_port=True, keeper=keeper)
         http, rpc = await _open_doors(stack, config, place, app, server, bounds.http, keeper.tls, predecessor)
-        reached = ReachedWorkers(registry, canary, addresses=fleet.addresses, tell=heart.tell)
+        reached = ReachableWorkers(registry, canary, addresses=fleet.addresses, tell=heart.tell)
         handing = await _await_successor(stack, config, place, http, lifetime, reached, predecessor)
         await stack.enter_async_context(canary)
         await _begin_quality_probe(stack, config, registry, dispatcher, frontend, metrics)
@@ -228,17 +228,19 @@ async def _join_workers(
     secret: bytes,
     incarnation: Incarnation,
     limits: SharedLimits,
-) -> tuple[RouterBoard | None, WorkerFleet, Callable[[frozenset[WorkerAddress]], None]]:
+) -> tuple[RouterClusterState | None, WorkerFleet, Callable[[frozenset[WorkerAddress]], None]]:
     """Keep sessions to all workers; with Redis, those that it tells of are among them, and it tells what they hold.
 
     The last part of the result takes the addresses that the configuration names later.
     """
-    named = stated(config)
+    named = configured_addresses(config)
     directory = ChangingDirectory(named)
     settings, named_anew = config.redis.board_settings(), directory.replace
-    board: RouterBoard | None = None
+    board: RouterClusterState | None = None
     if settings is not None:
-        board = RouterBoard(settings, secret=secret, router=incarnation, registry=registry, limits=limits, stated=named)
+        board = RouterClusterState(
+            settings, secret=secret, router=incarnation, registry=registry, limits=limits, stated=named
+        )
         await stack.enter_async_context(board)
         directory, named_anew = board.directory, board.directory.state
     fleet = WorkerFleet(
@@ -307,7 +309,7 @@ async def _await_successor(
     place: RouterPlace,
     http: HttpDoor,
     lifetime: Lifetime,
-    reached: ReachedWorkers,
+    reached: ReachableWorkers,
     predecessor: Predecessor | None,
 ) -> HandsOver | None:
     """From now on this router can be succeeded itself, unless others stand beside it."""

@@ -10,7 +10,7 @@ from enum import Enum
 
 import numpy as np
 
-from router.admission.local_prefill_capacity import LocalRoom, local_room
+from router.admission.local_prefill_capacity import LocalPrefillCapacity, local_prefill_capacity
 from router.placement.costs import CostModel
 from router.workers.columns import Bools, ClusterView, Floats, PoolView
 
@@ -25,7 +25,7 @@ _BELIEVED_S = 0.5
 """Of busy time, that a rate known beforehand counts for beside what was measured."""
 
 
-class Lack(Enum):
+class Shortage(Enum):
     """What there is too little of for whoever waits."""
 
     PREFILL = "prefill"
@@ -37,13 +37,13 @@ class Lack(Enum):
     ROUTER = "router"
     """The router's own bound of requests under way."""
 
-    def and_decode(self) -> "Lack":
+    def and_decode(self) -> "Shortage":
         """This, and the decode pool besides."""
-        return Lack.BOTH if self in (Lack.PREFILL, Lack.BOTH) else Lack.DECODE
+        return Shortage.BOTH if self in (Shortage.PREFILL, Shortage.BOTH) else Shortage.DECODE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoomPolicy:
+class CapacityPolicy:
     """How much of a worker is used, and what stands for rates that nobody has measured."""
 
     worker_backlog_s: float = 0.25
@@ -67,7 +67,7 @@ class InTransit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterRoom:
+class ClusterCapacity:
     """The cluster at one moment."""
 
     usable: bool
@@ -90,7 +90,7 @@ class ClusterRoom:
     """Until the worker that is first done with its prompts is done."""
     awaited: bool = False
     """Nobody takes requests, but somebody is expected to."""
-    local: LocalRoom | None = None
+    local: LocalPrefillCapacity | None = None
     """What decode workers would read themselves, while the prefill pool has enough to do."""
 
     def ever_holds(self, num_tokens: int) -> bool:
@@ -107,21 +107,21 @@ class ClusterRoom:
             return not self.awaited
         return self.slots > 0 and self.slack_tokens > 0.0 and num_tokens < self.free_tokens
 
-    def lack(self, num_tokens: int) -> Lack | None:
+    def lack(self, num_tokens: int) -> Shortage | None:
         """What a request with such a prompt would wait for; None: it would be run now."""
         if not self.usable:
-            return Lack.DECODE if self.awaited else None
+            return Shortage.DECODE if self.awaited else None
         reading = self._reading_lack(num_tokens)
         if self.slots > 0 and num_tokens < self.free_tokens:
             return reading
-        return Lack.DECODE if reading is None else reading.and_decode()
+        return Shortage.DECODE if reading is None else reading.and_decode()
 
-    def reads_itself(self, num_tokens: int) -> LocalRoom | None:
+    def reads_itself(self, num_tokens: int) -> LocalPrefillCapacity | None:
         """Where a decode worker would read such a prompt itself because the prefill pool has enough to do."""
         local = self.local
         return local if local is not None and local.reads(num_tokens) else None
 
-    def awaits_reading(self, num_tokens: int) -> LocalRoom | None:
+    def awaits_reading(self, num_tokens: int) -> LocalPrefillCapacity | None:
         """As `reads_itself`, where such a prompt lacks nothing else of the decode pool."""
         return self.reads_itself(num_tokens) if self.slots > 1 and num_tokens < self.free_tokens else None
 
@@ -135,19 +135,19 @@ class ClusterRoom:
             return -1.0
         return min(local.most_tokens, self.free_tokens - num_tokens - 1)
 
-    def _reading_lack(self, num_tokens: int) -> Lack | None:
+    def _reading_lack(self, num_tokens: int) -> Shortage | None:
         if self.slack_tokens > 0.0:
             return None
         if self.decode_reads:
-            return Lack.DECODE
+            return Shortage.DECODE
         local = self.reads_itself(num_tokens)
         if local is not None and local.slack_tokens > 0.0:
             return None
         # Decode workers read longer ones only because the prefill pool is too small.
-        return Lack.DECODE if local is not None and num_tokens <= local.always_tokens else Lack.PREFILL
+        return Shortage.DECODE if local is not None and num_tokens <= local.always_tokens else Shortage.PREFILL
 
 
-def look(view: ClusterView, policy: RoomPolicy, transit: InTransit, now_s: float) -> ClusterRoom:
+def measure_capacity(view: ClusterView, policy: CapacityPolicy, transit: InTransit, now_s: float) -> ClusterCapacity:
     """What there is room for beside `transit`. A few operations on each pool, however many workers it has."""
     decode, prefill = view.decode, view.prefill
     willing = _willing(decode, now_s)
@@ -160,7 +160,7 @@ def look(view: ClusterView, policy: RoomPolicy, transit: InTransit, now_s: float
     slots = _slots(active, decode.step_ms[willing], policy)
     local = None
     if slack <= 0.0 and not decode_reads and policy.costs is not None:
-        local = local_room(
+        local = local_prefill_capacity(
             view,
             policy.costs,
             np.arange(len(decode.roster))[willing][slots > 0.0],
@@ -168,7 +168,7 @@ def look(view: ClusterView, policy: RoomPolicy, transit: InTransit, now_s: float
             transit_tokens=transit.local_tokens,
             now_s=now_s,
         )
-    return ClusterRoom(
+    return ClusterCapacity(
         usable=_any(decode, _open(decode)),
         decode_reads=decode_reads,
         slots=int(_sum(slots)) - transit.num_requests,
@@ -215,7 +215,7 @@ def _rates(rates: Floats, pool: PoolView, prior: float) -> Floats:
     return np.where(known, rates, rates[known].mean() if known.any() else prior)
 
 
-def _slots(active: Floats, step_ms: Floats, policy: RoomPolicy) -> Floats:
+def _slots(active: Floats, step_ms: Floats, policy: CapacityPolicy) -> Floats:
     free: Floats = np.maximum(policy.max_running_per_worker - active, 0.0)
     if policy.max_itl_s is None:
         return free

@@ -30,7 +30,6 @@ class Continuations:
         return stream not in self._begun_s and self._num_under_way < self._most
 
     def begun(self, stream: RequestId) -> None:
-        """It has passed."""
         now_s = self._clock()
         self._num_under_way += 1
         self._begun_s[stream] = now_s

@@ -4,26 +4,51 @@ from collections.abc import Callable
 
 from router.admission.fair_queue import Ticket
 from router.admission.fair_share import VirtualCounters
-from router.admission.tenant_stats import Habits
-from router.admission.types import Entry, Wanted
+from router.admission.types import AdmissionEntry, AdmissionRequest
 from router.tenants.rate_limits import Limiter
 
+_SMOOTHING = 0.1
+_USUAL_OUTPUT_TOKENS = 128.0
+"""Of a tenant that nobody knows yet, while nobody else is known either."""
 
-class Tickets:
+
+class TenantStats:
+    """Running means, per tenant; a new tenant is taken for the mean of all requests."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, tuple[float, float]] = {}
+        self._all = (_USUAL_OUTPUT_TOKENS, 1.0)
+
+    def expected(self, tenant: str) -> tuple[float, float]:
+        """Tokens of an answer over all choices, and the share of its prompt that is not found cached."""
+        return self._of.get(tenant, self._all)
+
+    def learn(self, tenant: str, *, output_tokens: float, computed_share: float) -> None:
+        """A request has ended well."""
+        seen = (output_tokens, computed_share)
+        self._of[tenant] = _blend(self._of.get(tenant, seen), seen)
+        self._all = _blend(self._all, seen)
+
+
+def _blend(old: tuple[float, float], new: tuple[float, float]) -> tuple[float, float]:
+    return (old[0] + _SMOOTHING * (new[0] - old[0]), old[1] + _SMOOTHING * (new[1] - old[1]))
+
+
+class TicketIssuer:
     """Makes those of one router, and learns from those that have ended."""
 
     def __init__(self, counters: VirtualCounters, limiter: Limiter, clock: Callable[[], float]) -> None:
         self._counters = counters
         self._limiter = limiter
         self._clock = clock
-        self._habits = Habits()
+        self._stats = TenantStats()
         self._num_made = 0
 
-    def make(self, wanted: Wanted) -> Ticket:
+    def make(self, wanted: AdmissionRequest) -> Ticket:
         """In order of arrival, which is now."""
         self._num_made += 1
         tenant, most = wanted.tenant, wanted.max_output_tokens
-        output, share = self._habits.of(tenant)
+        output, share = self._stats.expected(tenant)
         work, output = wanted.num_tokens * share, min(float(most), output)
         return Ticket(
             tenant=tenant,
@@ -37,11 +62,11 @@ class Tickets:
             deadline_s=wanted.deadline_s,
         )
 
-    def learn(self, entry: Entry, cached_tokens: int) -> None:
+    def learn(self, entry: AdmissionEntry, cached_tokens: int) -> None:
         """It has ended; so much of its prompt was cached. What it really cost is what its tenant is charged."""
         ticket = entry.ticket
         computed = max(0, ticket.num_tokens - cached_tokens)
         self._counters.charge(ticket.tenant, input_tokens=computed - ticket.work_tokens)
         if ticket.num_tokens:
             share = computed / ticket.num_tokens
-            self._habits.learn(ticket.tenant, output_tokens=entry.output_tokens, computed_share=share)
+            self._stats.learn(ticket.tenant, output_tokens=entry.output_tokens, computed_share=share)

@@ -23,8 +23,6 @@ class Rejection(Enum):
 
 @dataclass(slots=True, kw_only=True)
 class TenantCounts:
-    """One tenant's."""
-
     requests: int = 0
     input_tokens: int = 0
     output_tokens: int = 0

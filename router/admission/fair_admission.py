@@ -10,14 +10,14 @@ whose prompt a decode worker would read itself.
 
 from collections.abc import Callable, Sequence
 
-from router.admission.cluster_capacity import ClusterRoom, Lack
-from router.admission.cost_estimates import Tickets
+from router.admission.cluster_capacity import ClusterCapacity, Shortage
+from router.admission.cost_estimates import TicketIssuer
 from router.admission.counts import AdmissionCounts, Rejection
 from router.admission.fair_queue import FairQueue, Ticket
 from router.admission.fair_share import VirtualCounters
-from router.admission.queue_limits import victims
-from router.admission.turn_rule import RoomWatch, TurnRule
-from router.admission.types import AdmissionPolicy, Entered, Entry, Held, Wanted
+from router.admission.queue_limits import select_victims
+from router.admission.turn_rule import CapacityWatch, TurnRule
+from router.admission.types import AdmissionEntry, AdmissionPolicy, AdmissionRequest, AdmissionResult, QueuedTotals
 from router.admission.wait_forecast import WaitForecast
 from router.tenants.rate_limits import Limiter
 from router.workers.columns import ClusterView
@@ -38,7 +38,7 @@ class FairAdmission:
         num_refused: Callable[[], int] = int,
         is_due: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`places`, `num_refused`: see `TurnRule`; `is_due`: see `RoomWatch`."""
+        """`places`, `num_refused`: see `TurnRule`; `is_due`: see `CapacityWatch`."""
         self._num_refused = num_refused
         self._limiter = limiter
         self._policy = policy
@@ -47,9 +47,9 @@ class FairAdmission:
             weight_of=limiter.weight, input_weight=policy.input_weight, output_weight=policy.output_weight
         )
         self._queue = FairQueue(self._counters)
-        self._entries: dict[Ticket, Entry] = {}
-        self._tickets = Tickets(self._counters, limiter, clock)
-        self._watch = RoomWatch(view=view, policy=policy.room, clock=clock, is_due=is_due)
+        self._entries: dict[Ticket, AdmissionEntry] = {}
+        self._tickets = TicketIssuer(self._counters, limiter, clock)
+        self._watch = CapacityWatch(view=view, policy=policy.room, clock=clock, is_due=is_due)
         self._rule = TurnRule(self._queue, self._watch, places=places, num_refused=num_refused)
         self._forecast = WaitForecast(self._queue, self._rule, policy=policy, clock=clock, num_refused=num_refused)
         self.closed = False
@@ -58,12 +58,10 @@ class FairAdmission:
 
     @property
     def num_waiting(self) -> int:
-        """Requests in line."""
         return len(self._queue)
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Of their prompts."""
         return self._queue.num_tokens
 
     @property
@@ -71,7 +69,7 @@ class FairAdmission:
         """Choices that had their turn and that every decode worker was too full for."""
         return self._num_refused()
 
-    def held(self) -> dict[Lack, Held]:
+    def held(self) -> dict[Shortage, QueuedTotals]:
         """All in line by what they wait for: what they lack themselves, or else what who goes before them lacks."""
         return self._rule.held(self._watch.look())
 
@@ -84,19 +82,19 @@ class FairAdmission:
         now_s = self._clock()
         return now_s - min((ticket.arrived_s for ticket in self._queue), default=now_s)
 
-    def enter(self, wanted: Wanted) -> tuple[Entry, list[tuple[Entry, ServingError]]]:
+    def enter(self, wanted: AdmissionRequest) -> tuple[AdmissionEntry, list[tuple[AdmissionEntry, ServingError]]]:
         """As `enter_call`, for one. Raises Overloaded or Unavailable with the time to come back."""
         entered = self.enter_call([wanted])
         if entered.refusal is not None:
             raise entered.refusal
         return entered.entries[0], entered.evicted
 
-    def enter_call(self, call: Sequence[Wanted]) -> "Entered":
+    def enter_call(self, call: Sequence[AdmissionRequest]) -> "AdmissionResult":
         """Count all requests of one client call in, or none: what is refused costs nothing. Each waits unless it has
         its turn at once. Raises Overloaded, Unavailable, or InvalidRequest for more than the tenant may ever have.
         """
         entries = self._admit(call)
-        entered = Entered(entries, [])
+        entered = AdmissionResult(entries, [])
         for number, (entry, wanted) in enumerate(zip(entries, call, strict=True)):
             try:
                 entered.evicted.extend([] if wanted.promised else self._line_up(entry))
@@ -114,9 +112,9 @@ class FairAdmission:
                 self._give_turn(entry)
         return entered
 
-    def pump(self) -> list[Entry]:
+    def pump(self) -> list[AdmissionEntry]:
         """Those whose turn it is now."""
-        turns: list[Entry] = []
+        turns: list[AdmissionEntry] = []
         if not len(self._queue):
             return turns
         self._pass_time()
@@ -133,7 +131,7 @@ class FairAdmission:
             turns.append(entry)
         return turns
 
-    def hopeless(self) -> list[tuple[Entry, ServingError]]:
+    def hopeless(self) -> list[tuple[AdmissionEntry, ServingError]]:
         """Those in line that cannot be served in time any more; they have ended."""
         if not len(self._queue):
             return []
@@ -154,25 +152,25 @@ class FairAdmission:
                 found.append((entry, error))
         return found
 
-    def placed(self, entry: Entry) -> None:
+    def placed(self, entry: AdmissionEntry) -> None:
         """Workers' books have it now."""
         self._watch.placed(entry)
 
-    def generated(self, entry: Entry, num_tokens: int) -> None:
+    def generated(self, entry: AdmissionEntry, num_tokens: int) -> None:
         """Tokens came that its client did not have."""
         entry.output_tokens += num_tokens
         self._counters.charge(entry.ticket.tenant, output_tokens=num_tokens)
 
-    def adopted(self, entry: Entry) -> None:
+    def adopted(self, entry: AdmissionEntry) -> None:
         """A worker still had what it goes on with: its prompt was not computed again."""
         self._counters.charge(entry.ticket.tenant, input_tokens=-entry.ticket.work_tokens)
         entry.ticket.num_tokens, entry.ticket.work_tokens = 0, 0.0
 
-    def cached(self, entry: Entry, num_tokens: int) -> None:
+    def cached(self, entry: AdmissionEntry, num_tokens: int) -> None:
         """A choice has ended, whose prompt had so many tokens cached."""
         entry.cached_tokens = max(entry.cached_tokens or 0, num_tokens)
 
-    def end(self, entry: Entry, *, taken: bool = True) -> None:
+    def end(self, entry: AdmissionEntry, *, taken: bool = True) -> None:
         """It is over, however; `taken`: a worker took it, or may have, else it costs nothing. No-op the second time."""
         if entry.ended:
             return
@@ -196,12 +194,12 @@ class FairAdmission:
         self.counts.served(ticket.tenant, ticket.num_tokens, entry.output_tokens)
         self._limiter.settle(entry.grant, ticket.num_tokens + entry.output_tokens)
 
-    def predicted_first_token_s(self, wanted: Wanted) -> float:
+    def predicted_first_token_s(self, wanted: AdmissionRequest) -> float:
         """Seconds until a request that came now would have its first token."""
         ticket, room = self._tickets.make(wanted), self._watch.look()
         return self._forecast.wait_s(ticket, room) + room.compute_s(ticket.work_tokens)
 
-    def _admit(self, call: Sequence[Wanted]) -> list[Entry]:
+    def _admit(self, call: Sequence[AdmissionRequest]) -> list[AdmissionEntry]:
         tenant, promised = call[0].tenant, all(wanted.promised for wanted in call)
         if self.closed and not promised:
             self.counts.rejected(Rejection.DRAINING, tenant, len(call))
@@ -214,9 +212,9 @@ class FairAdmission:
         except Overloaded as error:
             self.counts.rejected(Rejection(error.param), tenant, len(call))
             raise
-        return [Entry(ticket=ticket, grant=grant) for ticket, grant in zip(tickets, grants, strict=True)]
+        return [AdmissionEntry(ticket=ticket, grant=grant) for ticket, grant in zip(tickets, grants, strict=True)]
 
-    def _line_up(self, entry: Entry) -> list[tuple[Entry, ServingError]]:
+    def _line_up(self, entry: AdmissionEntry) -> list[tuple[AdmissionEntry, ServingError]]:
         """Make it wait, unless it need not. Raises what `enter` raises."""
         ticket, room, forecast = entry.ticket, self._watch.look(), self._forecast
         # Who fits no pool would wait in vain, and whoever is behind it as well.
@@ -241,18 +239,18 @@ class FairAdmission:
         entry.waiting = True
         return evicted
 
-    def _make_place(self, ticket: Ticket, room: ClusterRoom) -> list[tuple[Entry, ServingError]]:
+    def _make_place(self, ticket: Ticket, room: ClusterCapacity) -> list[tuple[AdmissionEntry, ServingError]]:
         """End those that must give way to it. Raises Overloaded before anybody has ended if that would not suffice."""
-        if (leaving := victims(ticket, self._queue, self._counters, self._policy)) is None:
+        if (leaving := select_victims(ticket, self._queue, self._counters, self._policy)) is None:
             raise self._turned_away(ticket, room)
         return [self._evict(victim, room) for victim in leaving]
 
-    def _evict(self, victim: Ticket, room: ClusterRoom) -> tuple[Entry, ServingError]:
+    def _evict(self, victim: Ticket, room: ClusterCapacity) -> tuple[AdmissionEntry, ServingError]:
         entry = self._entries[victim]
         self.end(entry)
         return entry, self._turned_away(victim, room)
 
-    def _turned_away(self, ticket: Ticket, room: ClusterRoom) -> Overloaded:
+    def _turned_away(self, ticket: Ticket, room: ClusterCapacity) -> Overloaded:
         wait_s = ticket.cost / self._forecast.rate(room)
         self.counts.rejected(Rejection.QUEUE_FULL, ticket.tenant)
         retry_s = self._forecast.retry_after_s(ticket, wait_s, room)
@@ -271,7 +269,7 @@ class FairAdmission:
         # How fast the queue drains is not learned while there is nobody to drain it.
         self._forecast.meter.passed(self._clock(), busy=len(self._queue) > 0 and not self._watch.awaited)
 
-    def _give_turn(self, entry: Entry) -> None:
+    def _give_turn(self, entry: AdmissionEntry) -> None:
         entry.waiting, entry.had_turn = False, True
         self._watch.began(entry)
         self._counters.served(entry.ticket.tenant, input_tokens=entry.ticket.work_tokens)

@@ -45,7 +45,7 @@ class Ahead(NamedTuple):
     work_tokens: float
 
 
-class GivenUp(NamedTuple):
+class EvictionCandidate(NamedTuple):
     """One of those that are given up when there is no place for all."""
 
     ticket: Ticket
@@ -121,7 +121,6 @@ class FairQueue:
         insort(self._lengths, ticket.num_tokens)
 
     def remove(self, ticket: Ticket) -> None:
-        """Wait no longer."""
         lines = self._classes[ticket.priority]
         lines[ticket.tenant].take(ticket)
         if not lines[ticket.tenant].tickets:
@@ -184,7 +183,7 @@ class FairQueue:
                 work += share * line.work_tokens
         return Ahead(cost + own.cost, work + own.work_tokens)
 
-    def given_up(self) -> Iterator[GivenUp]:
+    def given_up(self) -> Iterator[EvictionCandidate]:
         """All, in the order in which to give them up: each the last of the line that is then the longest (by cost over
         weight) of the worst priority. Nobody is taken out.
         """
@@ -196,7 +195,7 @@ class FairQueue:
                 if (ticket := next(lasts[longest], None)) is None:
                     del costs[longest]
                     continue
-                yield GivenUp(ticket, costs[longest])
+                yield EvictionCandidate(ticket, costs[longest])
                 costs[longest] -= ticket.cost / self._counters.weight(longest)
 
     def line_cost(self, tenant: str, priority: int) -> float:

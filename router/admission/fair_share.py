@@ -39,7 +39,6 @@ class VirtualCounters:
         return self._counters.get(tenant, 0.0)
 
     def weight(self, tenant: str) -> float:
-        """Its share."""
         return self._weight_of(tenant)
 
     def activate(self, tenant: str, waiting: Iterable[str], *, credit: float = 0.0) -> None:

@@ -15,7 +15,7 @@ _least, _most, _sum = np.minimum.reduce, np.maximum.reduce, np.add.reduce
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LocalRoom:
+class LocalPrefillCapacity:
     """What decode workers with a place can read besides."""
 
     most_tokens: float
@@ -34,9 +34,9 @@ class LocalRoom:
         return num_tokens <= self.most_tokens
 
 
-def local_room(
+def local_prefill_capacity(
     view: ClusterView, model: CostModel, rows: Ints, *, backlog_s: float, transit_tokens: float, now_s: float
-) -> LocalRoom | None:
+) -> LocalPrefillCapacity | None:
     """Of the decode workers in `rows`; None: there are none. `backlog_s`: of reading, that each may have ahead.
 
     `transit_tokens`: of prompts that are on their way to them and in nobody's books.
@@ -45,7 +45,7 @@ def local_room(
         return None
     rates = 1e3 / prefill_ms(view.decode, model)[rows]
     backlogs = view.decode.backlog_now[rows]
-    return LocalRoom(
+    return LocalPrefillCapacity(
         most_tokens=float(_most(_thresholds(view, model, rows, now_s))),
         always_tokens=model.local_prefill_tokens,
         slack_tokens=float(_sum(np.maximum(backlog_s * rates - backlogs, 0.0))) - transit_tokens,

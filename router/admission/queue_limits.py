@@ -5,7 +5,7 @@ from router.admission.fair_share import VirtualCounters
 from router.admission.types import AdmissionPolicy
 
 
-def victims(
+def select_victims(
     ticket: Ticket, queue: FairQueue, counters: VirtualCounters, policy: AdmissionPolicy
 ) -> list[Ticket] | None:
     """Those that must give way so that it may wait; None: they would not suffice, or come before it."""

@@ -3,20 +3,20 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from router.admission.cluster_capacity import ClusterRoom, InTransit, Lack, RoomPolicy, look
+from router.admission.cluster_capacity import CapacityPolicy, ClusterCapacity, InTransit, Shortage, measure_capacity
 from router.admission.fair_queue import FairQueue, Ticket
-from router.admission.types import Entry, Held
+from router.admission.types import AdmissionEntry, QueuedTotals
 from router.workers.columns import ClusterView
 
 
-class RoomWatch:
+class CapacityWatch:
     """What the cluster has room for beside those that had their turn and are in no worker's books yet."""
 
     def __init__(
         self,
         *,
         view: Callable[[], ClusterView],
-        policy: RoomPolicy,
+        policy: CapacityPolicy,
         clock: Callable[[], float],
         is_due: Callable[[], bool],
     ) -> None:
@@ -25,7 +25,7 @@ class RoomWatch:
         self._policy = policy
         self._clock = clock
         self._is_due = is_due
-        self._transit: set[Entry] = set()
+        self._transit: set[AdmissionEntry] = set()
         self.awaited = False
         """At the last look: nobody serves, and somebody is expected to."""
 
@@ -34,24 +34,24 @@ class RoomWatch:
         """Those that had their turn and are in no worker's books yet."""
         return len(self._transit)
 
-    def began(self, entry: Entry) -> None:
+    def began(self, entry: AdmissionEntry) -> None:
         """It has its turn."""
         entry.in_transit = True
         self._transit.add(entry)
 
-    def placed(self, entry: Entry) -> None:
+    def placed(self, entry: AdmissionEntry) -> None:
         """Workers' books have it now, or it has ended."""
         entry.in_transit = False
         self._transit.discard(entry)
 
-    def look(self) -> ClusterRoom:
+    def look(self) -> ClusterCapacity:
         """The cluster at this moment."""
         transit = InTransit(
             num_requests=len(self._transit),
             work_tokens=sum(entry.ticket.work_tokens for entry in self._transit if not entry.is_local),
             local_tokens=sum(entry.ticket.work_tokens for entry in self._transit if entry.is_local),
         )
-        room = look(self._view(), self._policy, transit, self._clock())
+        room = measure_capacity(self._view(), self._policy, transit, self._clock())
         self.awaited = not room.usable and self._is_due()
         return replace(room, awaited=True) if self.awaited else room
 
@@ -60,7 +60,7 @@ class TurnRule:
     """Whether one may run in a room that was looked at."""
 
     def __init__(
-        self, queue: FairQueue, watch: RoomWatch, *, places: Callable[[int], int], num_refused: Callable[[], int]
+        self, queue: FairQueue, watch: CapacityWatch, *, places: Callable[[int], int], num_refused: Callable[[], int]
     ) -> None:
         """`places`: how many requests of a priority may run besides, whatever the workers say. `num_refused`: those
         that had their turn and that every decode worker was too full for; they go first.
@@ -69,41 +69,43 @@ class TurnRule:
         self._watch = watch
         self._places = places
         self._num_refused = num_refused
-        self._lacked = Lack.ROUTER
+        self._lacked = Shortage.ROUTER
         """By whoever had to wait last."""
 
-    def lack(self, ticket: Ticket, room: ClusterRoom) -> Lack | None:
+    def lack(self, ticket: Ticket, room: ClusterCapacity) -> Shortage | None:
         """Why it cannot run now; None: it can, or never will."""
         if not room.ever_holds(ticket.num_tokens):
             return None
         lack = room.lack(ticket.num_tokens)
         if self._num_refused():
-            return Lack.DECODE if lack is None else lack.and_decode()
+            return Shortage.DECODE if lack is None else lack.and_decode()
         if lack is None and self._places(ticket.priority) <= self._watch.num_in_transit:
-            return Lack.ROUTER
+            return Shortage.ROUTER
         return lack
 
-    def next_turn(self, first: Ticket, room: ClusterRoom) -> Ticket | None:
+    def next_turn(self, first: Ticket, room: ClusterCapacity) -> Ticket | None:
         """Who runs next: the first one in line, or else somebody who passes; None: all wait."""
         if (lack := self.lack(first, room)) is None:
             return first
         self._lacked = lack
         return self._queue.first_within(self._most_passing(first, room))
 
-    def passes(self, ticket: Ticket, room: ClusterRoom) -> bool:
+    def passes(self, ticket: Ticket, room: ClusterCapacity) -> bool:
         """Whether it need not line up behind those that wait; nobody who waits could pass before it."""
         if (first := self._queue.first()) is None:
             return True
         most = self._most_passing(first, room)
         return ticket.num_tokens <= most and self._queue.first_within(most) is None
 
-    def may_be_passed(self, first: Ticket, room: ClusterRoom) -> bool:
+    def may_be_passed(self, first: Ticket, room: ClusterCapacity) -> bool:
         """Whether the first one in line waits for the prefill pool alone, with a place left for it if somebody goes."""
-        return self.lack(first, room) is Lack.PREFILL and self._places(first.priority) > self._watch.num_in_transit + 1
+        return (
+            self.lack(first, room) is Shortage.PREFILL and self._places(first.priority) > self._watch.num_in_transit + 1
+        )
 
-    def held(self, room: ClusterRoom) -> dict[Lack, Held]:
+    def held(self, room: ClusterCapacity) -> dict[Shortage, QueuedTotals]:
         """All in line by what they wait for: what they lack themselves, or else what who goes before them lacks."""
-        held = {lack: Held() for lack in Lack}
+        held = {lack: QueuedTotals() for lack in Shortage}
         if (first := self._queue.first()) is not None:
             ahead = self.lack(first, room) or self._lacked
             for ticket in self._queue:
@@ -112,7 +114,7 @@ class TurnRule:
                 sums.num_tokens += ticket.num_tokens
         return held
 
-    def _most_passing(self, first: Ticket, room: ClusterRoom) -> float:
+    def _most_passing(self, first: Ticket, room: ClusterCapacity) -> float:
         """The longest prompt that need not wait for whoever is first, who waits for the prefill pool; below 0: none.
 
         A decode worker reads it at once, and what else the first one needs is left to it.

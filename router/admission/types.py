@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from router.admission.cluster_capacity import RoomPolicy
+from router.admission.cluster_capacity import CapacityPolicy
 from router.admission.fair_queue import Ticket
 from router.tenants.rate_limits import Grant
 from tandem.errors import ServingError
@@ -28,11 +28,11 @@ class AdmissionPolicy:
     that, and whoever is let in should not be refused later."""
     patience: float = 4.0
     """Times `max_queue_s` that a request may be predicted to wait altogether once it was let in."""
-    room: RoomPolicy = field(default_factory=RoomPolicy)
+    room: CapacityPolicy = field(default_factory=CapacityPolicy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class AdmissionRequest:
     """What of a request matters here."""
 
     tenant: str
@@ -49,7 +49,7 @@ class Wanted:
 
 
 @dataclass(slots=True)
-class Held:
+class QueuedTotals:
     """Some of those in line, summed."""
 
     num_requests: int = 0
@@ -57,9 +57,7 @@ class Held:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Entry:
-    """One accepted request."""
-
+class AdmissionEntry:
     ticket: Ticket
     grant: Grant
     waiting: bool = False
@@ -73,11 +71,11 @@ class Entry:
     """Known when a choice has ended."""
 
 
-class Entered(NamedTuple):
+class AdmissionResult(NamedTuple):
     """What became of one client call."""
 
-    entries: list[Entry]
-    evicted: list[tuple[Entry, ServingError]]
+    entries: list[AdmissionEntry]
+    evicted: list[tuple[AdmissionEntry, ServingError]]
     """Others that had to make room, whether or not that sufficed."""
     refusal: ServingError | None = None
     """None of its entries lives then."""

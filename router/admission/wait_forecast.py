@@ -6,12 +6,32 @@ then the backlog of the worker that is done first, then its own prompt.
 
 from collections.abc import Callable
 
-from router.admission.cluster_capacity import ClusterRoom, DrainMeter
+from router.admission.cluster_capacity import ClusterCapacity, DrainMeter
 from router.admission.counts import Rejection
 from router.admission.fair_queue import FairQueue, Ticket
-from router.admission.retry_after import RetryTimes
 from router.admission.turn_rule import TurnRule
 from router.admission.types import AdmissionPolicy
+
+_LONGEST_S = 60.0
+_SHORTEST_S = 0.1
+
+
+class RetryAfterEstimator:
+    def __init__(self, *, now_s: float) -> None:
+        # What was turned away and told to come back, and has not had the time to.
+        self._owed_cost = 0.0
+        self._since_s = now_s
+
+    def retry_after_s(self, cost: float, over_s: float, *, rate: float, now_s: float) -> float:
+        """Seconds until there is room for one that comes `over_s` too early, behind all who were told so before it.
+
+        `rate`: the cost that is served per second.
+        """
+        self._owed_cost = max(0.0, self._owed_cost - rate * (now_s - self._since_s))
+        self._since_s = now_s
+        wait_s = over_s + self._owed_cost / rate
+        self._owed_cost += cost
+        return min(_LONGEST_S, max(_SHORTEST_S, wait_s))
 
 
 class WaitForecast:
@@ -32,7 +52,7 @@ class WaitForecast:
         self._policy = policy
         self._clock = clock
         self._num_refused = num_refused
-        self._retry = RetryTimes(now_s=clock())
+        self._retry = RetryAfterEstimator(now_s=clock())
         self._seen_s: dict[str, float] = {}
         self.meter = DrainMeter(now_s=clock())
 
@@ -40,20 +60,20 @@ class WaitForecast:
         """It had a request here then."""
         self._seen_s[tenant] = at_s
 
-    def credit(self, ticket: Ticket, room: ClusterRoom) -> float:
+    def credit(self, ticket: Ticket, room: ClusterCapacity) -> float:
         """In cost: how far its tenant may stay behind the others, if it has not been away too long."""
         away_s = ticket.arrived_s - self._seen_s.get(ticket.tenant, ticket.arrived_s)
         return self._policy.credit_s * self.rate(room) if away_s < self._policy.credit_lapses_s else 0.0
 
-    def rate(self, room: ClusterRoom) -> float:
+    def rate(self, room: ClusterCapacity) -> float:
         """Cost that is served per second."""
         return self.meter.rate(room.prefill_tokens_per_s * self._policy.input_weight)
 
-    def whole_s(self, room: ClusterRoom) -> float:
+    def whole_s(self, room: ClusterCapacity) -> float:
         """It takes to serve everybody in line: nobody waits longer."""
         return sum(ticket.cost for ticket in self._queue) / self.rate(room) + room.least_wait_s
 
-    def wait_s(self, ticket: Ticket, room: ClusterRoom) -> float:
+    def wait_s(self, ticket: Ticket, room: ClusterCapacity) -> float:
         """Until whoever reads its prompt begins with it."""
         local, first = room.awaits_reading(ticket.num_tokens), self._queue.first()
         # Whoever cannot pass the first one waits as long as that one.
@@ -69,7 +89,7 @@ class WaitForecast:
         return (ahead.cost + ticket.cost) / self.rate(room) + room.least_wait_s
 
     def lateness(
-        self, ticket: Ticket, room: ClusterRoom, *, share: float, patience: float = 1.0
+        self, ticket: Ticket, room: ClusterCapacity, *, share: float, patience: float = 1.0
     ) -> tuple[Rejection, float] | None:
         """Why it would come too late with that share of the time to its deadline, and by how much in seconds."""
         now_s, wait_s = self._clock(), self.wait_s(ticket, room)
@@ -80,7 +100,7 @@ class WaitForecast:
         over_s = now_s - ticket.arrived_s + wait_s - patience * self._policy.max_queue_s
         return (Rejection.QUEUE_TIME, over_s) if over_s > 0.0 else None
 
-    def left_s(self, ticket: Ticket, room: ClusterRoom, patience: float) -> float:
+    def left_s(self, ticket: Ticket, room: ClusterCapacity, patience: float) -> float:
         """It may still wait."""
         now_s = self._clock()
         left_s = ticket.arrived_s + patience * self._policy.max_queue_s - now_s
@@ -88,6 +108,6 @@ class WaitForecast:
             return left_s
         return min(left_s, ticket.deadline_s - now_s - room.compute_s(ticket.work_tokens))
 
-    def retry_after_s(self, ticket: Ticket, over_s: float, room: ClusterRoom) -> float:
+    def retry_after_s(self, ticket: Ticket, over_s: float, room: ClusterCapacity) -> float:
         """When it is to come back, being so much too early now."""
         return self._retry.retry_after_s(ticket.cost, over_s, rate=self.rate(room), now_s=self._clock())

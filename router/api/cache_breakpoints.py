@@ -9,7 +9,7 @@ from router.api.request.client_request import ClientFields, Prepared
 from router.text.chat_template import Message
 from router.text.conversation import TemplateOptions
 from router.text.tools import ToolUse
-from router.types.requests import PinWish
+from router.types.requests import PinRequest
 from tandem.errors import InvalidRequest
 from tandem.values.block_hash import HASH_BLOCK_TOKENS
 
@@ -47,7 +47,7 @@ async def prepare_marked(
     options = replace(fields.template, continue_final=False)
     lengths = [await marked_tokens(frontend, messages, mark, ids, tools, options) for mark in marks]
     pins = tuple(
-        PinWish(num_tokens=length // HASH_BLOCK_TOKENS * HASH_BLOCK_TOKENS, ttl_s=mark.ttl_s)
+        PinRequest(num_tokens=length // HASH_BLOCK_TOKENS * HASH_BLOCK_TOKENS, ttl_s=mark.ttl_s)
         for mark, length in zip(marks, lengths, strict=True)
         if length >= HASH_BLOCK_TOKENS
     )

@@ -15,7 +15,7 @@ from router.api.frontend import Frontend
 from router.api.request.client_request import ClientFields, Prepared
 from router.api.request_meter import RequestMeter
 from router.api.text_stream import read_text
-from router.types.prompt_scoring import ReadAsk
+from router.types.prompt_scoring import PromptScoringRequest
 from router.types.requests import Generator
 from tandem.errors import InternalError, InvalidRequest
 
@@ -23,7 +23,7 @@ MAX_INPUTS = 2048
 """Of one call, as OpenAI has it."""
 _TOGETHER = 64
 """Inputs of one call that are under way at once."""
-ASK = ReadAsk(num_top=None, only=True)
+ASK = PromptScoringRequest(num_top=None, only=True)
 
 
 class Embedder:

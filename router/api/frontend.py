@@ -20,12 +20,12 @@ from router.api.request.prompt_scoring_options import check_reading_sizes
 from router.api.request.request_ids import name_request
 from router.sandbox.grammar_check import GrammarChecker
 from router.text.chat_template import Message
-from router.text.grammars.thinking import Thinking
-from router.text.grammars.tool_calling import Tooling
+from router.text.grammars.thinking import ThinkingSupport
+from router.text.grammars.tool_calling import ToolCallSupport
 from router.text.reasoning import Reasoning
 from router.text.stop_strings import StopStrings
 from router.text.tokenizer import Tokenizer
-from router.text.tool_parsers.request_calls import Calling
+from router.text.tool_parsers.request_calls import ToolCallReading
 from router.types.requests import MAX_PRIORITY, ResumePoint, RoutedRequest
 from router.types.stream_ids import StreamIds
 from tandem.config.cluster import RouterConfig
@@ -71,9 +71,9 @@ class Frontend:
         self.kept: KeptPrompts | None = None
         """The same; without it nothing is kept by name."""
         self._preparing = 0
-        self.thinking = Thinking(tokenizer, config.reasoning_parser)
+        self.thinking = ThinkingSupport(tokenizer, config.reasoning_parser)
         marks = self.thinking.marks
-        self.tooling = Tooling(tokenizer, config.tool_parser, None if marks is None else marks.begin)
+        self.tooling = ToolCallSupport(tokenizer, config.tool_parser, None if marks is None else marks.begin)
         self.prompts = PromptReader(model=model, tokenizer=tokenizer, max_prompts=config.max_prompts)
         self._hash_root = lru_cache(maxsize=_MAX_ROOTS)(self._new_hash_root)
 
@@ -146,7 +146,7 @@ class Frontend:
         asked.validate(vocab_size=self.model.vocab_size)
         StopStrings(fields.stop)
 
-    def _calling(self, fields: ClientFields) -> tuple[ClientFields, Calling | None]:
+    def _calling(self, fields: ClientFields) -> tuple[ClientFields, ToolCallReading | None]:
         """With the structure that keeps calls to what was asked of them, and how they are read."""
         if fields.tools is None:
             return fields, None

@@ -10,7 +10,7 @@ from router.api.frontend import Frontend
 from router.api.request.client_request import ClientFields, Prepared
 from router.api.request.named_caches import NAME_PREFIX, NamedCache, NamedCaches
 from router.text.chat_template import Message
-from router.types.requests import PinWish
+from router.types.requests import PinRequest
 from router.workers.prefix_pins import PinRegistry
 from tandem.errors import InvalidRequest, Overloaded
 from tandem.values.block_hash import HASH_BLOCK_TOKENS
@@ -140,7 +140,7 @@ class NamedPrompts:
         request, num_tokens = prepared.request, cache.num_tokens
         if request.prompt_token_ids[:num_tokens] != cache.token_ids[:num_tokens]:
             return prepared  # this template puts together what came in two parts; nothing is found then
-        wish = PinWish(name=cache.name, num_tokens=num_tokens, find_end_s=find_end_s)
+        wish = PinRequest(name=cache.name, num_tokens=num_tokens, find_end_s=find_end_s)
         return replace(prepared, request=replace(request, pins=(wish,)))
 
     async def prolong(self, tenant: str, name: str, expires_s: float) -> NamedCache:

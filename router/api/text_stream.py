@@ -72,7 +72,7 @@ class RequestText:
 
 
 class TextReader(Protocol):
-    """Takes a client call's text where it arrives; see `router.types.requests.Reader`."""
+    """Takes a client call's text where it arrives; see `router.types.requests.DeltaSink`."""
 
     def take(self, delta: TextDelta) -> bool:
         """The next delta; whether nothing more should come before `ready`."""
@@ -93,7 +93,7 @@ class _AlongReader:
         self._unshown = meter
         self.ready = show.ready
 
-    def take(self, delta: ChoiceDelta) -> bool:
+    def on_delta(self, delta: ChoiceDelta) -> bool:
         shown = self._feed(delta)
         if shown is None:
             return False
@@ -116,9 +116,9 @@ class _EndReader:
     async def ready(self) -> None:
         """There is always room: an answer is bounded by `max_tokens`."""
 
-    def take(self, delta: ChoiceDelta) -> bool:
+    def on_delta(self, delta: ChoiceDelta) -> bool:
         if delta.reading is not None:
-            return _AlongReader(self._text, self._show).take(delta)
+            return _AlongReader(self._text, self._show).on_delta(delta)
         index, held = delta.choice_index, self._held[delta.choice_index]
         whole = delta._replace(tokens=(*held, *delta.tokens)) if held else delta
         if delta.finish is None:

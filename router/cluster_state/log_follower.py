@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from router.types.worker_view import PrefixChange, WorkerKey
-from router.workers.log_positions import BoardView, Verdict
+from router.workers.log_positions import LogEntryAction, LogPositions
 from tandem.cluster_state.entries import STATE_BYTES, BadEntry, BoardCodec, CacheState, Changes, Process
 from tandem.cluster_state.keys import BoardKeys
 from tandem.rpc.redis_link import Command, RedisDown, RedisLink, Refusal, Reply
@@ -30,7 +30,7 @@ KINDS = ("changes", "head", "load", "router", "state", "worker")
 
 
 @dataclass(slots=True)
-class BoardCounts:
+class ClusterStateCounts:
     """What came off the board, since the router's start."""
 
     entries: Counter[str] = field(default_factory=Counter)
@@ -41,17 +41,15 @@ class BoardCounts:
     """States that were loaded, by reason."""
 
 
-class BoardFollower:
-    """Of one router."""
-
+class CacheLogFollower:
     def __init__(
         self,
-        view: BoardView,
+        view: LogPositions,
         link: RedisLink,
         codec: BoardCodec,
         keys: BoardKeys,
         *,
-        counts: BoardCounts,
+        counts: ClusterStateCounts,
         apply: Callable[[WorkerKey, PrefixChange], None],
         clock: Callable[[], float],
     ) -> None:
@@ -117,7 +115,7 @@ class BoardFollower:
             self._counts.bad["changes"] += 1
         verdict, change = self._view.entry(key, entry_id, changes)
         self._counts.entries[verdict.value if changes is not None else "bad"] += 1
-        if verdict is Verdict.APPLY and change is not None:
+        if verdict is LogEntryAction.APPLY and change is not None:
             self._apply(key, change)
 
     async def _find_culprit(self, keys: dict[bytes, WorkerKey]) -> None:

@@ -5,13 +5,13 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from router.cluster_state.redis_tasks import RouterBoard
+from router.cluster_state.redis_tasks import RouterClusterState
 
 
-class BoardMetrics(Collector):
+class ClusterStateMetrics(Collector):
     """Read at each scrape."""
 
-    def __init__(self, board: RouterBoard) -> None:
+    def __init__(self, board: RouterClusterState) -> None:
         self._board = board
 
     def collect(self) -> Iterator[Metric]:

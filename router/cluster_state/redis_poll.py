@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TypeVar
 
-from router.cluster_state.log_follower import BoardCounts
+from router.cluster_state.log_follower import ClusterStateCounts
 from router.cluster_state.worker_directory import MAX_ADDRESSES, RedisDirectory
 from router.tenants.shared_rate_limits import SharedLimits
-from router.workers.log_positions import BoardView
+from router.workers.log_positions import LogPositions
 from router.workers.peer_load import PeerLoads
 from tandem.cluster_state.entries import (
     LOAD_BYTES,
@@ -39,10 +39,10 @@ _Content = tuple[tuple[Share, ...], tuple[TenantTally, ...], tuple[Incarnation, 
 """What a router tells: what it has at each worker, what it has given each tenant, and which other routers it sees."""
 
 
-class BoardReader:
+class EntryReader:
     """Opens entries; what cannot be believed is counted, and is as if it were not there."""
 
-    def __init__(self, codec: BoardCodec, counts: BoardCounts) -> None:
+    def __init__(self, codec: BoardCodec, counts: ClusterStateCounts) -> None:
         self.codec = codec
         self._counts = counts
 
@@ -73,7 +73,7 @@ class RegistryPoll:
     """Feeds the directory, and the view with heads."""
 
     def __init__(
-        self, link: RedisLink, reader: BoardReader, keys: BoardKeys, *, view: BoardView, directory: RedisDirectory
+        self, link: RedisLink, reader: EntryReader, keys: BoardKeys, *, view: LogPositions, directory: RedisDirectory
     ) -> None:
         self._link = link
         self._reader = reader
@@ -127,7 +127,7 @@ class LoadExchange:
     def __init__(
         self,
         link: RedisLink,
-        reader: BoardReader,
+        reader: EntryReader,
         keys: BoardKeys,
         *,
         router: Incarnation,

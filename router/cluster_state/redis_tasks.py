@@ -12,11 +12,11 @@ from random import SystemRandom
 from types import TracebackType
 from typing import Self
 
-from router.cluster_state.log_follower import BoardCounts, BoardFollower
-from router.cluster_state.redis_poll import BoardReader, LoadExchange, RegistryPoll
-from router.cluster_state.worker_directory import RedisDirectory, WorkerListing
+from router.cluster_state.log_follower import CacheLogFollower, ClusterStateCounts
+from router.cluster_state.redis_poll import EntryReader, LoadExchange, RegistryPoll
+from router.cluster_state.worker_directory import KnownAddresses, RedisDirectory
 from router.tenants.shared_rate_limits import SharedLimits
-from router.workers.log_positions import BoardView
+from router.workers.log_positions import LogPositions
 from router.workers.peer_load import PeerLoads
 from router.workers.registry import WorkerRegistry
 from tandem.circuit_breaker import CircuitBreaker
@@ -34,7 +34,7 @@ TURN_S = 0.15
 FORGET_LEASES = 10
 
 
-class RouterBoard:
+class RouterClusterState:
     """An async context manager; to be entered before the fleet that watches its directory."""
 
     def __init__(
@@ -50,19 +50,19 @@ class RouterBoard:
         """`stated`: workers that the configuration names. Raises ConfigError when redis is not installed."""
         clock = time.monotonic
         codec, keys = BoardCodec(secret, settings.cluster), BoardKeys(settings.cluster)
-        self.counts = BoardCounts()
-        self.directory = RedisDirectory(WorkerListing(stated, forget_s=FORGET_LEASES * settings.lease_s))
+        self.counts = ClusterStateCounts()
+        self.directory = RedisDirectory(KnownAddresses(stated, forget_s=FORGET_LEASES * settings.lease_s))
         self._registry = registry
         self._limits = limits
         self._peers = PeerLoads(lease_s=settings.lease_s)
         self._clock = clock
-        self._view = BoardView()
+        self._view = LogPositions()
         self._logs = RedisLink(settings, CircuitBreaker(SystemRandom()), use="follow", clock=clock)
         self._poll = RedisLink(settings, CircuitBreaker(SystemRandom()), use="poll", clock=clock)
-        self._follower = BoardFollower(
+        self._follower = CacheLogFollower(
             self._view, self._logs, codec, keys, counts=self.counts, apply=registry.prefix_changed, clock=clock
         )
-        reader = BoardReader(codec, self.counts)
+        reader = EntryReader(codec, self.counts)
         self._who = RegistryPoll(self._poll, reader, keys, view=self._view, directory=self.directory)
         self._exchange = LoadExchange(
             self._poll,

@@ -12,7 +12,7 @@ from tandem.rpc.worker_directory import ChangingDirectory, WorkerAddress
 MAX_ADDRESSES = 4096
 
 
-class WorkerListing:
+class KnownAddresses:
     """Which addresses there are. Pure."""
 
     def __init__(self, stated: frozenset[WorkerAddress], *, forget_s: float) -> None:
@@ -38,14 +38,13 @@ class WorkerListing:
 
     @property
     def addresses(self) -> frozenset[WorkerAddress]:
-        """Stated and told."""
         return self.stated | self._missing_since_s.keys()
 
 
 class RedisDirectory(ChangingDirectory):
     """A WorkerDirectory of what is told and what is stated; one may watch it."""
 
-    def __init__(self, listing: WorkerListing) -> None:
+    def __init__(self, listing: KnownAddresses) -> None:
         super().__init__(listing.addresses)
         self._listing = listing
 

@@ -1,4 +1,4 @@
-"""The doors' way to dispatch: each request has its turn here first. The thin shell around `FairAdmission`.
+"""The servers' way to dispatch: each request has its turn here first. The thin shell around `FairAdmission`.
 
 Canaries do not come this way, and a stream that is continued passes if that was promised
 (`router.admission.continuations`).
@@ -14,9 +14,9 @@ from typing import Protocol
 
 from router.admission.continuations import Continuations
 from router.admission.fair_admission import FairAdmission
-from router.admission.types import Entry, Wanted
-from router.dispatch.dispatcher import Taken
-from router.types.requests import ChoiceDelta, Reader, RoutedRequest
+from router.admission.types import AdmissionEntry, AdmissionRequest
+from router.dispatch.dispatcher import OnTaken
+from router.types.requests import ChoiceDelta, DeltaSink, RoutedRequest
 from router.types.worker_view import WorkerSnapshot
 from router.workers.registry import WorkerRegistry
 from tandem.errors import ServingError
@@ -28,39 +28,31 @@ _DELTAS_TOGETHER = 16
 """Of one request, that are charged to its tenant at once."""
 
 
-class Inner(Protocol):
+class RequestRunner(Protocol):
     """What runs requests: `router.dispatch.dispatcher.Dispatcher`."""
 
-    def generate(self, request: RoutedRequest, taken: Taken) -> AsyncGenerator[ChoiceDelta, None]:
-        """See `router.dispatch.dispatcher.Dispatcher`."""
-        ...
+    def generate(self, request: RoutedRequest, taken: OnTaken) -> AsyncGenerator[ChoiceDelta, None]: ...
 
-    async def run(self, request: RoutedRequest, reader: Reader, taken: Taken) -> None:
-        """See `router.dispatch.dispatcher.Dispatcher`."""
-        ...
+    async def run(self, request: RoutedRequest, reader: DeltaSink, taken: OnTaken) -> None: ...
 
-    def finish_choice(self, request_id: RequestId, choice_index: int) -> None:
-        """See `router.types.requests.Generator`."""
-        ...
+    def finish_choice(self, request_id: RequestId, choice_index: int) -> None: ...
 
-    async def drain(self, *, most_s: float) -> None:
-        """See `router.dispatch.dispatcher.Dispatcher`."""
-        ...
+    async def drain(self, *, most_s: float) -> None: ...
 
 
-class Gate:
+class AdmissionQueue:
     """A `router.types.requests.Generator` around another."""
 
     def __init__(
-        self, inner: Inner, admission: FairAdmission, registry: WorkerRegistry, continuations: Continuations
+        self, inner: RequestRunner, admission: FairAdmission, registry: WorkerRegistry, continuations: Continuations
     ) -> None:
         self._inner = inner
         self.admission = admission
         self._continuations = continuations
-        self._visits: dict[RequestId, _Visit] = {}
+        self._visits: dict[RequestId, _AdmittedRequest] = {}
         """The latest of each stream."""
-        self._turns: dict[Entry, asyncio.Future[None]] = {}
-        self._entered: dict[RequestId, _Visit] = {}
+        self._turns: dict[AdmissionEntry, asyncio.Future[None]] = {}
+        self._entered: dict[RequestId, _AdmittedRequest] = {}
         """Of calls with several requests: those that have still to be run."""
         self._look: asyncio.TimerHandle | None = None
         self._ended = asyncio.Event()
@@ -87,17 +79,17 @@ class Gate:
                 self._note(visit, (delta,))
                 yield delta
 
-    async def run(self, request: RoutedRequest, reader: Reader) -> None:
+    async def run(self, request: RoutedRequest, reader: DeltaSink) -> None:
         """See `router.types.requests.Generator`. Raises as `generate`."""
         async with self._inside(request) as visit:
-            counting = _Counting(reader, partial(self._note, visit))
+            counting = _CountingSink(reader, partial(self._note, visit))
             try:
                 await self._inner.run(visit.request, counting, visit.take)
             finally:
                 counting.flush()
 
     @contextlib.asynccontextmanager
-    async def _inside(self, request: RoutedRequest) -> AsyncIterator["_Visit"]:
+    async def _inside(self, request: RoutedRequest) -> AsyncIterator["_AdmittedRequest"]:
         """From its turn to its end."""
         visit = self._entered.pop(request.request_id, None) or self._enter([request])[0]
         try:
@@ -112,7 +104,6 @@ class Gate:
 
     @contextlib.contextmanager
     def admitted(self, requests: Sequence[RoutedRequest]) -> Iterator[None]:
-        """See `router.types.requests.Generator`."""
         visits = self._enter(requests)
         self._entered.update((visit.request.request_id, visit) for visit in visits)
         try:
@@ -125,10 +116,9 @@ class Gate:
                     self._end(visit)
 
     def finish_choice(self, request_id: RequestId, choice_index: int) -> None:
-        """See `router.types.requests.Generator`."""
         self._inner.finish_choice(request_id, choice_index)
 
-    def _enter(self, requests: Sequence[RoutedRequest]) -> "list[_Visit]":
+    def _enter(self, requests: Sequence[RoutedRequest]) -> "list[_AdmittedRequest]":
         promised = [bool(one.resume) and self._continuations.is_promised(one.request_id) for one in requests]
         entered = self.admission.enter_call([self._wanted(*each) for each in zip(requests, promised, strict=True)])
         self._tell(entered.evicted)
@@ -141,14 +131,14 @@ class Gate:
                 self._continuations.begun(request.request_id)
             if entry.waiting:
                 self._turns[entry] = loop.create_future()
-            visit = self._visits[request.request_id] = _Visit(request, entry, promised=passes)
+            visit = self._visits[request.request_id] = _AdmittedRequest(request, entry, promised=passes)
             visits.append(visit)
         if self._turns and self._look is None:
             self._look = loop.call_later(_LOOK_S, self._look_again)
         return visits
 
-    def _wanted(self, request: RoutedRequest, promised: bool) -> Wanted:
-        return Wanted(
+    def _wanted(self, request: RoutedRequest, promised: bool) -> AdmissionRequest:
+        return AdmissionRequest(
             tenant=request.tenant,
             priority=request.priority,
             num_tokens=len(request.prompt_token_ids),
@@ -159,7 +149,7 @@ class Gate:
             leaving=int(request.request_id in self._visits),
         )
 
-    def _end(self, visit: "_Visit") -> None:
+    def _end(self, visit: "_AdmittedRequest") -> None:
         if self._visits.get(visit.request.request_id) is visit:
             del self._visits[visit.request.request_id]
         if visit.promised:
@@ -170,7 +160,7 @@ class Gate:
         self._ended.set()
         self._pump()
 
-    def _charge_again(self, visit: "_Visit") -> None:
+    def _charge_again(self, visit: "_AdmittedRequest") -> None:
         """What is computed for a second time counts for a second time."""
         points = visit.request.resume
         if len(visit.adopted) == len(points):
@@ -179,7 +169,7 @@ class Gate:
         shown = sum(point.num_tokens for index, point in enumerate(points) if index not in visit.adopted)
         self.admission.generated(visit.entry, min(visit.passed, shown))
 
-    async def _turn(self, entry: Entry) -> None:
+    async def _turn(self, entry: AdmissionEntry) -> None:
         """Return when it has had its turn. Raises what it was refused with."""
         if (turn := self._turns.get(entry)) is not None:
             try:
@@ -187,8 +177,7 @@ class Gate:
             finally:
                 self._turns.pop(entry, None)
 
-    def _note(self, visit: "_Visit", deltas: Sequence[ChoiceDelta]) -> None:
-        """Count what came."""
+    def _note(self, visit: "_AdmittedRequest", deltas: Sequence[ChoiceDelta]) -> None:
         entry = visit.entry
         if count := sum(len(delta.tokens) for delta in deltas):
             passed = min(visit.shown, count)
@@ -203,7 +192,7 @@ class Gate:
             if delta.finish is not None:
                 self.admission.cached(entry, delta.finish.cached_tokens)
 
-    def _placed(self, entry: Entry) -> None:
+    def _placed(self, entry: AdmissionEntry) -> None:
         self.admission.placed(entry)
         self._pump()
 
@@ -221,7 +210,7 @@ class Gate:
         if self.admission.num_waiting:
             self._look = asyncio.get_running_loop().call_later(_LOOK_S, self._look_again)
 
-    def _tell(self, refused: list[tuple[Entry, ServingError]]) -> None:
+    def _tell(self, refused: list[tuple[AdmissionEntry, ServingError]]) -> None:
         for entry, error in refused:
             if (turn := self._turns.get(entry)) is not None and not turn.done():
                 turn.set_exception(error)
@@ -232,12 +221,12 @@ def _num_beginnings(request: RoutedRequest) -> int:
     return request.num_choices if request.beams is None else request.beams.num_beams
 
 
-class _Visit:
+class _AdmittedRequest:
     """One request from its turn to its end."""
 
     __slots__ = ("adopted", "entry", "passed", "promised", "request", "shown", "taken")
 
-    def __init__(self, request: RoutedRequest, entry: Entry, *, promised: bool) -> None:
+    def __init__(self, request: RoutedRequest, entry: AdmissionEntry, *, promised: bool) -> None:
         self.entry = entry
         self.promised = promised
         priority = entry.ticket.priority
@@ -255,21 +244,21 @@ class _Visit:
         self.taken, self.adopted = True, adopted
 
 
-class _Counting:
-    """A `Reader` in front of another: what passes is counted, the first delta and each end at once."""
+class _CountingSink:
+    """A `DeltaSink` in front of another: what passes is counted, the first delta and each end at once."""
 
-    def __init__(self, reader: Reader, count: Callable[[Sequence[ChoiceDelta]], None]) -> None:
-        self._take = reader.take
+    def __init__(self, reader: DeltaSink, count: Callable[[Sequence[ChoiceDelta]], None]) -> None:
+        self._on_delta = reader.on_delta
         self._count = count
         self._uncounted: list[ChoiceDelta] = []
         self._most = 1
         self.ready = reader.ready
 
-    def take(self, delta: ChoiceDelta) -> bool:
+    def on_delta(self, delta: ChoiceDelta) -> bool:
         self._uncounted.append(delta)
         if delta.finish is not None or len(self._uncounted) >= self._most:
             self.flush()
-        return self._take(delta)
+        return self._on_delta(delta)
 
     def flush(self) -> None:
         """Count what has passed."""

@@ -9,29 +9,29 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from router.dispatch.choices.beam_search import Beam, BeamSearch
-from router.dispatch.prompt_scoring import PromptReads
-from router.types.prompt_scoring import PromptReading, ReadAsk
-from router.types.requests import BeamAsk, ChoiceDelta, ChoiceFinish, Reader, RoutedRequest
+from router.dispatch.prompt_scoring import PromptScorer
+from router.types.prompt_scoring import PromptScoringRequest, ScoredPrompt
+from router.types.requests import BeamSearchParams, ChoiceDelta, ChoiceFinish, DeltaSink, RoutedRequest
 from router.types.worker_view import WorkerKey
 from tandem.values.ids import RequestId
 from tandem.values.outputs import FinishReason, SampledToken, TokenLogprob
 
 
 class BeamRun:
-    """One request's."""
-
-    def __init__(self, reads: PromptReads, request: RoutedRequest, ask: BeamAsk, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, reads: PromptScorer, request: RoutedRequest, ask: BeamSearchParams, clock: Callable[[], float]
+    ) -> None:
         self._reads = reads
         self._request = request
-        self._next = ReadAsk(num_top=ask.num_next, only=True, continues=True)
+        self._next = PromptScoringRequest(num_top=ask.num_next, only=True, continues=True)
         self._search = BeamSearch(ask, max_tokens=request.sampling.max_tokens)
         self._clock = clock
         self._worker: WorkerKey | None = None
         self._num_steps = 0
 
-    async def tell(self, reader: Reader, on_sent: Callable[[], None]) -> None:
-        """Search, and give `reader` the best. Raises as `PromptReads.read`."""
-        started_s, first, search = self._clock(), PromptReading(), self._search
+    async def tell(self, reader: DeltaSink, on_sent: Callable[[], None]) -> None:
+        """Search, and give `reader` the best. Raises as `PromptScorer.read`."""
+        started_s, first, search = self._clock(), ScoredPrompt(), self._search
         num_computed = 0
         while not search.is_over:
             found = await self._step(on_sent)
@@ -55,11 +55,11 @@ class BeamRun:
             read_by=self._reads.pool_of(first),
         )
         for index, ended in enumerate(search.ended[: self._request.num_choices]):
-            reader.take(ChoiceDelta(index, tokens=ended.beam.tokens, finish=replace(finish, reason=ended.reason)))
+            reader.on_delta(ChoiceDelta(index, tokens=ended.beam.tokens, finish=replace(finish, reason=ended.reason)))
             # The first one bears what all of them took together.
             finish = replace(finish, computed_tokens=0, needed_tokens=0)
 
-    async def _step(self, on_sent: Callable[[], None]) -> list[PromptReading]:
+    async def _step(self, on_sent: Callable[[], None]) -> list[ScoredPrompt]:
         """What may follow each running beam. The first error ends all."""
         running = enumerate(self._search.running)
         tasks = [asyncio.create_task(self._continue(index, beam, on_sent)) for index, beam in running]
@@ -70,7 +70,7 @@ class BeamRun:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _continue(self, index: int, beam: Beam, on_sent: Callable[[], None]) -> PromptReading:
+    async def _continue(self, index: int, beam: Beam, on_sent: Callable[[], None]) -> ScoredPrompt:
         request = self._request
         tokens = tuple(token.token_id for token in beam.tokens)
         step = replace(
@@ -80,7 +80,7 @@ class BeamRun:
         )
         return await self._reads.read(step, self._next, on_sent, prefer=self._worker)
 
-    def _tokens(self, reading: PromptReading) -> list[SampledToken]:
+    def _tokens(self, reading: ScoredPrompt) -> list[SampledToken]:
         asked = self._request.sampling.num_logprobs or 0
         places = reading.top(0)
         top = tuple(TokenLogprob(token_id=token_id, logprob=value) for token_id, value in places[:asked])

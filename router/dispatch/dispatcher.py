@@ -12,21 +12,21 @@ from random import Random
 
 from router.admission.concurrency_limit import Admission
 from router.dispatch.beam_run import BeamRun
-from router.dispatch.choices.context import DispatchSettings, Surroundings
+from router.dispatch.choices.context import DispatchContext, DispatchSettings
 from router.dispatch.choices.hedging import Hedging
 from router.dispatch.choices.observer import DispatchObserver, SilentObserver
 from router.dispatch.choices.retry import RetryBudget
-from router.dispatch.choices.waiting_choices import WaitingRoom
-from router.dispatch.prompt_scoring import AfterReading, PromptReads, tell_end
+from router.dispatch.choices.waiting_choices import WaitingChoices
+from router.dispatch.prompt_scoring import PromptScorer, ScoredPromptSink, finish_scored_choices
 from router.dispatch.request_run import RequestRun
 from router.placement.placer import Placer
-from router.types.requests import ChoiceDelta, Reader, RoutedRequest
+from router.types.requests import ChoiceDelta, DeltaSink, RoutedRequest
 from router.workers.health import WorkerHealth
 from tandem.errors import InvariantError
 from tandem.values.block_hash import BlockHasher
 from tandem.values.ids import RequestId
 
-Taken = Callable[[frozenset[int]], None]
+OnTaken = Callable[[frozenset[int]], None]
 """Called at the end of a request if a worker took anything of it, or may have; with the choices of a continued stream
 that a worker still had."""
 
@@ -54,11 +54,11 @@ class Dispatcher:
         self.hedging = None if asked is None else Hedging(quantile=asked.quantile, budget=asked.budget)
         self.health = WorkerHealth(clock=clock)
         self.placer = placer
-        self._room = room = WaitingRoom()
+        self._room = room = WaitingChoices()
         self._registry = registry = placer.registry
         registry.on_load = room.look
         registry.watch(self._workers_changed)
-        self._around = Surroundings(
+        self._context = DispatchContext(
             placer=placer,
             hasher=hasher,
             budget=RetryBudget(),
@@ -71,8 +71,8 @@ class Dispatcher:
             hedging=self.hedging,
         )
         # Canaries are no requests of clients, so nothing of them is counted.
-        self._unseen = replace(self._around, observer=SilentObserver())
-        self._reads = PromptReads(self._around)
+        self._unseen = replace(self._context, observer=SilentObserver())
+        self._reads = PromptScorer(self._context)
         self._runs: dict[RequestId, RequestRun] = {}
         self._ended = asyncio.Event()
 
@@ -95,7 +95,7 @@ class Dispatcher:
                     self._ended.clear()
                     await self._ended.wait()
 
-    async def generate(self, request: RoutedRequest, taken: Taken = _unheard) -> AsyncGenerator[ChoiceDelta, None]:
+    async def generate(self, request: RoutedRequest, taken: OnTaken = _unheard) -> AsyncGenerator[ChoiceDelta, None]:
         """Stream all choices, interleaved. Closing the iterator early cancels the request on every worker.
 
         Raises Overloaded, Unavailable, RequestTooLarge, DeadlineExceeded or InternalError, or what a worker found wrong
@@ -108,7 +108,7 @@ class Dispatcher:
                 for delta in await run.step():
                     yield delta
 
-    async def run(self, request: RoutedRequest, reader: Reader, taken: Taken = _unheard) -> None:
+    async def run(self, request: RoutedRequest, reader: DeltaSink, taken: OnTaken = _unheard) -> None:
         """Give `reader` all choices, interleaved. Cancelling it cancels the request on every worker.
 
         Raises as `generate`, and what the reader raises.
@@ -121,19 +121,19 @@ class Dispatcher:
         with self._admitted(request):
             if (ask := request.reads) is not None:
                 reading = await self._reads.read(request, ask, sent)
-                reader.take(ChoiceDelta(0, reading=reading))
+                reader.on_delta(ChoiceDelta(0, reading=reading))
                 if ask.only:
-                    tell_end(request, reading, reader, self._around.clock())
+                    finish_scored_choices(request, reading, reader, self._context.clock())
                     return
-                reader = AfterReading(reader, reading)
+                reader = ScoredPromptSink(reader, reading)
             if request.beams is not None:
-                await BeamRun(self._reads, request, request.beams, self._around.clock).tell(reader, sent)
+                await BeamRun(self._reads, request, request.beams, self._context.clock).tell(reader, sent)
                 return
             with self._under_way(request, taken) as run:
                 await run.follow(reader)
 
     @contextlib.contextmanager
-    def _running(self, request: RoutedRequest, taken: Taken) -> Iterator[RequestRun]:
+    def _running(self, request: RoutedRequest, taken: OnTaken) -> Iterator[RequestRun]:
         with self._admitted(request), self._under_way(request, taken) as run:
             yield run
 
@@ -149,14 +149,14 @@ class Dispatcher:
             self._ended.set()
 
     @contextlib.contextmanager
-    def _under_way(self, request: RoutedRequest, taken: Taken) -> Iterator[RequestRun]:
+    def _under_way(self, request: RoutedRequest, taken: OnTaken) -> Iterator[RequestRun]:
         former = self._former(request)
         if former is not None and former.resumptions >= request.resumptions:
             # The same id again, from a client whose former connection is half open: attempts are numbered on.
             request = replace(request, resumptions=former.resumptions + 1)
-        around = self._around if request.only_worker is None else self._unseen
-        around.budget.earn()
-        run = self._runs[request.request_id] = RequestRun(request, around)
+        context = self._context if request.only_worker is None else self._unseen
+        context.budget.earn()
+        run = self._runs[request.request_id] = RequestRun(request, context)
         try:
             self._start(run, former)
             yield run

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from router.dispatch.choices.choice_run import ChoiceRun
-from router.dispatch.choices.context import Surroundings
+from router.dispatch.choices.context import DispatchContext
 from router.dispatch.choices.hedging import Hedging
 from router.dispatch.mailbox import FromWorker, HedgeDue, Mailbox
 from router.types.requests import ChoiceDelta
@@ -24,12 +24,12 @@ _ATTEMPTS_APART = 1 << 12
 class HedgeRun:
     """The twins of one request."""
 
-    def __init__(self, hedging: Hedging | None, around: Surroundings, choices: list[ChoiceRun]) -> None:
+    def __init__(self, hedging: Hedging | None, context: DispatchContext, choices: list[ChoiceRun]) -> None:
         """`choices`: of the request; a twin that wins takes its place there. Without `hedging` there are no twins."""
         self._hedging = hedging
         self.are_off = hedging is None
         """There are no twins, now or later."""
-        self._around = around
+        self._context = context
         self._choices = choices
         self._twins: dict[int, ChoiceRun] = {}
         self._timers: list[asyncio.TimerHandle] = []
@@ -39,7 +39,7 @@ class HedgeRun:
         """The choices were sent."""
         if (hedging := self._hedging) is None:
             return
-        delay_s, loop, now_s = hedging.delay_s, asyncio.get_running_loop(), self._around.clock()
+        delay_s, loop, now_s = hedging.delay_s, asyncio.get_running_loop(), self._context.clock()
         for index in range(len(self._choices)):
             hedging.earn()
             self._started_s[index] = now_s
@@ -70,7 +70,7 @@ class HedgeRun:
             return self._choices[index].take(mail.attempt, event)
         has_tokens = isinstance(event, TokensArrived) and bool(event.tokens)
         if has_tokens and (started_s := self._started_s.pop(index, None)) is not None:
-            hedging.observe(self._around.clock() - started_s)
+            hedging.observe(self._context.clock() - started_s)
         twin, first = self._twins.get(index), self._choices[index]
         if twin is not None and has_tokens:
             # It is decided.

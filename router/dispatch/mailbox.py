@@ -54,14 +54,14 @@ class RejoinOver:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoomMayBe:
+class RoomAvailable:
     """A choice that waits for room may ask again."""
 
     choice_index: int
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class Recheck:
     """Something was handled on the way that has consequences: an end, a wait, a failure."""
 
 
@@ -81,9 +81,9 @@ Mail = (
     | DeadlinePassed
     | WorkersChanged
     | RejoinOver
-    | RoomMayBe
+    | RoomAvailable
     | HedgeDue
-    | Look
+    | Recheck
     | Overflowed
     | Superseded
 )

@@ -7,11 +7,18 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 
-from router.dispatch.choices.context import Surroundings
-from router.placement.scoring_worker import choose_reader
-from router.types.prompt_scoring import PromptReading, ReadAsk, ReadingInParts
-from router.types.requests import ChoiceDelta, ChoiceFinish, Reader, RoutedRequest
-from router.types.session_events import AttemptRefused, ReadEvent, ReadOrder, ReadPart, WorkerLost, WorkerPort
+from router.dispatch.choices.context import DispatchContext
+from router.placement.scoring_worker import choose_scoring_worker
+from router.types.prompt_scoring import PromptScoringRequest, ScoredPrompt, ScoredPromptBuilder
+from router.types.requests import ChoiceDelta, ChoiceFinish, DeltaSink, RoutedRequest
+from router.types.session_events import (
+    AttemptRefused,
+    PromptScoresPart,
+    PromptScoringEvent,
+    PromptScoringOrder,
+    WorkerLost,
+    WorkerPort,
+)
 from router.types.worker_view import WorkerKey
 from router.workers.registry import FAILURE_PENALTY_S
 from tandem.errors import DeadlineExceeded, InternalError, RequestTooLarge, ServingError, Unavailable
@@ -27,36 +34,39 @@ _Excluded = dict[WorkerKey, WorkerPort | None]
 """Workers asked in vain, by the session in which that was."""
 
 
-class PromptReads:
-    """One router's."""
-
-    def __init__(self, around: Surroundings) -> None:
-        self._around = around
+class PromptScorer:
+    def __init__(self, context: DispatchContext) -> None:
+        self._context = context
 
     async def read(
-        self, request: RoutedRequest, ask: ReadAsk, on_sent: Callable[[], None], *, prefer: WorkerKey | None = None
-    ) -> PromptReading:
+        self,
+        request: RoutedRequest,
+        ask: PromptScoringRequest,
+        on_sent: Callable[[], None],
+        *,
+        prefer: WorkerKey | None = None,
+    ) -> ScoredPrompt:
         """What was asked of the request's prompt. Cancelling it ends the reading; `on_sent` hears of each try.
 
         `prefer`: who has all but the prompt's end cached.
 
         Raises Overloaded, Unavailable, RequestTooLarge, DeadlineExceeded, InternalError, or what a worker found wrong.
         """
-        left_s = None if request.deadline_s is None else max(0.0, request.deadline_s - self._around.clock())
+        left_s = None if request.deadline_s is None else max(0.0, request.deadline_s - self._context.clock())
         try:
             async with asyncio.timeout(left_s):
                 return await self._until_read(request, ask, on_sent, prefer)
         except TimeoutError:
             raise DeadlineExceeded("the request's time ran out") from None
 
-    def pool_of(self, reading: PromptReading) -> WorkerRole | None:
+    def pool_of(self, reading: ScoredPrompt) -> WorkerRole | None:
         """Whose worker read it; None: that one has left."""
-        found = None if reading.worker is None else self._around.placer.registry.of_process(reading.worker.incarnation)
+        found = None if reading.worker is None else self._context.placer.registry.of_process(reading.worker.incarnation)
         return None if found is None else found.info.role
 
     async def _until_read(
-        self, request: RoutedRequest, ask: ReadAsk, on_sent: Callable[[], None], prefer: WorkerKey | None
-    ) -> PromptReading:
+        self, request: RoutedRequest, ask: PromptScoringRequest, on_sent: Callable[[], None], prefer: WorkerKey | None
+    ) -> ScoredPrompt:
         excluded: _Excluded = {}
         error: ServingError | None = None
         lost = attempt = 0
@@ -68,10 +78,10 @@ class PromptReads:
                 continue
             attempt += 1
             num_owed = min(num_tokens, HASH_BLOCK_TOKENS) if key == prefer else num_tokens
-            order = _order(request, ask, attempt, self._around.clock())
-            port = self._around.placer.registry.port(key)
-            found = await self._ask(order, _Coming(ask, num_tokens, key), num_owed, on_sent)
-            if isinstance(found, PromptReading):
+            order = _order(request, ask, attempt, self._context.clock())
+            port = self._context.placer.registry.port(key)
+            found = await self._ask(order, _PendingScores(ask, num_tokens, key), num_owed, on_sent)
+            if isinstance(found, ScoredPrompt):
                 return found
             excluded[key] = port
             if isinstance(found, WorkerLost):
@@ -83,15 +93,15 @@ class PromptReads:
         raise Unavailable("two workers were lost while they read this prompt", retry_after_s=_LATEST_RETRY_S)
 
     def _choose(self, request: RoutedRequest, excluded: _Excluded, prefer: WorkerKey | None = None) -> WorkerKey | None:
-        around = self._around
-        workers = around.placer.registry.snapshots()
+        context = self._context
+        workers = context.placer.registry.snapshots()
         if request.only_worker is not None:
             workers = [worker for worker in workers if worker.info.key == request.only_worker]
-        shunned = around.health.breakers.closed_to(around.clock())
+        shunned = context.health.breakers.closed_to(context.clock())
         num_tokens = len(request.prompt_token_ids)
         # One that was lost and has come back in another session, the same process, may be asked again.
-        still = {key for key, port in excluded.items() if around.placer.registry.port(key) is port}
-        found = choose_reader(workers, num_tokens, excluded=still, shunned=shunned, prefer=prefer)
+        still = {key for key, port in excluded.items() if context.placer.registry.port(key) is port}
+        found = choose_scoring_worker(workers, num_tokens, excluded=still, shunned=shunned, prefer=prefer)
         if found is None and workers and num_tokens > max(worker.info.pool_tokens for worker in workers):
             raise RequestTooLarge(
                 f"prompt: {num_tokens} tokens are more than any worker's KV pool holds", param="prompt"
@@ -100,7 +110,7 @@ class PromptReads:
 
     async def _wait_for_worker(self, request: RoutedRequest, excluded: _Excluded, error: ServingError | None) -> None:
         """Until one comes that has not been asked. Raises what the last one said, or Unavailable after a while."""
-        registry, settings = self._around.placer.registry, self._around.settings
+        registry, settings = self._context.placer.registry, self._context.settings
         most_s = settings.rejoin_s
         if error is not None:
             if request.only_worker is not None or registry.live_decoders():
@@ -124,15 +134,15 @@ class PromptReads:
             registry.unwatch(changed.set)
 
     async def _ask(
-        self, order: ReadOrder, coming: "_Coming", num_owed: int, on_sent: Callable[[], None]
-    ) -> PromptReading | ServingError | WorkerLost:
-        around, registry, key = self._around, self._around.placer.registry, coming.worker
+        self, order: PromptScoringOrder, coming: "_PendingScores", num_owed: int, on_sent: Callable[[], None]
+    ) -> ScoredPrompt | ServingError | WorkerLost:
+        context, registry, key = self._context, self._context.placer.registry, coming.worker
         port = registry.port(key)
         if port is None:
-            return Unavailable("the worker has left", retry_after_s=around.settings.retry_after_s)
+            return Unavailable("the worker has left", retry_after_s=context.settings.retry_after_s)
         booked = registry.assign(key, num_owed)
-        breakers = around.health.breakers
-        breakers.began(key, around.clock())
+        breakers = context.health.breakers
+        breakers.began(key, context.clock())
         try:
             port.read(order, coming.take)
             on_sent()
@@ -146,30 +156,29 @@ class PromptReads:
         finally:
             port.cancel(order.request_id, order.attempt)
             booked.end()
-        if isinstance(found, PromptReading):
-            breakers.succeeded(key, around.clock())
+        if isinstance(found, ScoredPrompt):
+            breakers.succeeded(key, context.clock())
         elif isinstance(found, InternalError | WorkerLost):
-            breakers.failed(key, around.clock())
+            breakers.failed(key, context.clock())
             registry.penalise(key, FAILURE_PENALTY_S)
         else:
             breakers.released(key)
         return found
 
 
-class AfterReading:
-    """A `Reader` of what is generated once the prompt was read: that was computed for this very request.
+class ScoredPromptSink:
+    """A `DeltaSink` of what is generated once the prompt was read: that was computed for this very request.
 
     So it is no cache hit, and its time and its tokens count.
     """
 
-    def __init__(self, reader: Reader, reading: PromptReading) -> None:
-        self._take = reader.take
+    def __init__(self, reader: DeltaSink, reading: ScoredPrompt) -> None:
+        self._on_delta = reader.on_delta
         self._times = reading.times
         self._num_computed = reading.num_computed
         self.ready = reader.ready
 
-    def take(self, delta: ChoiceDelta) -> bool:
-        """See Reader."""
+    def on_delta(self, delta: ChoiceDelta) -> bool:
         if (finish := delta.finish) is not None:
             # What the router counts as waiting for a worker began when the request came, before the reading.
             waited_s = max(0.0, finish.times.router_queue_s - self._times.total_s)
@@ -183,10 +192,10 @@ class AfterReading:
                 needed_tokens=finish.needed_tokens + num_computed,
             )
             delta = delta._replace(finish=finish)
-        return self._take(delta)
+        return self._on_delta(delta)
 
 
-def tell_end(request: RoutedRequest, reading: PromptReading, reader: Reader, now_s: float) -> None:
+def finish_scored_choices(request: RoutedRequest, reading: ScoredPrompt, reader: DeltaSink, now_s: float) -> None:
     """Of all choices, where nothing is generated; the first one bears what it took."""
     times = reading.times
     if request.arrived_s is not None:
@@ -199,26 +208,26 @@ def tell_end(request: RoutedRequest, reading: PromptReading, reader: Reader, now
         needed_tokens=reading.num_computed,
     )
     for index in range(request.num_choices):
-        reader.take(ChoiceDelta(index, finish=finish))
+        reader.on_delta(ChoiceDelta(index, finish=finish))
         finish = replace(finish, times=PhaseTimes(), computed_tokens=0, needed_tokens=0)
 
 
-class _Coming:
+class _PendingScores:
     """One reading at one worker, as its parts arrive."""
 
-    def __init__(self, ask: ReadAsk, num_tokens: int, worker: WorkerKey) -> None:
+    def __init__(self, ask: PromptScoringRequest, num_tokens: int, worker: WorkerKey) -> None:
         self.worker = worker
-        self.outcome: asyncio.Future[PromptReading | ServingError | WorkerLost] = (
+        self.outcome: asyncio.Future[ScoredPrompt | ServingError | WorkerLost] = (
             asyncio.get_running_loop().create_future()
         )
-        self._parts = ReadingInParts(ask, num_tokens)
+        self._parts = ScoredPromptBuilder(ask, num_tokens)
 
-    def take(self, event: ReadEvent) -> None:
+    def take(self, event: PromptScoringEvent) -> None:
         """The next thing that the worker, or its session, has to say."""
         if self.outcome.done():
             return
         match event:
-            case ReadPart():
+            case PromptScoresPart():
                 self._parts.add(
                     logprobs=event.logprobs,
                     ranks=event.ranks,
@@ -236,8 +245,8 @@ class _Coming:
                 self.outcome.set_result(event)
 
 
-def _order(request: RoutedRequest, ask: ReadAsk, attempt: int, now_s: float) -> ReadOrder:
-    return ReadOrder(
+def _order(request: RoutedRequest, ask: PromptScoringRequest, attempt: int, now_s: float) -> PromptScoringOrder:
+    return PromptScoringOrder(
         request_id=RequestId(f"{request.request_id}/prompt"),
         attempt=attempt,
         prompt_token_ids=request.prompt_token_ids,

@@ -3,7 +3,7 @@
 All that happens to it arrives in one mailbox and is handled in order by whoever awaits `step`; what to do is
 decided by `ChoiceProgress` and `Placer`. Orders to workers never wait, so the whole request is one coroutine.
 
-Tokens alone take a shorter way when a `Reader` follows the request: if no mail waits before them and the reader has
+Tokens alone take a shorter way when a `DeltaSink` follows the request: if no mail waits before them and the reader has
 room, they are handed over in the session's own turn, and the coroutine sleeps on.
 """
 
@@ -12,25 +12,25 @@ from collections.abc import Sequence
 from functools import partial
 
 from router.dispatch.choices.choice_run import ChoiceRun
-from router.dispatch.choices.context import Surroundings, Waiting
-from router.dispatch.choices.health_reports import ChoiceStanding
-from router.dispatch.choices.waiting_choices import Place
+from router.dispatch.choices.context import DispatchContext, Waiting
+from router.dispatch.choices.health_reports import ChoiceHealthReporter
+from router.dispatch.choices.waiting_choices import WaitingPosition
 from router.dispatch.hedge_run import HedgeRun
 from router.dispatch.mailbox import (
     DeadlinePassed,
     FromWorker,
     HedgeDue,
-    Look,
     Mail,
     Mailbox,
     Overflowed,
+    Recheck,
     RejoinOver,
-    RoomMayBe,
+    RoomAvailable,
     StopChoice,
     Superseded,
     WorkersChanged,
 )
-from router.types.requests import ChoiceDelta, Reader, RoutedRequest
+from router.types.requests import ChoiceDelta, DeltaSink, RoutedRequest
 from router.types.session_events import AttemptEvent, TokensArrived
 from tandem.errors import DeadlineExceeded, Overloaded, ServingError, StreamTaken, Unavailable
 from tandem.values.ids import BlockHash
@@ -40,28 +40,28 @@ from tandem.values.outputs import FinishReason
 class RequestRun:
     """Drives all choices of one request to their end."""
 
-    def __init__(self, request: RoutedRequest, around: Surroundings) -> None:
+    def __init__(self, request: RoutedRequest, context: DispatchContext) -> None:
         self._request = request
-        self._around = around
+        self._context = context
         # A stream that is continued begins with all that its client has.
         shown = sum(point.num_tokens for point in request.resume)
-        self._mailbox = Mailbox(max_tokens=around.settings.stream_buffer_tokens * request.num_choices + shown)
+        self._mailbox = Mailbox(max_tokens=context.settings.stream_buffer_tokens * request.num_choices + shown)
         self._deadline: asyncio.TimerHandle | None = None
         self._rejoin: asyncio.TimerHandle | None = None
-        self._reader: Reader | None = None
+        self._reader: DeltaSink | None = None
         self._reader_is_slow = False
         self._reader_error: Exception | None = None
-        self._queued: dict[int, Place] = {}
+        self._queued: dict[int, WaitingPosition] = {}
         self._patience: dict[int, asyncio.TimerHandle] = {}
         self._names: list[BlockHash] = []
-        around.hasher.extend(request.hash_root, self._names, request.prompt_token_ids)
+        context.hasher.extend(request.hash_root, self._names, request.prompt_token_ids)
         self._standings = [
-            ChoiceStanding(index, request, around.health, around.placer.registry)
+            ChoiceHealthReporter(index, request, context.health, context.placer.registry)
             for index in range(request.num_choices)
         ]
-        self._choices = [ChoiceRun(standing, self._names, around, self._post) for standing in self._standings]
+        self._choices = [ChoiceRun(standing, self._names, context, self._post) for standing in self._standings]
         once = request.only_worker is not None or bool(request.resume)
-        self._hedges = HedgeRun(None if once else around.hedging, around, self._choices)
+        self._hedges = HedgeRun(None if once else context.hedging, context, self._choices)
 
     @property
     def done(self) -> bool:
@@ -81,7 +81,7 @@ class RequestRun:
     def start(self) -> None:
         """Send every choice to a worker. Raises the errors of Generator."""
         if self._request.deadline_s is not None:
-            remaining_s = self._request.deadline_s - self._around.clock()
+            remaining_s = self._request.deadline_s - self._context.clock()
             self._deadline = self._mail_later(max(0.0, remaining_s), DeadlinePassed())
         for choice in self._choices:
             choice.submit()
@@ -102,12 +102,12 @@ class RequestRun:
         self._queue_for_room()
         return deltas
 
-    async def follow(self, reader: Reader) -> None:
+    async def follow(self, reader: DeltaSink) -> None:
         """All steps until the end, for a reader. Raises the errors of Generator, and the reader's."""
         self._reader = reader
         while not self.done:
             for delta in await self.step():
-                self._reader_is_slow |= reader.take(delta)
+                self._reader_is_slow |= reader.on_delta(delta)
             if self._reader_error is not None:
                 raise self._reader_error
             if self._reader_is_slow:
@@ -149,7 +149,7 @@ class RequestRun:
         for timer in (self._deadline, self._rejoin):
             if timer is not None:
                 timer.cancel()
-        self._around.placer.registry.unwatch(self._workers_changed)
+        self._context.placer.registry.unwatch(self._workers_changed)
         self._abandon_all()
         # They refer back to this. A collection would find the two, and it holds everybody up.
         self._reader = None
@@ -169,7 +169,7 @@ class RequestRun:
             case RejoinOver():
                 if self._waiting(Waiting.FOR_WORKER):
                     raise self._deserted()
-            case RoomMayBe():
+            case RoomAvailable():
                 self._leave_queue(mail.choice_index)
                 self._choices[mail.choice_index].come_back()
             case DeadlinePassed():
@@ -177,7 +177,7 @@ class RequestRun:
             case Superseded():
                 raise StreamTaken("the client has taken this stream elsewhere")
             case Overflowed():
-                retry_after_s = self._around.settings.retry_after_s
+                retry_after_s = self._context.settings.retry_after_s
                 raise Overloaded("the client reads too slowly", retry_after_s=retry_after_s)
         return []
 
@@ -186,7 +186,7 @@ class RequestRun:
         return [] if choice.done else [choice.finish_early(FinishReason.STOP)]
 
     def _twin(self, index: int) -> ChoiceRun:
-        return ChoiceRun(self._standings[index], self._names, self._around, partial(self._post, is_twin=True))
+        return ChoiceRun(self._standings[index], self._names, self._context, partial(self._post, is_twin=True))
 
     def _waiting(self, what: Waiting | None = None) -> list[ChoiceRun]:
         return [choice for choice in self._choices if choice.waiting is not None and what in (None, choice.waiting)]
@@ -197,16 +197,16 @@ class RequestRun:
             if choice.waiting is not Waiting.FOR_ROOM:
                 self._leave_queue(index)
             elif index not in self._patience:
-                wake = RoomMayBe(choice_index=index)
+                wake = RoomAvailable(choice_index=index)
                 # A choice that is refused again keeps its place in the queue.
-                place = self._queued.setdefault(index, self._around.room.new_place(self._request.priority))
-                self._around.room.enter(place, choice.num_tokens, partial(self._mailbox.put, wake))
+                place = self._queued.setdefault(index, self._context.room.new_place(self._request.priority))
+                self._context.room.enter(place, choice.num_tokens, partial(self._mailbox.put, wake))
                 self._patience[index] = self._mail_later(choice.wait_for_room_s(), wake)
 
     def _leave_queue(self, index: int) -> None:
         if (timer := self._patience.pop(index, None)) is not None:
             timer.cancel()
-            self._around.room.leave(self._queued[index])
+            self._context.room.leave(self._queued[index])
 
     @property
     def _was_running(self) -> bool:
@@ -214,17 +214,17 @@ class RequestRun:
         return any(choice.was_taken for choice in self._waiting(Waiting.FOR_WORKER))
 
     def _wait_for_worker_s(self) -> float:
-        settings = self._around.settings
+        settings = self._context.settings
         if self._was_running:
             return settings.rejoin_s
-        return min(settings.max_queue_s, self._around.placer.registry.worker_due_s())
+        return min(settings.max_queue_s, self._context.placer.registry.worker_due_s())
 
     def _deserted(self) -> ServingError:
-        settings = self._around.settings
+        settings = self._context.settings
         if self._was_running:
             bound = f"within {settings.rejoin_s:g} s (router.rejoin_s)"
             told = f"the decode worker was lost, and none came to go on {bound}"
-        elif self._around.placer.registry.live_decoders():
+        elif self._context.placer.registry.live_decoders():
             # Others serve, and have not taken it: they have said why.
             return self._waiting(Waiting.FOR_WORKER)[0].final_error()
         else:
@@ -233,7 +233,7 @@ class RequestRun:
 
     def _watch_for_workers(self) -> None:
         """Be told who joins or leaves while a choice waits, and for a bounded time only while no worker is left."""
-        registry = self._around.placer.registry
+        registry = self._context.placer.registry
         if self._waiting():
             registry.watch(self._workers_changed)
         else:
@@ -254,11 +254,11 @@ class RequestRun:
         if self._mailbox.overflowed:
             self._abandon_all()
 
-    def _hand_over(self, reader: Reader, choice: ChoiceRun, attempt: int, arrived: TokensArrived) -> None:
+    def _hand_over(self, reader: DeltaSink, choice: ChoiceRun, attempt: int, arrived: TokensArrived) -> None:
         """The short way of tokens. Whatever else comes of them is mail."""
         try:
             for delta in choice.take_tokens(attempt, arrived):
-                if reader.take(delta):
+                if reader.on_delta(delta):
                     self._reader_is_slow = True
         except Exception as error:  # noqa: BLE001  # of this request, raised by its own task: here is a session's turn
             self._reader_error = error
@@ -267,7 +267,7 @@ class RequestRun:
             # A reader that is slow now has something to do before it is given more.
             if not (self._reader_is_slow or choice.done or choice.failure or choice.waiting):
                 return
-        self._mailbox.put(Look())
+        self._mailbox.put(Recheck())
 
     def _abandon_all(self) -> None:
         self._hedges.close()

@@ -98,7 +98,6 @@ class Canary:
         await self.stop()
 
     async def stop(self) -> None:
-        """Ask no more."""
         if self._task is not None:
             task, self._task = self._task, None
             task.cancel()

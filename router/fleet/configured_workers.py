@@ -14,12 +14,12 @@ from tandem.values.roles import WorkerRole
 _log = logging.getLogger(__name__)
 
 
-def stated(config: ClusterConfig) -> frozenset[WorkerAddress]:
+def configured_addresses(config: ClusterConfig) -> frozenset[WorkerAddress]:
     """Both pools. Raises ConfigError."""
     return stated_addresses(prefill=config.prefill.addresses, decode=config.decode.addresses)
 
 
-class StatedWorkers:
+class ConfiguredWorkers:
     """Reads them anew; needs a running event loop."""
 
     def __init__(self, path: Path | None, apply: Callable[[frozenset[WorkerAddress]], None]) -> None:
@@ -33,14 +33,14 @@ class StatedWorkers:
         if self._path is None:
             return
         try:
-            found = stated(load(self._path))
+            found = configured_addresses(load(self._path))
         except (ConfigError, OSError) as error:
             _log.error("%s; the workers stay those that were named before", error)
             return
         self._loop.call_soon_threadsafe(self._apply, found)
 
 
-class StatedPools:
+class ConfiguredPoolSizes:
     """Shows how many workers each pool is configured to have: a pool of none is meant to be missing."""
 
     def __init__(self, path: Path | None, config: ClusterConfig, show: Callable[[str, int], None]) -> None:
@@ -50,7 +50,7 @@ class StatedPools:
         self._tell(config)
 
     def read(self) -> None:
-        """In a thread. What makes no sense changes nothing: `StatedWorkers` complains of it."""
+        """In a thread. What makes no sense changes nothing: `ConfiguredWorkers` complains of it."""
         if self._path is not None:
             with suppress(ConfigError, OSError):
                 self._tell(load(self._path))

@@ -14,9 +14,7 @@ from tandem.values.prefix_pin import PinKey
 OrderT = TypeVar("OrderT")
 
 
-class WaitingPins(Generic[OrderT]):
-    """For one worker."""
-
+class PendingPinOrders(Generic[OrderT]):
     def __init__(self, *, most: int) -> None:
         self._most = most
         # Whose newest order came first, first.

@@ -22,8 +22,6 @@ PREPARE_S = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerTrace:
-    """Of one worker."""
-
     content: bytes
     """Chrome's JSON, in gzip."""
     num_steps: int

@@ -18,8 +18,8 @@ from typing import Protocol, Self
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from router.types.prompt_scoring import PromptReading, ReadAsk
-from router.types.requests import MAX_PRIORITY, ChoiceDelta, Reader, RoutedRequest
+from router.types.prompt_scoring import PromptScoringRequest, ScoredPrompt
+from router.types.requests import MAX_PRIORITY, ChoiceDelta, DeltaSink, RoutedRequest
 from router.types.worker_view import WorkerKey, WorkerSnapshot
 from router.workers.registry import WorkerRegistry
 from tandem.errors import ServingError
@@ -33,12 +33,10 @@ _LOOK_S = 1.0
 _log = logging.getLogger(__name__)
 
 
-class Runs(Protocol):
+class PromptScoringRunner(Protocol):
     """What the probe needs of dispatch."""
 
-    async def run(self, request: RoutedRequest, reader: Reader) -> None:
-        """See Generator."""
-        ...
+    async def run(self, request: RoutedRequest, reader: DeltaSink) -> None: ...
 
 
 class ProbeSchedule:
@@ -67,7 +65,7 @@ class QualityProbe(Collector):
     def __init__(
         self,
         registry: WorkerRegistry,
-        generator: Runs,
+        generator: PromptScoringRunner,
         *,
         tokens: tuple[int, ...],
         hash_root: BlockHash,
@@ -111,7 +109,6 @@ class QualityProbe(Collector):
         self._losses = {key: found for key, found in self._losses.items() if self._schedule.knows(key)}
 
     def collect(self) -> Iterable[Metric]:
-        """See Collector."""
         family = GaugeMetricFamily(
             "tandem_quality_loss_nats",
             "Mean negative log probability of a token of the probe's text, as each worker's model has it",
@@ -129,8 +126,8 @@ class QualityProbe(Collector):
                 _log.exception("the quality probe failed; it goes on")
             await asyncio.sleep(_LOOK_S)
 
-    async def _read(self, key: WorkerKey) -> PromptReading | None:
-        kept = _Kept()
+    async def _read(self, key: WorkerKey) -> ScoredPrompt | None:
+        kept = _ScoresSink()
         try:
             await self._generator.run(self._request(key), kept)
         except ServingError as error:
@@ -146,18 +143,17 @@ class QualityProbe(Collector):
             priority=MAX_PRIORITY,
             deadline_s=self._clock() + _TIMEOUT_S,
             only_worker=key,
-            reads=ReadAsk(num_top=0, only=True),
+            reads=PromptScoringRequest(num_top=0, only=True),
         )
 
 
-class _Kept:
+class _ScoresSink:
     """Keeps what was read."""
 
     def __init__(self) -> None:
-        self.reading: PromptReading | None = None
+        self.reading: ScoredPrompt | None = None
 
-    def take(self, delta: ChoiceDelta) -> bool:
-        """See Reader."""
+    def on_delta(self, delta: ChoiceDelta) -> bool:
         self.reading = delta.reading or self.reading
         return False
 
@@ -165,6 +161,5 @@ class _Kept:
         """See Reader."""
 
 
-def loss_of(reading: PromptReading) -> float:
-    """Nats a token."""
+def loss_of(reading: ScoredPrompt) -> float:
     return -sum(reading.logprobs) / len(reading)

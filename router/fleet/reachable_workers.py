@@ -20,7 +20,7 @@ _AGAIN_S = 1.0
 _log = logging.getLogger(__name__)
 
 
-class ReachedWorkers:
+class ReachableWorkers:
     """Tells while entered, each time that it is another set."""
 
     def __init__(

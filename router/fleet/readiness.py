@@ -10,7 +10,7 @@ from tandem.process.lifetime import Lifetime
 from tandem.values.roles import WorkerRole
 
 
-class Readiness:
+class ReadinessCheck:
     """Ready while a decode worker takes requests and gives tokens, and no drain has begun. Not while no key is good."""
 
     def __init__(
@@ -63,7 +63,7 @@ class Readiness:
         return sum(any(worker.info.cannot_pair(reader) is None for reader in readers) for worker in decoders)
 
 
-async def first_worker(registry: WorkerRegistry, lifetime: Lifetime) -> bool:
+async def wait_for_first_worker(registry: WorkerRegistry, lifetime: Lifetime) -> bool:
     """Wait until a decode worker has told what model it serves; False when told to stop before."""
     joined = asyncio.Event()
     registry.watch(joined.set)

@@ -7,24 +7,24 @@ from router.types.session_events import (
     AttemptFinished,
     AttemptRefused,
     AttemptStarted,
-    Bequest,
-    Inheritance,
+    CacheOffer,
+    MigrationPlan,
     PrefillRoute,
-    ReadOrder,
-    ReadPart,
+    PromptScoresPart,
+    PromptScoringOrder,
     SubmitOrder,
     TokensArrived,
     TransferFailed,
 )
 from router.types.worker_view import (
-    BoardReport,
     CacheTierLoad,
+    EngineStepTotals,
+    EngineWorkReport,
     PrefixChange,
-    StepTotals,
+    RedisPublishingReport,
     WorkerInfo,
     WorkerKey,
     WorkerLoad,
-    WorkReport,
 )
 from tandem.errors import InvalidRequest
 from tandem.protocol.chain_wire import chains_from_pb, chains_to_pb
@@ -137,7 +137,7 @@ def submit_to_pb(order: SubmitOrder) -> pb.RouterMessage:
     return pb.RouterMessage(submit=submit)
 
 
-def read_to_pb(order: ReadOrder) -> pb.RouterMessage:
+def score_prompt_to_pb(order: PromptScoringOrder) -> pb.RouterMessage:
     """One attempt at reading one prompt."""
     read = pb.Read(
         request_id=order.request_id,
@@ -152,9 +152,9 @@ def read_to_pb(order: ReadOrder) -> pb.RouterMessage:
     return pb.RouterMessage(read=read)
 
 
-def read_part_from_pb(part: pb.ReadPart) -> ReadPart:
+def scores_part_from_pb(part: pb.ReadPart) -> PromptScoresPart:
     """A part of what was read."""
-    return ReadPart(
+    return PromptScoresPart(
         logprobs=part.logprobs,
         ranks=part.ranks,
         top_ids=part.top_ids,
@@ -164,7 +164,7 @@ def read_part_from_pb(part: pb.ReadPart) -> ReadPart:
     )
 
 
-def take_together(waiting: deque[pb.RouterMessage]) -> pb.RouterMessage:
+def batch_orders(waiting: deque[pb.RouterMessage]) -> pb.RouterMessage:
     """What waits, in as few messages as may be: each costs about as much as the decisions on a whole request."""
     batch, num_bytes = [waiting.popleft()], 0
     while waiting and (num_bytes := num_bytes + batch[-1].ByteSize()) < _MOST_BYTES_TOGETHER:
@@ -238,7 +238,6 @@ def transfer_failed_from_pb(failed: pb.TransferFailed) -> TransferFailed:
 
 
 def load_from_pb(load: pb.LoadSnapshot) -> WorkerLoad:
-    """A worker's load."""
     return WorkerLoad(
         num_running=load.num_running,
         num_waiting=load.num_waiting,
@@ -260,8 +259,8 @@ def load_from_pb(load: pb.LoadSnapshot) -> WorkerLoad:
     )
 
 
-def _work_from_pb(work: pb.WorkReport) -> WorkReport:
-    return WorkReport(
+def _work_from_pb(work: pb.WorkReport) -> EngineWorkReport:
+    return EngineWorkReport(
         prefill=_steps_from_pb(work.prefill),
         decode=_steps_from_pb(work.decode),
         preemptions=work.preemptions,
@@ -273,12 +272,12 @@ def _work_from_pb(work: pb.WorkReport) -> WorkReport:
     )
 
 
-def _steps_from_pb(totals: pb.StepTotals) -> StepTotals:
-    return StepTotals(steps=totals.steps, seconds=totals.seconds, tokens=totals.tokens, requests=totals.requests)
+def _steps_from_pb(totals: pb.StepTotals) -> EngineStepTotals:
+    return EngineStepTotals(steps=totals.steps, seconds=totals.seconds, tokens=totals.tokens, requests=totals.requests)
 
 
-def _board_from_pb(board: pb.BoardReport) -> BoardReport:
-    return BoardReport(
+def _board_from_pb(board: pb.BoardReport) -> RedisPublishingReport:
+    return RedisPublishingReport(
         is_up=board.up, connects=board.connects, entries=board.entries, states=board.states, lag_s=board.lag_s
     )
 
@@ -311,17 +310,16 @@ def prefix_change_from_pb(events: pb.KVEvents) -> PrefixChange:
     )
 
 
-def bequest_from_pb(bequest: pb.Bequest) -> Bequest:
+def cache_offer_from_pb(bequest: pb.Bequest) -> CacheOffer:
     """A draining worker's cache. Raises ProtocolError."""
     try:
         chains = chains_from_pb(bequest.chains)
     except InvalidRequest as error:
         raise ProtocolError(f"bequest: {error.message}") from None
-    return Bequest(chains=chains, lends_s=min(max(0.0, bequest.lends_s), _MAX_LENDS_S))
+    return CacheOffer(chains=chains, lends_s=min(max(0.0, bequest.lends_s), _MAX_LENDS_S))
 
 
-def inherit_to_pb(share: Inheritance, *, within_s: float, prefill_tokens_per_s: float) -> pb.RouterMessage:
-    """To a successor."""
+def fetch_cache_to_pb(share: MigrationPlan, *, within_s: float, prefill_tokens_per_s: float) -> pb.RouterMessage:
     inherit = pb.Inherit(
         holder=holder_to_pb(share.holder),
         block_size=share.block_size,
@@ -332,7 +330,7 @@ def inherit_to_pb(share: Inheritance, *, within_s: float, prefill_tokens_per_s: 
     return pb.RouterMessage(inherit=inherit)
 
 
-def settled_to_pb() -> pb.RouterMessage:
+def migration_ended_to_pb() -> pb.RouterMessage:
     """To a draining worker."""
     return pb.RouterMessage(settled=pb.Settled())
 
@@ -352,6 +350,6 @@ def resync_to_pb() -> pb.RouterMessage:
     return pb.RouterMessage(resync=pb.Resync())
 
 
-def leaver_from_pb(inherited: pb.Inherited) -> WorkerKey:
+def migration_source_from_pb(inherited: pb.Inherited) -> WorkerKey:
     """Whose cache a successor speaks of."""
     return WorkerKey(WorkerId(inherited.worker_id), Incarnation(inherited.incarnation))

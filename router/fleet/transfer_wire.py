@@ -1,6 +1,6 @@
 """What workers report of moving KV, from protobuf. Labels are ours: what a peer makes up becomes `other`."""
 
-from router.types.worker_view import InheritedBlocks, TransferEnds, TransferReport, TransferSide
+from router.types.worker_view import MigratedBlocks, TransferEnds, TransferReport, TransferSide
 from tandem.v1 import session_pb2 as pb
 
 _TRANSPORTS = frozenset({"memory", "shm", "tcp", "torch_dist", "cuda_ipc", "nixl"})
@@ -10,7 +10,6 @@ _MAX_ENDS = 2 * (len(_TRANSPORTS) + 1) * len(_OUTCOMES)
 
 
 def transfers_from_pb(report: pb.TransferReport) -> TransferReport:
-    """A worker's report."""
     return TransferReport(
         sides=(_side("sent", report.sent), _side("received", report.received)),
         fetches_started=report.fetches_started,
@@ -27,8 +26,8 @@ def transfers_from_pb(report: pb.TransferReport) -> TransferReport:
     )
 
 
-def _inherited(blocks: pb.InheritedBlocks) -> InheritedBlocks:
-    return InheritedBlocks(
+def _inherited(blocks: pb.InheritedBlocks) -> MigratedBlocks:
+    return MigratedBlocks(
         outcome=blocks.outcome if blocks.outcome in _INHERITED else "other",
         num_blocks=blocks.blocks,
         num_bytes=blocks.num_bytes,

@@ -16,40 +16,40 @@ from typing import Any, Protocol
 import grpc
 import grpc.aio
 
-from router.fleet.pending_pin_orders import WaitingPins
+from router.fleet.pending_pin_orders import PendingPinOrders
 from router.fleet.session_wire import (
     ProtocolError,
     adopt_to_pb,
-    bequest_from_pb,
+    batch_orders,
+    cache_offer_from_pb,
     cancel_to_pb,
+    fetch_cache_to_pb,
     hello_from_pb,
     hello_to_pb,
-    inherit_to_pb,
-    leaver_from_pb,
     load_from_pb,
+    migration_ended_to_pb,
+    migration_source_from_pb,
     pin_to_pb,
     prefix_change_from_pb,
-    read_part_from_pb,
-    read_to_pb,
     refused_from_pb,
     reroute_to_pb,
     resync_to_pb,
-    settled_to_pb,
+    score_prompt_to_pb,
+    scores_part_from_pb,
     submit_to_pb,
     supersede_to_pb,
-    take_together,
     tokens_from_pb,
     transfer_failed_from_pb,
     unpin_to_pb,
 )
 from router.types.session_events import (
     CLOSED_HERE,
-    Bequest,
+    CacheOffer,
     Deliver,
-    DeliverRead,
-    Inheritance,
+    DeliverScores,
+    MigrationPlan,
     PrefillRoute,
-    ReadOrder,
+    PromptScoringOrder,
     SubmitOrder,
     WorkerLost,
     WorkerPort,
@@ -107,7 +107,7 @@ class SessionListener(Protocol):
 
     def draining(self, key: WorkerKey, reason: str) -> None: ...
 
-    def bequeathed(self, key: WorkerKey, bequest: Bequest) -> None: ...
+    def bequeathed(self, key: WorkerKey, bequest: CacheOffer) -> None: ...
 
     def inherited(self, key: WorkerKey, leaving: WorkerKey) -> None: ...
 
@@ -123,7 +123,7 @@ class _Attempt:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Read:
     number: int
-    deliver: DeliverRead
+    deliver: DeliverScores
 
 
 class WorkerSession:
@@ -138,7 +138,7 @@ class WorkerSession:
         # Bounded: submits by `max_queued_submits`, reroutes and cancels by the attempts that they concern. Inherits
         # and settles by the workers that drain: each is heard once, and names this worker once. Resyncs by time.
         self._outgoing: deque[pb.RouterMessage] = deque()
-        self._pins: WaitingPins[pb.RouterMessage] = WaitingPins(most=settings.max_queued_pins)
+        self._pins: PendingPinOrders[pb.RouterMessage] = PendingPinOrders(most=settings.max_queued_pins)
         self._has_outgoing = asyncio.Event()
         self._ended = False
         self._dialect = router_dialect(info.protocol_version)
@@ -180,30 +180,25 @@ class WorkerSession:
         return reason
 
     def submit(self, order: SubmitOrder, deliver: Deliver) -> None:
-        """See WorkerPort."""
         self._require_room()
         self._attempts[order.request_id] = _Attempt(number=order.attempt, deliver=deliver)
         self._send(submit_to_pb(order))
 
-    def read(self, order: ReadOrder, deliver: DeliverRead) -> None:
-        """See WorkerPort."""
+    def read(self, order: PromptScoringOrder, deliver: DeliverScores) -> None:
         self._require_room()
         self._reads[order.request_id] = _Read(number=order.attempt, deliver=deliver)
-        self._send(read_to_pb(order))
+        self._send(score_prompt_to_pb(order))
 
     def adopt(self, request_id: RequestId, attempt: int, *, num_shown: int, deliver: Deliver) -> None:
-        """See WorkerPort."""
         self._require_room()
         self._attempts[request_id] = _Attempt(number=attempt, deliver=deliver)
         self._send(adopt_to_pb(request_id, attempt, num_shown))
 
     def reroute(self, request_id: RequestId, attempt: int, prefill: PrefillRoute | None) -> None:
-        """See WorkerPort."""
         if self._attempt(request_id, attempt) is not None:
             self._send(reroute_to_pb(request_id, attempt, prefill))
 
     def cancel(self, request_id: RequestId, attempt: int) -> None:
-        """See WorkerPort."""
         if self._attempt(request_id, attempt) is not None:
             del self._attempts[request_id]
         elif self._read_of(request_id, attempt) is not None:
@@ -212,24 +207,19 @@ class WorkerSession:
             return
         self._send(cancel_to_pb(request_id, attempt))
 
-    def inherit(self, share: Inheritance, *, within_s: float, prefill_tokens_per_s: float) -> None:
-        """See WorkerPort."""
-        self._send(inherit_to_pb(share, within_s=within_s, prefill_tokens_per_s=prefill_tokens_per_s))
+    def inherit(self, share: MigrationPlan, *, within_s: float, prefill_tokens_per_s: float) -> None:
+        self._send(fetch_cache_to_pb(share, within_s=within_s, prefill_tokens_per_s=prefill_tokens_per_s))
 
     def settle(self) -> None:
-        """See WorkerPort."""
-        self._send(settled_to_pb())
+        self._send(migration_ended_to_pb())
 
     def pin(self, order: PinOrder) -> None:
-        """See WorkerPort."""
         self._send_pin(order.key, pin_to_pb(order))
 
     def unpin(self, key: PinKey) -> None:
-        """See WorkerPort."""
         self._send_pin(key, unpin_to_pb(key))
 
     def resync(self) -> None:
-        """See WorkerPort."""
         self._send(resync_to_pb())
 
     def _require_room(self) -> None:
@@ -266,7 +256,7 @@ class WorkerSession:
                 if not self._outgoing:
                     self._outgoing.extend(self._pins.take(_PINS_TOGETHER))
                 try:
-                    await self._call.write(take_together(self._outgoing))
+                    await self._call.write(batch_orders(self._outgoing))
                 except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
                     return  # The reader sees the same end, and tells everybody.
 
@@ -309,9 +299,9 @@ class WorkerSession:
             case "draining":
                 listener.draining(key, message.draining.reason)
             case "bequest":
-                listener.bequeathed(key, bequest_from_pb(message.bequest))
+                listener.bequeathed(key, cache_offer_from_pb(message.bequest))
             case "inherited":
-                listener.inherited(key, leaver_from_pb(message.inherited))
+                listener.inherited(key, migration_source_from_pb(message.inherited))
             case "pin_told":
                 listener.pin_told(key, told_from_pb(message.pin_told))
             case other:
@@ -344,7 +334,7 @@ class WorkerSession:
     def _take_read(self, message: pb.ReadPart) -> None:
         if (read := self._read_of(message.request_id, message.attempt)) is None:
             return
-        part = read_part_from_pb(message)
+        part = scores_part_from_pb(message)
         if part.times is not None:
             del self._reads[RequestId(message.request_id)]
         read.deliver(part)

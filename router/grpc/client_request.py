@@ -11,9 +11,9 @@ from router.api.request.prompt_scoring_options import read_ask
 from router.api.request.request_ids import check_request_id
 from router.api.selected_choices import logprobs_needed, selection_ask
 from router.grpc.conversation import check_belongings, template_options, tool_use
-from router.text.grammars.structured_output import Shape, Structure
-from router.types.prompt_scoring import ReadAsk
-from router.types.requests import BeamAsk
+from router.text.grammars.structured_output import Shape, StructuredOutput
+from router.types.prompt_scoring import PromptScoringRequest
+from router.types.requests import BeamSearchParams
 from router.types.stream_ids import StreamPosition
 from tandem.errors import InvalidRequest
 from tandem.protocol import wire
@@ -87,7 +87,7 @@ def selection_of(request: pb.GenerateRequest) -> SelectionAsk | None:
     )
 
 
-def _beams(request: pb.GenerateRequest) -> BeamAsk | None:
+def _beams(request: pb.GenerateRequest) -> BeamSearchParams | None:
     if request.early_stopping not in _EARLY:
         raise InvalidRequest("early_stopping: false, true or never", param="early_stopping")
     return beam_ask(
@@ -129,7 +129,7 @@ def wants_generation_prompt(request: pb.TokenizeRequest) -> bool:
     return _or_true(request, "add_generation_prompt")
 
 
-def _reads(request: pb.GenerateRequest, max_tokens: int | None) -> ReadAsk | None:
+def _reads(request: pb.GenerateRequest, max_tokens: int | None) -> PromptScoringRequest | None:
     if not request.HasField("prompt_logprobs"):
         return None
     if _can_be_continued(request):
@@ -141,7 +141,7 @@ def _or_true(request: pb.GenerateRequest | pb.TokenizeRequest, name: str) -> boo
     return bool(getattr(request, name)) or not request.HasField(name)
 
 
-def _structure(request: pb.GenerateRequest) -> Structure | None:
+def _structure(request: pb.GenerateRequest) -> StructuredOutput | None:
     if request.sampling.HasField("grammar"):
         raise InvalidRequest("sampling.grammar is the cluster's own: send structured_output", param="sampling.grammar")
     if not request.HasField("structured_output"):
@@ -150,7 +150,7 @@ def _structure(request: pb.GenerateRequest) -> Structure | None:
     if kind is None or (kind == Shape.JSON_OBJECT.value and not asked.json_object):
         raise InvalidRequest(f"{_STRUCTURE}: say what answers must be", param=_STRUCTURE)
     value = tuple(asked.choice.texts) if kind == Shape.CHOICE.value else getattr(asked, kind)
-    return Structure(shape=Shape(kind), value=value, param=_STRUCTURE)
+    return StructuredOutput(shape=Shape(kind), value=value, param=_STRUCTURE)
 
 
 def trace_of(context: Any) -> TraceContext | None:

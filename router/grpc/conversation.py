@@ -6,7 +6,7 @@ from typing import Any
 from router.api.cache_breakpoints import DEFAULT_MARK_TTL, MARK_TTL_S, Mark, check_marks
 from router.api.request.strict_json import parse
 from router.text.conversation import Message, TemplateOptions
-from router.text.tools import MAX_TOOLS_CHARS, Tool, ToolCall, ToolUse, use_of
+from router.text.tools import MAX_TOOLS_CHARS, AssistantToolCall, ToolDefinition, ToolUse, use_of
 from tandem.errors import InvalidRequest
 from tandem.v1 import inference_pb2 as pb
 
@@ -47,7 +47,9 @@ def _message(turn: pb.ChatMessage) -> Message:
         role=turn.role,
         content=turn.content,
         name=turn.name if turn.HasField("name") else None,
-        tool_calls=tuple(ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in turn.tool_calls),
+        tool_calls=tuple(
+            AssistantToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in turn.tool_calls
+        ),
         tool_call_id=turn.tool_call_id if turn.HasField("tool_call_id") else None,
         reasoning=turn.reasoning_content if turn.HasField("reasoning_content") else None,
     )
@@ -100,12 +102,12 @@ def tool_use(request: pb.GenerateRequest) -> ToolUse | None:
     return use_of(tools_of(request.tools), mode, allowed, parallel and not is_named)
 
 
-def tools_of(tools: Sequence[pb.Tool]) -> tuple[Tool, ...]:
+def tools_of(tools: Sequence[pb.Tool]) -> tuple[ToolDefinition, ...]:
     """Raises InvalidRequest for parameters that are no JSON object; their other bounds are `ToolUse`'s."""
     if sum(len(tool.parameters) for tool in tools) > _MOST_SCHEMA_CHARS:
         raise InvalidRequest(f"{_TOOLS}: more than {MAX_TOOLS_CHARS} characters", param=_TOOLS)
     return tuple(
-        Tool(
+        ToolDefinition(
             name=tool.name,
             description=tool.description if tool.HasField("description") else None,
             parameters=_parameters(tool.parameters) if tool.HasField("parameters") else None,

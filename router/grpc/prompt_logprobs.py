@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from router.types.prompt_scoring import PromptReading
+from router.types.prompt_scoring import ScoredPrompt
 from tandem.v1 import common_pb2 as common
 from tandem.v1 import inference_pb2 as pb
 
@@ -12,7 +12,7 @@ _VALUES_PER_MESSAGE = 2048
 
 
 def prompt_responses(
-    request_id: str, prompt: Sequence[int], reading: PromptReading
+    request_id: str, prompt: Sequence[int], reading: ScoredPrompt
 ) -> list[Callable[[], pb.GenerateResponse]]:
     """Each makes one response when it is about to be sent."""
     step = max(1, _VALUES_PER_MESSAGE // (1 + reading.num_top))
@@ -23,14 +23,14 @@ def prompt_responses(
 
 
 def _response(
-    request_id: str, prompt: Sequence[int], reading: PromptReading, begin: int, end: int
+    request_id: str, prompt: Sequence[int], reading: ScoredPrompt, begin: int, end: int
 ) -> pb.GenerateResponse:
     return pb.GenerateResponse(
         id=request_id, prompt_logprobs=[_place(prompt[i + 1], reading, i) for i in range(begin, end)]
     )
 
 
-def _place(own: int, reading: PromptReading, index: int) -> pb.PromptLogprobs:
+def _place(own: int, reading: ScoredPrompt, index: int) -> pb.PromptLogprobs:
     return pb.PromptLogprobs(
         token_id=own,
         logprob=reading.logprobs[index],

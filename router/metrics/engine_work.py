@@ -7,7 +7,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from router.metrics.instruments import cumulative
-from router.types.worker_view import WorkerSnapshot, WorkReport
+from router.types.worker_view import EngineWorkReport, WorkerSnapshot
 from tandem.values.step_sizes import STEP_SIZES
 
 _WORKER = ("worker", "role")
@@ -26,7 +26,7 @@ class WorkMetrics(Collector):
 
     def __init__(self, model_name: str) -> None:
         self._model = model_name
-        self._shown: list[tuple[tuple[str, str], WorkReport]] = []
+        self._shown: list[tuple[tuple[str, str], EngineWorkReport]] = []
         self._pools: list[tuple[str, int, int]] = []
 
     def show(self, snapshots: Sequence[WorkerSnapshot]) -> None:
@@ -42,7 +42,6 @@ class WorkMetrics(Collector):
         ]
 
     def collect(self) -> Iterable[Metric]:
-        """See Collector."""
         for field, (name, text) in _STEPS.items():
             steps = CounterMetricFamily(name, text, labels=(*_WORKER, "kind"))
             for labels, work in self._shown:

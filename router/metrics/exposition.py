@@ -14,7 +14,7 @@ _CREATED = "_created"
 _TENANT = "tenant"
 
 
-def exposition(registry: Collector) -> bytes:
+def render_exposition(registry: Collector) -> bytes:
     """Everything that the registry collects: counters, gauges and histograms."""
     lines: list[str] = []
     for metric in registry.collect():

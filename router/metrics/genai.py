@@ -5,7 +5,7 @@ For boards that show servers of several makes; `vllm:` and `tandem_` metrics say
 
 from prometheus_client.registry import CollectorRegistry
 
-from router.metrics.instruments import Spreads
+from router.metrics.instruments import LabelledHistogram
 from tandem.errors import Code
 
 _PROVIDER = "tandem"
@@ -16,21 +16,19 @@ _LABELS = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_mode
 
 
 class GenAiMetrics:
-    """The instruments."""
-
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         self._model = model_name
-        self._duration = Spreads(
+        self._duration = LabelledHistogram(
             "gen_ai_server_request_duration_seconds",
             "Arrival to the end, however it ended; error_type is empty where it ended well",
             _DURATION,
             (*_LABELS, "error_type"),
         )
-        self._first = Spreads(
+        self._first = LabelledHistogram(
             "gen_ai_server_time_to_first_token_seconds", "Arrival to first token, of answers that ended well",
             _FIRST, _LABELS,
         )  # fmt: skip
-        self._per_token = Spreads(
+        self._per_token = LabelledHistogram(
             "gen_ai_server_time_per_output_token_seconds",
             "Mean time per token after the first, of answers that ended well",
             _PER_TOKEN,

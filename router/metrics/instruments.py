@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 
-class Total(Collector):
+class SingleValue(Collector):
     """A counter or a gauge."""
 
     def __init__(
@@ -29,7 +29,6 @@ class Total(Collector):
         self._labels = labels
 
     def inc(self, amount: float = 1.0) -> None:
-        """Add."""
         self.value += amount
 
     def dec(self) -> None:
@@ -37,13 +36,12 @@ class Total(Collector):
         self.value -= 1.0
 
     def collect(self) -> Iterable[Metric]:
-        """See Collector."""
         family = self._family(self._name, self._text, labels=tuple(self._labels))
         family.add_metric(tuple(self._labels.values()), self.value)
         yield family
 
 
-class Totals(Collector):
+class LabelledCounter(Collector):
     """A counter by labels, whose values must be few."""
 
     def __init__(self, name: str, text: str, labels: Sequence[str], *, known: Iterable[tuple[str, ...]] = ()) -> None:
@@ -66,16 +64,13 @@ class Totals(Collector):
         return sum(value for labels, value in self._values.items() if labels[0] != without)
 
     def collect(self) -> Iterable[Metric]:
-        """See Collector."""
         family = CounterMetricFamily(self._name, self._text, labels=self._labels)
         for values, value in self._values.items():
             family.add_metric(values, value)
         yield family
 
 
-class Spread(Collector):
-    """A histogram."""
-
+class LocalHistogram(Collector):
     def __init__(
         self, name: str, text: str, bounds: Sequence[float], labels: Mapping[str, str], *, finer: Sequence[float] = ()
     ) -> None:
@@ -100,13 +95,12 @@ class Spread(Collector):
         return tuple(self._counts)
 
     def collect(self) -> Iterable[Metric]:
-        """See Collector."""
         family = HistogramMetricFamily(self._name, self._text, labels=tuple(self._labels))
         family.add_metric(tuple(self._labels.values()), cumulative(self._counts, self._shown), self._sum)
         yield family
 
 
-class Spreads(Collector):
+class LabelledHistogram(Collector):
     """A histogram by labels, whose values must be few."""
 
     def __init__(self, name: str, text: str, bounds: Sequence[float], labels: Sequence[str]) -> None:
@@ -128,7 +122,6 @@ class Spreads(Collector):
         self._sums[labels] += value
 
     def collect(self) -> Iterable[Metric]:
-        """See Collector."""
         family = HistogramMetricFamily(self._name, self._text, labels=self._labels)
         for labels, counts in self._counts.items():
             family.add_metric(labels, cumulative(counts, self._shown), self._sums[labels])

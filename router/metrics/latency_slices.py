@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from prometheus_client.registry import CollectorRegistry
 
-from router.metrics.instruments import Spreads, Totals
+from router.metrics.instruments import LabelledCounter, LabelledHistogram
 from router.metrics.tenant_labels import TenantLabels
 from router.types.requests import ChoiceFinish, RoutedRequest
 from tandem.values.outputs import CachedTokens, FinishReason
@@ -69,33 +69,35 @@ class FirstTokens:
 
 
 class SliceMetrics:
-    """The instruments."""
-
     def __init__(self, registry: CollectorRegistry, tenants: TenantLabels) -> None:
         self._tenants = tenants
-        self._phases = Spreads(
+        self._phases = LabelledHistogram(
             "tandem_ttft_phase_seconds",
             "Parts of the time to the first token: preprocess, queue, prefill, serialize; and first_decode after it",
             _PHASE,
             ("phase",),
         )
         labels = ("pool", "prompt", "cached", "guided")
-        self._ttft = Spreads("tandem_slice_ttft_seconds", "Time to first token by kind of request", _SECONDS, labels)
-        self._tpot = Spreads(
+        self._ttft = LabelledHistogram(
+            "tandem_slice_ttft_seconds", "Time to first token by kind of request", _SECONDS, labels
+        )
+        self._tpot = LabelledHistogram(
             "tandem_slice_time_per_output_token_seconds",
             "Mean time per token after the first, by kind of request",
             _PER_TOKEN,
             ("pool", "prompt", "output", "guided"),
         )
-        self._tenant = Spreads("tandem_tenant_ttft_seconds", "Time to first token by tenant", _TENANT, ("tenant",))
+        self._tenant = LabelledHistogram(
+            "tandem_tenant_ttft_seconds", "Time to first token by tenant", _TENANT, ("tenant",)
+        )
         sources = (_COMPUTED, *CachedTokens.__dataclass_fields__)
-        self._sources = Totals(
+        self._sources = LabelledCounter(
             "tandem_prompt_tokens_by_source",
             "Prompt tokens by where their KV came from: computed, or cached in one of these places",
             ("source",),
             known=[(source,) for source in sources],
         )
-        self._structured = Totals(
+        self._structured = LabelledCounter(
             "tandem_structured_answers",
             "Choices that follow a grammar, by how they ended: stop, or length, which is cut and no whole structure",
             ("finished_reason",),

@@ -8,7 +8,7 @@ from tandem.errors import Code
 _OURS = frozenset({Code.INTERNAL, Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED})
 
 
-class Verdict(Enum):
+class RequestVerdict(Enum):
     """What became of a request, the worst that can be said of it."""
 
     GOOD = "good"
@@ -18,21 +18,21 @@ class Verdict(Enum):
     FAILED = "failed"
 
 
-def judged(
+def judge_request(
     objectives: ObjectivesConfig, code: Code | None, *, ttft_s: float | None, per_token_s: float | None
-) -> Verdict | None:
+) -> RequestVerdict | None:
     """None where its client is who ended it, or asked for what cannot be: that says nothing of us.
 
     `code`: how it failed. `ttft_s`, `per_token_s`: None where there was no first token, or no second one.
     """
     if code in _OURS:
-        return Verdict.FAILED
+        return RequestVerdict.FAILED
     if code is Code.RESOURCE_EXHAUSTED:
-        return Verdict.REFUSED
+        return RequestVerdict.REFUSED
     if code is not None:
         return None
     if ttft_s is not None and ttft_s > objectives.ttft_s:
-        return Verdict.LATE_FIRST
+        return RequestVerdict.LATE_FIRST
     if per_token_s is not None and per_token_s > objectives.per_token_s:
-        return Verdict.LATE_TOKENS
-    return Verdict.GOOD
+        return RequestVerdict.LATE_TOKENS
+    return RequestVerdict.GOOD

@@ -2,7 +2,7 @@
 
 from prometheus_client import CollectorRegistry, Gauge
 
-from router.metrics.instruments import Spread, Totals
+from router.metrics.instruments import LabelledCounter, LocalHistogram
 
 _SECONDS = (0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05)
 
@@ -11,13 +11,13 @@ class PlacementMetrics:
     """A `router.placement.decision_log.PlacementObserver`, and what is known of the prefix map."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._decisions = Totals(
+        self._decisions = LabelledCounter(
             "tandem_placement_decisions",
             "Choices placed, by where the prompt is computed and what the cached prefix had to say in it",
             ("reason", "affinity"),
         )
-        self._seconds = Spread("tandem_placement_seconds", "Deciding on one placement", _SECONDS, {})
-        self._cached = Totals(
+        self._seconds = LocalHistogram("tandem_placement_seconds", "Deciding on one placement", _SECONDS, {})
+        self._cached = LabelledCounter(
             "tandem_placement_cached_tokens",
             "Prompt tokens that placement took for cached where they were to be computed, and those that were",
             ("kind",),

@@ -14,11 +14,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from router.dispatch.choices.retry import RetryReason
 from router.metrics.engine_work import WorkMetrics
-from router.metrics.exposition import exposition
+from router.metrics.exposition import render_exposition
 from router.metrics.genai import GenAiMetrics
-from router.metrics.instruments import Spread, Total, Totals
+from router.metrics.instruments import LabelledCounter, LocalHistogram, SingleValue
 from router.metrics.latency_slices import SliceMetrics
-from router.metrics.objectives import Verdict, judged
+from router.metrics.objectives import RequestVerdict, judge_request
 from router.metrics.placement import PlacementMetrics
 from router.metrics.quantiles import FINE_BOUNDS_S
 from router.metrics.tenant_labels import TenantLabels
@@ -51,16 +51,14 @@ _CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
 _TRANSFER = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 _LABELS = ("model_name", "engine")
 _ENGINE = "router"
-_I = TypeVar("_I", Total, Totals, Spread)
+_I = TypeVar("_I", SingleValue, LabelledCounter, LocalHistogram)
 
 
 class _Aging(Protocol):
     """A request that has not ended."""
 
     @property
-    def age_s(self) -> float:
-        """Since it came."""
-        ...
+    def age_s(self) -> float: ...
 
 
 class RouterMetrics:
@@ -128,7 +126,7 @@ class RouterMetrics:
             "tandem_judged_requests",
             "Requests by whether they went well (`telemetry.objectives`), without those that their clients ended",
             ("verdict",),
-            known=[(verdict.value,) for verdict in Verdict],
+            known=[(verdict.value,) for verdict in RequestVerdict],
         )
         self._http = self._counters("tandem_http_requests", "HTTP answers", ("route", "method", "status"))
         self._rpcs = Counter("tandem_grpc_requests", "gRPC answers", ("method", "code"), registry=self.registry)
@@ -187,7 +185,7 @@ class RouterMetrics:
     def render(self) -> bytes:
         """The text exposition format."""
         self._refresh()
-        return exposition(self.registry)
+        return render_exposition(self.registry)
 
     def http_answered(self, route: str, method: str, status: int) -> None:
         """`route` is the route's pattern, never the path that was asked for."""
@@ -206,8 +204,8 @@ class RouterMetrics:
         self._failures.inc(code.value)
 
     def judge(self, code: Code | None, *, ttft_s: float | None, per_token_s: float | None) -> None:
-        """One request ended; see `router.metrics.objectives.judged`."""
-        if (verdict := judged(self._objectives, code, ttft_s=ttft_s, per_token_s=per_token_s)) is not None:
+        """One request ended; see `router.metrics.objectives.judge_request`."""
+        if (verdict := judge_request(self._objectives, code, ttft_s=ttft_s, per_token_s=per_token_s)) is not None:
             self._judged.inc(verdict.value)
 
     @property
@@ -280,29 +278,35 @@ class RouterMetrics:
     def _of_worker(self, name: str, text: str, *more: str) -> Gauge:
         return Gauge(name, text, ("worker", "role", *more), registry=self.registry)
 
-    def _counter(self, name: str, text: str) -> Total:
-        return self._registered(Total(name, text, CounterMetricFamily, dict(zip(_LABELS, self._model, strict=True))))
+    def _counter(self, name: str, text: str) -> SingleValue:
+        return self._registered(
+            SingleValue(name, text, CounterMetricFamily, dict(zip(_LABELS, self._model, strict=True)))
+        )
 
     def _counters(
         self, name: str, text: str, labels: Sequence[str], *, known: Iterable[tuple[str, ...]] = ()
-    ) -> Totals:
-        return self._registered(Totals(name, text, labels, known=known))
+    ) -> LabelledCounter:
+        return self._registered(LabelledCounter(name, text, labels, known=known))
 
     def opened(self, meter: _Aging) -> None:
-        """A request came."""
         self._open[meter] = None
 
     def closed(self, meter: _Aging) -> None:
-        """It has ended."""
         self._open.pop(meter, None)
 
-    def _gauge(self, name: str, text: str) -> Total:
-        return self._registered(Total(name, text, GaugeMetricFamily, dict(zip(_LABELS, self._model, strict=True))))
+    def _gauge(self, name: str, text: str) -> SingleValue:
+        return self._registered(
+            SingleValue(name, text, GaugeMetricFamily, dict(zip(_LABELS, self._model, strict=True)))
+        )
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *, finer: Sequence[float] = ()) -> Spread:
-        return self._registered(Spread(name, text, buckets, dict(zip(_LABELS, self._model, strict=True)), finer=finer))
+    def _histogram(
+        self, name: str, text: str, buckets: tuple[float, ...], *, finer: Sequence[float] = ()
+    ) -> LocalHistogram:
+        return self._registered(
+            LocalHistogram(name, text, buckets, dict(zip(_LABELS, self._model, strict=True)), finer=finer)
+        )
 
-    def _latency(self, name: str, text: str, buckets: tuple[float, ...]) -> Spread:
+    def _latency(self, name: str, text: str, buckets: tuple[float, ...]) -> LocalHistogram:
         """One whose quantiles the status shows."""
         return self._histogram(name, text, buckets, finer=FINE_BOUNDS_S)
 

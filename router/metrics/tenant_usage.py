@@ -18,7 +18,6 @@ class UsageMetrics(Collector):
         self._labels = labels
 
     def collect(self) -> Iterable[Metric]:
-        """See Collector."""
         cost = CounterMetricFamily(
             "tandem_tenant_cost", "Cost by the configured table, in its currency", labels=("tenant", "currency")
         )

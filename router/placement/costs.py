@@ -8,7 +8,7 @@ from typing import overload
 import numpy as np
 
 from router.types.worker_view import WorkerKey
-from router.workers.columns import Bools, Floats, PoolRoster, PoolView
+from router.workers.columns import Bools, Floats, PoolMembers, PoolView
 from tandem.values.roles import WorkerRole
 
 
@@ -79,7 +79,7 @@ class CandidateCost:
 class PoolCosts:
     """All costs of one pool in one decision. Arrays are [num_workers], of this decision alone."""
 
-    roster: PoolRoster
+    roster: PoolMembers
     held: Floats
     """Leading tokens that a worker need not compute."""
     work: Floats
@@ -89,7 +89,6 @@ class PoolCosts:
     terms: Mapping[str, Floats]
 
     def candidate(self, row: int) -> CandidateCost:
-        """One worker's terms."""
         info = self.roster.infos[row]
         return CandidateCost(
             key=info.key,
@@ -100,7 +99,6 @@ class PoolCosts:
         )
 
     def local_threshold(self, row: int) -> float | None:
-        """See CandidateCost."""
         return None
 
     def terms_of(self, row: int) -> Mapping[str, Floats]:
@@ -108,7 +106,7 @@ class PoolCosts:
         return self.terms
 
 
-class Candidates(Sequence[CandidateCost]):
+class CandidateCosts(Sequence[CandidateCost]):
     """Those of a pool that could have been chosen: the chosen one first, then cheapest first. Made when looked at."""
 
     __slots__ = ("_chosen", "_costs")
@@ -159,7 +157,6 @@ class DecodeCosts(PoolCosts):
         return {**self.terms, **(self.local_terms if self.local[row] else self.remote_terms)}
 
     def local_threshold(self, row: int) -> float | None:
-        """See CandidateCost."""
         compute_ms, uncached = float(self.local_terms["compute_ms"][row]), float(self.num_tokens - self.held[row])
         return local_threshold(
             queue_ms=float(self.local_terms["queue_ms"][row]),

@@ -32,7 +32,7 @@ class PlacementObserver(Protocol):
 
 
 @dataclass(slots=True, kw_only=True)
-class Decision:
+class PlacementDecision:
     """One placement. What became of it is added by the Placer that made it."""
 
     request_id: RequestId
@@ -54,32 +54,29 @@ class Decision:
 
 
 class DecisionLog:
-    """The last decisions."""
-
     def __init__(self, most: int, *, clock: Callable[[], float]) -> None:
         """Keeps `most` of them; none when 0. `clock`: that of the decisions, to tell their age."""
         self.most = most
         self._clock = clock
-        self._decisions: deque[Decision] = deque(maxlen=most)
+        self._decisions: deque[PlacementDecision] = deque(maxlen=most)
 
     def num_kept(self, tenant: str) -> int:
-        """Of a tenant."""
         return sum(decision.tenant == tenant for decision in self._decisions)
 
-    def add(self, decision: Decision) -> None:
+    def add(self, decision: PlacementDecision) -> None:
         """The oldest gives way."""
         self._decisions.append(decision)
 
-    def newest(self, most: int) -> Iterator[Decision]:
+    def newest(self, most: int) -> Iterator[PlacementDecision]:
         """Of all tenants, newest first."""
         return islice(reversed(self._decisions), most)
 
     def described(self, tenant: str, *, limit: int, request_id: str | None = None) -> list[dict[str, Any]]:
         """As JSON shows them; see `latest`."""
         now_s = self._clock()
-        return [described(decision, now_s) for decision in self.latest(tenant, limit=limit, request_id=request_id)]
+        return [describe(decision, now_s) for decision in self.latest(tenant, limit=limit, request_id=request_id)]
 
-    def latest(self, tenant: str, *, limit: int, request_id: str | None = None) -> Iterator[Decision]:
+    def latest(self, tenant: str, *, limit: int, request_id: str | None = None) -> Iterator[PlacementDecision]:
         """A tenant's, newest first; `request_id`: of a request, for all its choices, or of one choice."""
         for decision in reversed(self._decisions):
             if limit == 0:
@@ -93,7 +90,7 @@ def _is_of(choice: str, request_id: str) -> bool:
     return choice == request_id or choice.rpartition("-")[0] == request_id
 
 
-def described(decision: Decision, now_s: float) -> dict[str, Any]:
+def describe(decision: PlacementDecision, now_s: float) -> dict[str, Any]:
     """As JSON shows it. Milliseconds are predictions, but for `decided_in_us`."""
     placement, prefill = decision.placement, decision.placement.prefill
     chosen = {placement.decode.info.key, placement.computing.info.key}

@@ -11,9 +11,7 @@ from tandem.values.ids import WorkerId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HandOff:
-    """One of them."""
-
+class PendingHandoff:
     source: WorkerId
     """Who computes the prompt."""
     target: WorkerId
@@ -23,27 +21,29 @@ class HandOff:
     since_s: float
 
 
-class HandOffBook:
+class PendingHandoffs:
     """All that are under way."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._under_way: dict[Hashable, HandOff] = {}
+        self._under_way: dict[Hashable, PendingHandoff] = {}
 
     def __len__(self) -> int:
         return len(self._under_way)
 
     def began(self, key: Hashable, *, source: WorkerId, target: WorkerId, num_tokens: int) -> None:
         """`key` names it until it has ended."""
-        self._under_way[key] = HandOff(source=source, target=target, num_tokens=num_tokens, since_s=self._clock())
+        self._under_way[key] = PendingHandoff(
+            source=source, target=target, num_tokens=num_tokens, since_s=self._clock()
+        )
 
     def ended(self, key: Hashable) -> None:
         """Well or not; no-op when it has ended already."""
         self._under_way.pop(key, None)
 
-    def oldest(self, most: int) -> list[HandOff]:
+    def oldest(self, most: int) -> list[PendingHandoff]:
         """So many of them, the oldest first: a dict keeps its order."""
-        found: list[HandOff] = []
+        found: list[PendingHandoff] = []
         for handoff in self._under_way.values():
             if len(found) == most:
                 break

@@ -19,7 +19,7 @@ from random import Random
 
 import numpy as np
 
-from router.placement.costs import CandidateCost, Candidates, DecodeCosts, PoolCosts, link_ms, prefill_ms, step_ms
+from router.placement.costs import CandidateCost, CandidateCosts, DecodeCosts, PoolCosts, link_ms, prefill_ms, step_ms
 from router.placement.costs import CostModel as CostModel
 from router.types.worker_view import WorkerKey, WorkerSnapshot
 from router.workers.columns import Bools, ClusterView, Floats, Ints, PoolView
@@ -61,7 +61,7 @@ class NoDecodeWorker(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Demand:
+class PlacementDemand:
     """What one choice needs."""
 
     num_tokens: int
@@ -120,7 +120,7 @@ class _Partner:
     cost_ms: float
 
 
-def place(demand: Demand, view: ClusterView, model: CostModel, rng: Random) -> Placement:
+def place(demand: PlacementDemand, view: ClusterView, model: CostModel, rng: Random) -> Placement:
     """Choose a decode worker and, unless it computes the prompt itself, a prefill worker.
 
     Raises NoDecodeWorker, or RequestTooLarge when the only obstacle is that no pool can ever hold the request.
@@ -148,13 +148,13 @@ def place(demand: Demand, view: ClusterView, model: CostModel, rng: Random) -> P
         compute_ms=float(computing["compute_ms"][at]),
         held_by_decode=int(decode.held[row]),
         replicate_tokens=demand.replicate_tokens,
-        decode_candidates=Candidates(decode, row),
-        prefill_candidates=Candidates(prefill, None if costs is decode else at),
+        decode_candidates=CandidateCosts(decode, row),
+        prefill_candidates=CandidateCosts(prefill, None if costs is decode else at),
     )
 
 
 def place_prefill(
-    demand: Demand, decode: WorkerSnapshot, view: ClusterView, model: CostModel, rng: Random
+    demand: PlacementDemand, decode: WorkerSnapshot, view: ClusterView, model: CostModel, rng: Random
 ) -> tuple[WorkerSnapshot, int] | None:
     """Another prefill worker for a request that stays on `decode`, and its work; None when none can pair with it."""
     costs = price_prefill(demand, view.prefill, model)
@@ -164,7 +164,7 @@ def place_prefill(
     return view.prefill.snapshot(best.row, demand.now_s), round(float(costs.work[best.row]))
 
 
-def price_prefill(demand: Demand, pool: PoolView, model: CostModel) -> PoolCosts:
+def price_prefill(demand: PlacementDemand, pool: PoolView, model: CostModel) -> PoolCosts:
     """Every prefill worker as the one that computes the prompt; those that may not cost infinitely much."""
     held = _held(demand, pool)
     work = _work(demand.num_tokens, held, pool)
@@ -193,7 +193,9 @@ def price_prefill(demand: Demand, pool: PoolView, model: CostModel) -> PoolCosts
     return PoolCosts(roster=pool.roster, held=held, work=work, total=total, terms=terms)
 
 
-def _price_decode(demand: Demand, view: ClusterView, partners: list[_Partner | None], model: CostModel) -> DecodeCosts:
+def _price_decode(
+    demand: PlacementDemand, view: ClusterView, partners: list[_Partner | None], model: CostModel
+) -> DecodeCosts:
     pool = view.decode
     held = _held(demand, pool)
     uncached = demand.num_tokens - held
@@ -238,13 +240,13 @@ def _partner_ms(partners: list[_Partner | None], pool: PoolView) -> float | Floa
     return costs[0] if len(costs) == 1 else np.array(costs)[pool.roster.kinds]
 
 
-def _add_penalty(demand: Demand, pool: PoolView, terms: dict[str, Floats], total: Floats) -> None:
+def _add_penalty(demand: PlacementDemand, pool: PoolView, terms: dict[str, Floats], total: Floats) -> None:
     if pool.penalised_until_s is not None:
         terms["penalty_ms"] = np.maximum(pool.penalised_until_s - demand.now_s, 0.0) * 1e3
         total += terms["penalty_ms"]
 
 
-def _held(demand: Demand, pool: PoolView) -> Floats:
+def _held(demand: PlacementDemand, pool: PoolView) -> Floats:
     """Tokens that need not be computed: whole physical blocks, and never the last token, whose logits are needed."""
     roster = pool.roster
     # A float from here on: with whole numbers each operation on both would convert them again.
@@ -261,13 +263,13 @@ def _work(num_tokens: int, held: Floats, pool: PoolView) -> Floats:
     return grown
 
 
-def _uncharged(demand: Demand, held: Floats, work: Floats, pool: PoolView) -> Floats:
+def _uncharged(demand: PlacementDemand, held: Floats, work: Floats, pool: PoolView) -> Floats:
     """Work, below zero, that is not charged to who lacks the prefix that is to be copied."""
     copied = np.maximum(held, min(demand.replicate_tokens, demand.num_tokens - 1))
     return _work(demand.num_tokens, copied, pool) - work
 
 
-def _closed(demand: Demand, pool: PoolView) -> Bools | None:
+def _closed(demand: PlacementDemand, pool: PoolView) -> Bools | None:
     """Rows that may not be chosen; None when all may."""
     closed = None if pool.open is None else ~pool.open
     if demand.excluded:
@@ -278,7 +280,7 @@ def _closed(demand: Demand, pool: PoolView) -> Bools | None:
     return closed
 
 
-def _closed_decoders(demand: Demand, pool: PoolView) -> Bools | None:
+def _closed_decoders(demand: PlacementDemand, pool: PoolView) -> Bools | None:
     num_live, needed = len(pool.roster), max(demand.num_tokens, demand.pool_tokens_above)
     closed = _closed(demand, pool)
     if pool.roster.least_pool_tokens <= needed:
@@ -318,7 +320,7 @@ def _pick(total: Floats, held: Floats, load: Floats, model: CostModel, rng: Rand
 
 
 def _reason(
-    demand: Demand, costs: DecodeCosts, row: int, partner: _Partner | None, model: CostModel
+    demand: PlacementDemand, costs: DecodeCosts, row: int, partner: _Partner | None, model: CostModel
 ) -> PlacementReason:
     if demand.num_tokens - int(costs.held[row]) <= model.local_prefill_tokens:
         return PlacementReason.SHORT_SUFFIX
@@ -327,7 +329,7 @@ def _reason(
     return PlacementReason.LOCAL_CHEAPER if costs.local[row] else PlacementReason.DISAGGREGATED
 
 
-def _affinity(demand: Demand, costs: PoolCosts, row: int) -> Affinity:
+def _affinity(demand: PlacementDemand, costs: PoolCosts, row: int) -> Affinity:
     most = _most(costs.held)
     if costs.held[row] >= most:
         return Affinity.PREFIX if most else Affinity.COLD

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from random import Random
 
 from router.placement.costs import CostModel
-from router.placement.decision_log import Decision, DecisionLog, PlacementObserver
-from router.placement.pending_handoffs import HandOffBook
-from router.placement.place import Affinity, Demand, Placement, PlacementReason, place, place_prefill
+from router.placement.decision_log import DecisionLog, PlacementDecision, PlacementObserver
+from router.placement.pending_handoffs import PendingHandoffs
+from router.placement.place import Affinity, Placement, PlacementDemand, PlacementReason, place, place_prefill
 from router.placement.prefix_holders import Confirmed, best_holder
 from router.placement.prefix_replication import HotPrefix, HotPrefixes, ReplicationPolicy
-from router.types.requests import PinWish
+from router.types.requests import PinRequest
 from router.types.session_events import WorkerPort
 from router.types.worker_view import WorkerKey, WorkerSnapshot
 from router.workers.booking import Booking
@@ -41,10 +41,10 @@ class Assignment:
     """Who is thought to hold more of the prefix than `computing`."""
     seconds: float = 0.0
     """That the choice took."""
-    pins: tuple[PinWish, ...] = ()
+    pins: tuple[PinRequest, ...] = ()
     """Of its prompt, until the first token came."""
     tenant: str = ""
-    decision: Decision | None = None
+    decision: PlacementDecision | None = None
     """What is shown of it; None until it is recorded."""
 
     @property
@@ -74,7 +74,7 @@ class Placer:
         self._hot = HotPrefixes(replication or ReplicationPolicy())
         self._decisions = decisions
         self._observer = observer
-        self.handoffs = HandOffBook(clock)
+        self.handoffs = PendingHandoffs(clock)
         """Prompts that are being computed for another worker."""
 
     def hottest(self, most: int) -> list[HotPrefix]:
@@ -90,7 +90,7 @@ class Placer:
         pool_tokens_above: int = 0,
         is_local: bool = False,
     ) -> Assignment:
-        """Choose workers for prompt and earlier output, whose blocks are `names`; `is_local`: see `Demand`.
+        """Choose workers for prompt and earlier output, whose blocks are `names`; `is_local`: see `PlacementDemand`.
 
         Raises NoDecodeWorker or RequestTooLarge.
         """
@@ -148,7 +148,7 @@ class Placer:
         )
 
     def record(
-        self, assignment: Assignment, request_id: RequestId, tenant: str, pins: tuple[PinWish, ...] = ()
+        self, assignment: Assignment, request_id: RequestId, tenant: str, pins: tuple[PinRequest, ...] = ()
     ) -> None:
         """Keep, show and count the decision, under the choice's id; nobody hears of one that is not recorded.
 
@@ -156,7 +156,7 @@ class Placer:
         """
         assignment.tenant, assignment.pins = tenant, pins
         placement, holder = assignment.placement, assignment.holder
-        assignment.decision = Decision(
+        assignment.decision = PlacementDecision(
             request_id=request_id,
             tenant=tenant,
             at_s=self._clock(),
@@ -246,7 +246,7 @@ class Placer:
         source, target = assignment.computing.worker_id, assignment.decode.worker_id
         self.handoffs.began(id(assignment), source=source, target=target, num_tokens=num_tokens)
 
-    def _count_heat(self, demand: Demand, placement: Placement, names: Sequence[BlockHash]) -> None:
+    def _count_heat(self, demand: PlacementDemand, placement: Placement, names: Sequence[BlockHash]) -> None:
         compute_ms, uncached = placement.compute_ms, placement.uncached_tokens
         self._hot.asked(names, work_ms=compute_ms, tokens=uncached, now_s=demand.now_s)
         if placement.affinity is Affinity.REPLICA:
@@ -269,7 +269,7 @@ class Placer:
         pool_tokens_above: int = 0,
         *,
         is_local: bool = False,
-    ) -> Demand:
+    ) -> PlacementDemand:
         prefix_map, now_s = self.registry.prefix_map, self._clock()
         prefix_map.expire(now_s)
         matched = prefix_map.match(names) * HASH_BLOCK_TOKENS
@@ -278,7 +278,7 @@ class Placer:
         def num_holders(tokens: int) -> int:
             return int((matched[slots] >= tokens).sum())
 
-        return Demand(
+        return PlacementDemand(
             num_tokens=num_tokens,
             matched=matched,
             excluded=excluded,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from router.placement.place import Demand
+from router.placement.place import PlacementDemand
 from router.types.worker_view import WorkerInfo
 from router.workers.columns import ClusterView
 from tandem.values.ids import WorkerId
@@ -21,7 +21,9 @@ Confirmed = Callable[[WorkerId, int], int]
 _Order = tuple[int, bool, int, WorkerId]
 
 
-def best_holder(demand: Demand, computing: WorkerInfo, view: ClusterView, confirmed: Confirmed) -> PrefixHolder | None:
+def best_holder(
+    demand: PlacementDemand, computing: WorkerInfo, view: ClusterView, confirmed: Confirmed
+) -> PrefixHolder | None:
     """The worker that holds the longest prefix and can send it to `computing`; None when none holds much more.
 
     What a worker is only about to compute it cannot lend. Of equals one that stays, then the one with fewer requests,
@@ -44,14 +46,14 @@ def best_holder(demand: Demand, computing: WorkerInfo, view: ClusterView, confir
     return PrefixHolder(worker_id=key.worker_id, incarnation=key.incarnation, address=address, num_tokens=num_tokens)
 
 
-def _own(demand: Demand, computing: WorkerInfo, view: ClusterView) -> int:
+def _own(demand: PlacementDemand, computing: WorkerInfo, view: ClusterView) -> int:
     for pool in (view.prefill, view.decode):
         if (row := pool.roster.rows.get(computing.key)) is not None:
             return int(demand.matched[pool.roster.slots[row]])
     return 0
 
 
-def _by_bound(demand: Demand, view: ClusterView, least: int) -> Iterator[tuple[_Order, WorkerInfo]]:
+def _by_bound(demand: PlacementDemand, view: ClusterView, least: int) -> Iterator[tuple[_Order, WorkerInfo]]:
     """Who is thought to hold at least so much, best first: the order of the best is the least."""
     found: list[tuple[_Order, WorkerInfo]] = []
     for pool in (view.decode, view.prefill):
@@ -69,7 +71,7 @@ def _by_bound(demand: Demand, view: ClusterView, least: int) -> Iterator[tuple[_
     return iter(found)
 
 
-def _can_lend(info: WorkerInfo, computing: WorkerInfo, demand: Demand) -> bool:
+def _can_lend(info: WorkerInfo, computing: WorkerInfo, demand: PlacementDemand) -> bool:
     return (
         info.key != computing.key
         and info.key not in demand.excluded

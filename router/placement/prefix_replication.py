@@ -27,8 +27,6 @@ _OFTEN = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicationPolicy:
-    """Bounds."""
-
     most_share: float = 0.5
     """Of a holder's time, from which on another copy is wanted."""
     least_share: float = 0.2
@@ -48,8 +46,6 @@ class ReplicationPolicy:
 
 
 class _Heat:
-    """One prefix."""
-
     __slots__ = ("at_s", "num_asked", "num_blocks", "num_copies", "rate", "settles_s")
 
     def __init__(self, now_s: float, num_blocks: int) -> None:

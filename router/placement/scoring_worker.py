@@ -9,7 +9,7 @@ _TOKENS_PER_S = 1000.0
 """Of a worker that has measured nothing yet."""
 
 
-def choose_reader(
+def choose_scoring_worker(
     workers: Iterable[WorkerSnapshot],
     num_tokens: int,
     *,

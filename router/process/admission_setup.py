@@ -3,12 +3,12 @@
 from collections.abc import Callable
 
 from router.access.api_keys import ApiKeys
-from router.admission.cluster_capacity import RoomPolicy
+from router.admission.cluster_capacity import CapacityPolicy
 from router.admission.concurrency_limit import Admission
 from router.admission.continuations import Continuations
 from router.admission.fair_admission import FairAdmission
 from router.admission.types import AdmissionPolicy
-from router.dispatch.admission_queue import Gate
+from router.dispatch.admission_queue import AdmissionQueue
 from router.dispatch.choices.context import HedgingSettings
 from router.dispatch.dispatcher import Dispatcher
 from router.metrics.admission import AdmissionMetrics
@@ -37,7 +37,7 @@ def admission_policy(config: RouterConfig, *, max_running: int) -> AdmissionPoli
         max_queue_s=config.max_queue_s,
         input_weight=queue.input_weight,
         output_weight=queue.output_weight,
-        room=RoomPolicy(
+        room=CapacityPolicy(
             worker_backlog_s=queue.worker_backlog_s,
             max_running_per_worker=queue.max_running_per_worker or max_running,
             max_itl_s=queue.max_itl_s,
@@ -66,7 +66,7 @@ def make_gate(
     clock: Callable[[], float],
     limiter: Limiter,
     metrics: RouterMetrics,
-) -> Gate:
+) -> AdmissionQueue:
     """The gate of one router; `admission`: that of `dispatcher`, whose places bound what runs.
 
     What it and `dispatcher` know is shown in `metrics` from now on.
@@ -86,4 +86,4 @@ def make_gate(
     continuations = Continuations(
         most=config.router.max_inflight_requests, remembered_s=config.router.request_timeout_s, clock=clock
     )
-    return Gate(dispatcher, fair, registry, continuations)
+    return AdmissionQueue(dispatcher, fair, registry, continuations)

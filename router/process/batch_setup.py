@@ -10,7 +10,7 @@ from router.api.request.strict_json import check_num_values, parse
 from router.batches.files.store import BatchStore
 from router.batches.files.types import ENDPOINTS
 from router.batches.runner import BatchRunner, RunnerBounds
-from router.dispatch.admission_queue import Gate
+from router.dispatch.admission_queue import AdmissionQueue
 from router.http.body.json_body import BodyBounds
 from router.http.openai.batches import BatchRoutes
 from router.http.openai.generation import GenerationRoutes
@@ -55,7 +55,7 @@ def make_batches(
 
 
 async def open_batches(
-    stack: AsyncExitStack, frontend: Frontend, gate: Gate, config: RouterConfig, metrics: RouterMetrics
+    stack: AsyncExitStack, frontend: Frontend, gate: AdmissionQueue, config: RouterConfig, metrics: RouterMetrics
 ) -> BatchRoutes | None:
     """The routes of batches, which run until `stack` is left; nothing more of them is begun once the gate drains."""
     made = make_batches(frontend, gate, gate.admission, config, metrics)

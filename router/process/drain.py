@@ -4,7 +4,7 @@ import asyncio
 import time
 from enum import Enum
 
-from router.dispatch.admission_queue import Gate
+from router.dispatch.admission_queue import AdmissionQueue
 from router.dispatch.dispatcher import Dispatcher
 from router.grpc.server import GrpcDoor
 from router.http.server.http_server import HttpDoor
@@ -29,7 +29,12 @@ class Heirs(Enum):
 
 
 async def drain(
-    dispatcher: Dispatcher | Gate, http: HttpDoor, rpc: GrpcDoor, *, drain_s: float, leaves_to: Heirs = Heirs.NOBODY
+    dispatcher: Dispatcher | AdmissionQueue,
+    http: HttpDoor,
+    rpc: GrpcDoor,
+    *,
+    drain_s: float,
+    leaves_to: Heirs = Heirs.NOBODY,
 ) -> None:
     """Refuse what is new at both doors, let what was accepted end, close both: all within one bound.
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from router.fleet.readiness import first_worker
+from router.fleet.readiness import wait_for_first_worker
 from router.types.worker_view import WorkerKey
 from router.workers.registry import WorkerRegistry
 from tandem.config.cluster import RouterConfig
@@ -299,7 +299,7 @@ async def enough_joined(
     """Wait for a session with a decode worker and, for a bounded time, with every worker that the predecessor reaches;
     False when told to stop before. `addresses`: of every session that is up.
     """
-    if not await first_worker(registry, lifetime):
+    if not await wait_for_first_worker(registry, lifetime):
         return False
     if predecessor is None:
         return True

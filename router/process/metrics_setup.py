@@ -3,8 +3,8 @@
 import time
 
 from router.access.access_control import Doorkeeper
-from router.cluster_state.redis_metrics import BoardMetrics
-from router.cluster_state.redis_tasks import RouterBoard
+from router.cluster_state.redis_metrics import ClusterStateMetrics
+from router.cluster_state.redis_tasks import RouterClusterState
 from router.metrics.router_metrics import RouterMetrics
 from router.tenants.prices import PriceTable
 from router.tenants.usage import TenantUsage
@@ -12,7 +12,7 @@ from tandem.config.cluster import ClusterConfig
 
 
 def make_metrics(
-    config: ClusterConfig, model_name: str, keeper: Doorkeeper, board: RouterBoard | None
+    config: ClusterConfig, model_name: str, keeper: Doorkeeper, board: RouterClusterState | None
 ) -> RouterMetrics:
     """With what keys and the board in Redis have to show; the latter where there is one."""
     usage = TenantUsage(PriceTable(config.prices), since_s=time.time())
@@ -20,5 +20,5 @@ def make_metrics(
     keeper.show(metrics.registry)
     metrics.tenants.is_nameless = keeper.keys.is_nameless
     if board is not None:
-        metrics.registry.register(BoardMetrics(board))
+        metrics.registry.register(ClusterStateMetrics(board))
     return metrics

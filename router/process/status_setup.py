@@ -4,9 +4,9 @@ import time
 from contextlib import AsyncExitStack
 
 from router.api.request.client_request import ModelInfo
-from router.dispatch.admission_queue import Gate
+from router.dispatch.admission_queue import AdmissionQueue
 from router.dispatch.dispatcher import Dispatcher
-from router.fleet.readiness import Readiness
+from router.fleet.readiness import ReadinessCheck
 from router.metrics.router_metrics import RouterMetrics
 from router.placement.decision_log import DecisionLog
 from router.siblings.exchange import Siblings
@@ -20,10 +20,10 @@ async def open_status(
     place: RouterPlace,
     model: ModelInfo,
     dispatcher: Dispatcher,
-    gate: Gate,
+    gate: AdmissionQueue,
     metrics: RouterMetrics,
     decisions: DecisionLog,
-    readiness: Readiness,
+    readiness: ReadinessCheck,
 ) -> StatusFeed:
     """Alive until the stack closes."""
     sources = StatusSources(

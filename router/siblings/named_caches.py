@@ -17,7 +17,7 @@ import orjson
 from router.api.request.named_caches import NamedCache
 from router.api.request.shared_named_caches import NameNews, PinPlace, SharedNames
 from router.text.conversation import Message
-from router.text.tools import ToolCall
+from router.text.tools import AssistantToolCall
 from router.types.worker_view import WorkerKey
 from tandem.values.ids import BlockHash, Incarnation, WorkerId
 
@@ -165,7 +165,7 @@ def _decoded(frame: bytes) -> NameNews:
 
 def _cache(said: dict[str, Any]) -> NamedCache:
     messages = tuple(
-        Message(**message | {"tool_calls": tuple(ToolCall(**call) for call in message["tool_calls"])})
+        Message(**message | {"tool_calls": tuple(AssistantToolCall(**call) for call in message["tool_calls"])})
         for message in said["messages"]
     )
     return NamedCache(**said | {"messages": messages, "token_ids": tuple(said["token_ids"])})

@@ -36,7 +36,7 @@ from router.text.conversation import (
     turns_of,
 )
 from router.text.reasoning import marks_of
-from router.text.tools import Tool
+from router.text.tools import ToolDefinition
 from tandem.errors import ConfigError, InvalidRequest
 
 MAX_LOOP_STEPS = 200_000
@@ -163,7 +163,7 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool,
         max_chars: int,
-        tools: Sequence[Tool] = (),
+        tools: Sequence[ToolDefinition] = (),
         hide: Callable[[str], str] = _as_it_is,
         options: TemplateOptions = TemplateOptions(),  # noqa: B008  # frozen
     ) -> str:
@@ -287,7 +287,7 @@ def _check_child() -> int:
         for sample in _samples():
             template.render(sample, add_generation_prompt=True, max_chars=CHECK_OUTPUT_CHARS)
 
-        def render(messages: Sequence[Message], tools: Sequence[Tool], form: ToolForm) -> str:
+        def render(messages: Sequence[Message], tools: Sequence[ToolDefinition], form: ToolForm) -> str:
             template.form = form
             return template.render(messages, tools=tools, add_generation_prompt=True, max_chars=CHECK_OUTPUT_CHARS)
 

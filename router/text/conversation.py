@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Literal, TypeAlias
 
-from router.text.tools import Tool, ToolCall, arguments_of, check_call_id, check_calls
+from router.text.tools import AssistantToolCall, ToolDefinition, arguments_of, check_call_id, check_calls
 from tandem.errors import InvalidRequest
 
 Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
@@ -39,7 +39,7 @@ class Message:
     role: str
     content: str
     name: str | None = None
-    tool_calls: tuple[ToolCall, ...] = ()
+    tool_calls: tuple[AssistantToolCall, ...] = ()
     """Of an assistant's turn."""
     tool_call_id: str | None = None
     """Of a tool's turn: which call its content is the result of."""
@@ -108,7 +108,7 @@ def check_messages(messages: Sequence[Message]) -> None:
         check_calls(message.tool_calls, "messages")
 
 
-def tool_object(tool: Tool) -> dict[str, Any]:
+def tool_object(tool: ToolDefinition) -> dict[str, Any]:
     """A tool as templates show it."""
     function: dict[str, Any] = {"name": tool.name}
     if tool.description is not None:
@@ -138,7 +138,7 @@ def turns_of(messages: Sequence[Message], form: ToolForm, hide: Callable[[str], 
     return turns
 
 
-def _call_object(call: ToolCall, form: ToolForm, hide: Callable[[str], str]) -> dict[str, Any]:
+def _call_object(call: AssistantToolCall, form: ToolForm, hide: Callable[[str], str]) -> dict[str, Any]:
     arguments: Any = hidden(arguments_of(call), hide)
     if form.arguments_as_text:
         arguments = json.dumps(arguments, ensure_ascii=False)
@@ -154,7 +154,7 @@ def hidden(value: Any, hide: Callable[[str], str]) -> Any:
     return [hidden(inner, hide) for inner in value] if isinstance(value, list) else value
 
 
-def in_plain_words(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
+def in_plain_words(messages: Sequence[Message], tools: Sequence[ToolDefinition]) -> list[Message]:
     """The same conversation for a template that knows no tools."""
     told: list[Message] = []
     for are_results, turns in groupby(messages, lambda message: message.tool_call_id is not None):
@@ -180,21 +180,21 @@ def _call_turn(message: Message) -> Message:
     return Message(role=message.role, content=content, name=message.name)
 
 
-def _call_text(call: ToolCall) -> str:
+def _call_text(call: AssistantToolCall) -> str:
     return json.dumps({"name": call.name, "arguments": arguments_of(call)}, ensure_ascii=False)
 
 
-def form_shown_by(render: Callable[[Sequence[Message], Sequence[Tool], ToolForm], str]) -> ToolForm | None:
+def form_shown_by(render: Callable[[Sequence[Message], Sequence[ToolDefinition], ToolForm], str]) -> ToolForm | None:
     """The form in which a template shows tools, calls and results; None when it shows them in none.
 
     `render` raises InvalidRequest for what the template refuses.
     """
-    tool = Tool(
+    tool = ToolDefinition(
         name="sample_tool",
         description=_NOTE,
         parameters={"type": "object", "properties": {"note": {"type": "string", "description": "a note"}}},
     )
-    call = ToolCall(id="aB3dE6gH9", name=tool.name, arguments=json.dumps({"note": _ARGUMENT}))
+    call = AssistantToolCall(id="aB3dE6gH9", name=tool.name, arguments=json.dumps({"note": _ARGUMENT}))
     messages = [
         Message(role="user", content="Hello"),
         Message(role="assistant", content="", tool_calls=(call,)),

@@ -13,22 +13,20 @@ from typing import NamedTuple
 _WHITE = " \t\r\n"
 
 
-class Marks(NamedTuple):
-    """Of one family."""
-
+class ThinkingMarks(NamedTuple):
     begin: str
     end: str
 
 
-FAMILIES: Mapping[str, Marks] = {
-    "think": Marks("<think>", "</think>"),
-    "magistral": Marks("[THINK]", "[/THINK]"),
-    "seed_oss": Marks("<seed:think>", "</seed:think>"),
+FAMILIES: Mapping[str, ThinkingMarks] = {
+    "think": ThinkingMarks("<think>", "</think>"),
+    "magistral": ThinkingMarks("[THINK]", "[/THINK]"),
+    "seed_oss": ThinkingMarks("<seed:think>", "</seed:think>"),
 }
 """By name: Qwen3, DeepSeek-R1, QwQ and others write the first."""
 
 
-def marks_of(template: str, forced: str | None = None) -> Marks | None:
+def marks_of(template: str, forced: str | None = None) -> ThinkingMarks | None:
     """Those of a family whose end mark a chat template knows; of the one called `forced`, if that is said, which may be
     `none`. None: what the model writes is its answer.
     """
@@ -37,7 +35,7 @@ def marks_of(template: str, forced: str | None = None) -> Marks | None:
     return next((marks for marks in FAMILIES.values() if marks.end in template), None)
 
 
-class Part(NamedTuple):
+class AnswerPart(NamedTuple):
     """Some of an answer's text."""
 
     is_reasoning: bool
@@ -56,7 +54,7 @@ class _Phase(Enum):
 class ReasoningParser:
     """Reads one choice as it grows."""
 
-    def __init__(self, marks: Marks, *, is_open: bool) -> None:
+    def __init__(self, marks: ThinkingMarks, *, is_open: bool) -> None:
         """`is_open`: the prompt ends with the first mark."""
         self._marks = marks
         self._phase = _Phase.THINKING if is_open else _Phase.BEFORE
@@ -78,11 +76,11 @@ class ReasoningParser:
         """Whether there was a first mark."""
         return self._has_thought
 
-    def feed(self, text: str) -> list[Part]:
+    def feed(self, text: str) -> list[AnswerPart]:
         """What more of the answer says."""
         if self._phase is _Phase.ANSWER:
-            return [Part(False, text)] if text else []
-        parts: list[Part] = []
+            return [AnswerPart(False, text)] if text else []
+        parts: list[AnswerPart] = []
         if self._phase is _Phase.BEFORE:
             text = self._begin(text, parts)
         if self._phase is _Phase.THINKING:
@@ -91,13 +89,13 @@ class ReasoningParser:
             self._answer(answer, parts)
         return parts
 
-    def flush(self) -> list[Part]:
+    def flush(self) -> list[AnswerPart]:
         """The answer is over: what was held back."""
-        parts: list[Part] = []
+        parts: list[AnswerPart] = []
         if self._phase is _Phase.BEFORE:
             self._answer(self._taken(self._held), parts)
         if self._phase is _Phase.THINKING and self._held:
-            parts.append(Part(True, self._taken(self._held)))
+            parts.append(AnswerPart(True, self._taken(self._held)))
         return parts
 
     def _taken(self, text: str) -> str:
@@ -108,7 +106,7 @@ class ReasoningParser:
             self._white.clear()
         return text
 
-    def _begin(self, text: str, parts: list[Part]) -> str:
+    def _begin(self, text: str, parts: list[AnswerPart]) -> str:
         """What is left of a text when it is known whether it thinks."""
         begun = self._held + text
         if not self._held:
@@ -124,7 +122,7 @@ class ReasoningParser:
             self._answer(self._taken(begun), parts)
         return ""
 
-    def _think(self, text: str, parts: list[Part]) -> str:
+    def _think(self, text: str, parts: list[AnswerPart]) -> str:
         """What is left of a text when it has thought."""
         thought, mark, rest = (self._held + text).partition(self._marks.end)
         held = "" if mark else thought[len(thought) - _common(thought, self._marks.end) :]
@@ -132,7 +130,7 @@ class ReasoningParser:
         told = thought.rstrip(_WHITE)
         if told:
             shown = self._taken(told)
-            parts.append(Part(True, shown.lstrip(_WHITE) if self._is_first else shown))
+            parts.append(AnswerPart(True, shown.lstrip(_WHITE) if self._is_first else shown))
             self._is_first = False
         if mark:
             self._taken("")
@@ -143,10 +141,10 @@ class ReasoningParser:
         self._held = held
         return ""
 
-    def _answer(self, text: str, parts: list[Part]) -> None:
+    def _answer(self, text: str, parts: list[AnswerPart]) -> None:
         self._phase = _Phase.ANSWER
         if text:
-            parts.append(Part(False, text))
+            parts.append(AnswerPart(False, text))
 
 
 def _common(text: str, mark: str) -> int:
@@ -157,29 +155,27 @@ def _common(text: str, mark: str) -> int:
 class ReasoningTokens:
     """Counts a choice's tokens up to the one that ends its thinking, in bytes: a mark may be several tokens."""
 
-    def __init__(self, marks: Marks, bytes_of: Callable[[int], bytes], *, is_open: bool) -> None:
+    def __init__(self, marks: ThinkingMarks, bytes_of: Callable[[int], bytes], *, is_open: bool) -> None:
         """`bytes_of`: of one token."""
-        self._parser = ReasoningParser(Marks(*(mark.encode().decode("latin-1") for mark in marks)), is_open=is_open)
+        self._parser = ReasoningParser(
+            ThinkingMarks(*(mark.encode().decode("latin-1") for mark in marks)), is_open=is_open
+        )
         self._bytes_of = bytes_of
         self._seen = 0
 
     @property
     def count(self) -> int:
-        """So far."""
         return self._seen if self.has_thought else 0
 
     @property
     def has_thought(self) -> bool:
-        """See ReasoningParser."""
         return self._parser.has_thought
 
     @property
     def has_ended(self) -> bool:
-        """See ReasoningParser."""
         return self._parser.has_ended
 
     def add(self, token_ids: Sequence[int]) -> None:
-        """The next ones."""
         for token_id in token_ids:
             if self._parser.has_ended:
                 return
@@ -191,7 +187,7 @@ class ReasoningTokens:
 class Reasoning:
     """How one request's answers are read for thinking: in `Prepared`, for the doors."""
 
-    marks: Marks
+    marks: ThinkingMarks
     is_open: bool
     """The prompt ends with the first mark."""
     may_begin: bool
@@ -201,11 +197,9 @@ class Reasoning:
     bytes_of: Callable[[int], bytes]
 
     def new_parser(self) -> ReasoningParser:
-        """Of one choice."""
         return ReasoningParser(self.marks, is_open=self.is_open)
 
     def new_counter(self) -> ReasoningTokens:
-        """Of one choice."""
         return ReasoningTokens(self.marks, self.bytes_of, is_open=self.is_open)
 
     def answer_in(self, text: str) -> str:

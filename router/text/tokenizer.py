@@ -20,7 +20,7 @@ import tokenizers
 from router.text.chat_template import ChatTemplate, Message, check_template
 from router.text.conversation import TemplateOptions
 from router.text.detokenizer import Detokenizer, read_pieces
-from router.text.tools import Tool
+from router.text.tools import ToolDefinition
 from tandem.config.source.regular_file import read_regular_text
 from tandem.errors import ConfigError, InvalidRequest
 
@@ -70,7 +70,6 @@ class Tokenizer:
 
     @property
     def template(self) -> ChatTemplate | None:
-        """The model's own."""
         return self._template
 
     @property
@@ -92,7 +91,7 @@ class Tokenizer:
         *,
         add_generation_prompt: bool,
         max_chars: int,
-        tools: Sequence[Tool] = (),
+        tools: Sequence[ToolDefinition] = (),
         options: TemplateOptions = TemplateOptions(),  # noqa: B008  # frozen
     ) -> list[int]:
         """Token ids of a conversation, rendered by the model's template.

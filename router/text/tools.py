@@ -27,7 +27,7 @@ _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fa
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tool:
+class ToolDefinition:
     """A function that the model may call."""
 
     name: str
@@ -49,7 +49,7 @@ class Tool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToolCall:
+class AssistantToolCall:
     """One call in an assistant's message."""
 
     id: str
@@ -62,7 +62,7 @@ class ToolCall:
 class ToolUse:
     """The tools of one request, and how they may be used. A client that wants none called has no ToolUse."""
 
-    tools: tuple[Tool, ...]
+    tools: tuple[ToolDefinition, ...]
     must_call: bool = False
     """The answer is calls and nothing else."""
     allowed: frozenset[str] | None = None
@@ -71,7 +71,7 @@ class ToolUse:
     """More than one call in an answer."""
 
     @property
-    def callable_tools(self) -> tuple[Tool, ...]:
+    def callable_tools(self) -> tuple[ToolDefinition, ...]:
         """Those that may be called."""
         return tuple(tool for tool in self.tools if self.allowed is None or tool.name in self.allowed)
 
@@ -97,7 +97,9 @@ class ToolUse:
             raise InvalidRequest(f"{choice_param}: names no tool of this request", param=choice_param)
 
 
-def use_of(tools: tuple[Tool, ...], mode: str, allowed: frozenset[str] | None, parallel: bool) -> ToolUse | None:
+def use_of(
+    tools: tuple[ToolDefinition, ...], mode: str, allowed: frozenset[str] | None, parallel: bool
+) -> ToolUse | None:
     """`mode`: none, auto or required. Nothing where no tool may be called. Raises InvalidRequest."""
     if mode not in ("none", "auto", "required"):
         raise InvalidRequest(f"{_CHOICE}: none, auto, required, or an object that names a function", param=_CHOICE)
@@ -110,7 +112,7 @@ def use_of(tools: tuple[Tool, ...], mode: str, allowed: frozenset[str] | None, p
     return use if mode != "none" else None
 
 
-def _check_tool(tool: Tool, param: str) -> None:
+def _check_tool(tool: ToolDefinition, param: str) -> None:
     check_name(tool.name, param)
     if len(tool.description or "") > MAX_DESCRIPTION_CHARS:
         raise InvalidRequest(f"{param}: a description has at most {MAX_DESCRIPTION_CHARS} characters", param=param)
@@ -135,7 +137,7 @@ def check_call_id(text: str, param: str) -> None:
         raise InvalidRequest(f"{param}: the id of a call has {bound}", param=param)
 
 
-def check_calls(calls: Sequence[ToolCall], param: str) -> None:
+def check_calls(calls: Sequence[AssistantToolCall], param: str) -> None:
     """Of a message that a client sends back. Their arguments are read where the prompt is made, see `arguments_of`."""
     if len(calls) > MAX_CALLS:
         raise InvalidRequest(f"{param}: at most {MAX_CALLS} calls in a message", param=param)
@@ -144,7 +146,7 @@ def check_calls(calls: Sequence[ToolCall], param: str) -> None:
         check_name(call.name, param)
 
 
-def arguments_of(call: ToolCall, param: str = "messages") -> dict[str, Any]:
+def arguments_of(call: AssistantToolCall, param: str = "messages") -> dict[str, Any]:
     """The arguments as an object; none where the client left the text empty."""
     try:
         value = json.loads(call.arguments or "{}", parse_constant=_no_number)

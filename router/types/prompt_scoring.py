@@ -9,7 +9,7 @@ from tandem.values.outputs import PhaseTimes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReadAsk:
+class PromptScoringRequest:
     """Read the prompt before anything is generated."""
 
     num_top: int | None
@@ -21,7 +21,7 @@ class ReadAsk:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PromptReading:
+class ScoredPrompt:
     """What was read of one prompt; log probabilities are of its tokens behind the first."""
 
     num_top: int = 0
@@ -47,10 +47,10 @@ class PromptReading:
         return list(zip(self.top_ids[place], self.top_logprobs[place], strict=True))
 
 
-class ReadingInParts:
+class ScoredPromptBuilder:
     """Puts together what a worker tells in several messages."""
 
-    def __init__(self, ask: ReadAsk, num_tokens: int) -> None:
+    def __init__(self, ask: PromptScoringRequest, num_tokens: int) -> None:
         self._num_top = ask.num_top
         self._continues = ask.continues
         self._num_tokens = num_tokens
@@ -67,21 +67,20 @@ class ReadingInParts:
         top_logprobs: Sequence[float],
         mean: Sequence[float],
     ) -> None:
-        """The next part."""
         self._logprobs.extend(logprobs)
         self._ranks.extend(ranks)
         self._top_ids.extend(top_ids)
         self._top_logprobs.extend(top_logprobs)
         self._mean.extend(mean)
 
-    def whole(self, times: PhaseTimes, worker: WorkerKey) -> PromptReading | None:
+    def whole(self, times: PhaseTimes, worker: WorkerKey) -> ScoredPrompt | None:
         """All of it; None when it is not what was asked for."""
         num_scored = 0 if self._num_top is None or self._continues else self._num_tokens - 1
         num_top = (1 if self._continues else num_scored) * (self._num_top or 0)
         sizes = (len(self._logprobs), len(self._ranks), len(self._top_ids), len(self._top_logprobs))
         if sizes != (num_scored, num_scored, num_top, num_top) or bool(self._mean) != (self._num_top is None):
             return None
-        return PromptReading(
+        return ScoredPrompt(
             num_top=self._num_top or 0,
             logprobs=self._logprobs,
             ranks=self._ranks,

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
-from router.types.prompt_scoring import PromptReading, ReadAsk
+from router.types.prompt_scoring import PromptScoringRequest, ScoredPrompt
 from router.types.worker_view import WorkerKey
 from tandem.telemetry.tracing import Span
 from tandem.values.ids import BlockHash, Incarnation, RequestId
@@ -35,7 +35,7 @@ class ResumePoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PinWish:
+class PinRequest:
     """A request's first tokens are to stay for so long from now on, or until a time that somebody knows."""
 
     num_tokens: int
@@ -48,7 +48,7 @@ class PinWish:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BeamAsk:
+class BeamSearchParams:
     """What a client wants of a beam search."""
 
     num_beams: int
@@ -93,15 +93,15 @@ class RoutedRequest:
     """The one worker that may run or read it, of a canary or a probe; clients cannot ask for that."""
     resume: tuple[ResumePoint, ...] = ()
     """Of a stream that is continued, by choice."""
-    pins: tuple[PinWish, ...] = ()
+    pins: tuple[PinRequest, ...] = ()
     """Beginnings of its prompt that are to stay cached."""
     resumptions: int = 0
     """How often the stream has been continued."""
     is_local: bool = False
     """It had its turn because a decode worker reads its prompt itself: prefill workers have enough to do."""
-    reads: ReadAsk | None = None
+    reads: PromptScoringRequest | None = None
     """What is asked of the prompt itself; it is told before any token."""
-    beams: BeamAsk | None = None
+    beams: BeamSearchParams | None = None
     """The choices are the best of a beam search."""
     span: Span | None = field(default=None, compare=False)
     """Of the whole request, when it is traced; its door ends it."""
@@ -132,16 +132,16 @@ class ChoiceDelta(NamedTuple):
     finish: ChoiceFinish | None = None
     worker: Incarnation = Incarnation(0)
     """The decode worker's process that it came from; 0: from none."""
-    reading: PromptReading | None = None
+    reading: ScoredPrompt | None = None
     """Of the prompt, before everything else; of no choice alone."""
     cached_tokens: int | None = None
     """Prompt tokens whose KV was reused, with the first tokens of an attempt."""
 
 
-class Reader(Protocol):
+class DeltaSink(Protocol):
     """Takes a request's deltas where they arrive, without a task in between."""
 
-    def take(self, delta: ChoiceDelta) -> bool:
+    def on_delta(self, delta: ChoiceDelta) -> bool:
         """The next delta, without waiting. Raises what ends the request.
 
         Returns whether nothing more should come before `ready`; what comes meanwhile waits, up to dispatch's bound.
@@ -174,7 +174,7 @@ class Generator(Streamer, Protocol):
         """
         ...
 
-    async def run(self, request: RoutedRequest, reader: Reader) -> None:
+    async def run(self, request: RoutedRequest, reader: DeltaSink) -> None:
         """Give `reader` all choices, interleaved, until each has finished. Cancelling it cancels the request.
 
         Raises as `generate`, and what the reader raises.

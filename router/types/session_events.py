@@ -112,8 +112,8 @@ class WorkerLost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReadOrder:
-    """One attempt at reading one prompt; see `router.types.prompt_scoring.ReadAsk`."""
+class PromptScoringOrder:
+    """One attempt at reading one prompt; see `router.types.prompt_scoring.PromptScoringRequest`."""
 
     request_id: RequestId
     """Of the reading, not of the client's request."""
@@ -126,8 +126,8 @@ class ReadOrder:
     timeout_s: float | None
 
 
-class ReadPart(NamedTuple):
-    """More of what was read of a prompt; see `router.types.prompt_scoring.PromptReading`."""
+class PromptScoresPart(NamedTuple):
+    """More of what was read of a prompt; see `router.types.prompt_scoring.ScoredPrompt`."""
 
     logprobs: Sequence[float]
     ranks: Sequence[int]
@@ -139,7 +139,7 @@ class ReadPart(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bequest:
+class CacheOffer:
     """What a draining worker has cached, hottest first, and for how long it lends it."""
 
     chains: tuple[CachedChain, ...]
@@ -147,7 +147,7 @@ class Bequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Inheritance:
+class MigrationPlan:
     """What a successor may fetch of a draining worker."""
 
     holder: PrefixHolder
@@ -159,8 +159,8 @@ class Inheritance:
 
 AttemptEvent = TokensArrived | AttemptRefused | TransferFailed | WorkerLost
 Deliver = Callable[[AttemptEvent], None]
-ReadEvent = ReadPart | AttemptRefused | WorkerLost
-DeliverRead = Callable[[ReadEvent], None]
+PromptScoringEvent = PromptScoresPart | AttemptRefused | WorkerLost
+DeliverScores = Callable[[PromptScoringEvent], None]
 
 
 class WorkerPort(Protocol):
@@ -188,14 +188,14 @@ class WorkerPort(Protocol):
         """End an attempt; no event of it is delivered from now on. No-op once ended."""
         ...
 
-    def read(self, order: ReadOrder, deliver: DeliverRead) -> None:
+    def read(self, order: PromptScoringOrder, deliver: DeliverScores) -> None:
         """Have a prompt read; what comes of it goes to `deliver` until it has ended or is cancelled.
 
         Raises Unavailable when the session has ended or its queue is full.
         """
         ...
 
-    def inherit(self, share: Inheritance, *, within_s: float, prefill_tokens_per_s: float) -> None:
+    def inherit(self, share: MigrationPlan, *, within_s: float, prefill_tokens_per_s: float) -> None:
         """The worker succeeds another: it fetches what is worth it, compared with computing at that rate."""
         ...
 
@@ -207,9 +207,7 @@ class WorkerPort(Protocol):
         """Keep a prefix for a while; `PinTold` comes."""
         ...
 
-    def unpin(self, key: PinKey) -> None:
-        """No longer."""
-        ...
+    def unpin(self, key: PinKey) -> None: ...
 
     def resync(self) -> None:
         """Ask for a snapshot of the worker's prefix cache; it comes as any change of it does."""

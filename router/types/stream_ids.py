@@ -62,8 +62,6 @@ class StreamHead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamPosition:
-    """One id, read."""
-
     head: StreamHead
     choices: tuple[ChoicePosition, ...]
     usage_sent: bool

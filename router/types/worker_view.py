@@ -113,7 +113,7 @@ class TransferSide:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InheritedBlocks:
+class MigratedBlocks:
     """What became of blocks that workers which left had offered: totals since the worker's start."""
 
     outcome: str
@@ -136,11 +136,11 @@ class TransferReport:
     leased_blocks: int
     quarantined_blocks: int
     loans: int
-    inherited: tuple[InheritedBlocks, ...] = ()
+    inherited: tuple[MigratedBlocks, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BoardReport:
+class RedisPublishingReport:
     """How a worker fares in publishing its cache events through Redis: totals since its start, and gauges of now."""
 
     is_up: bool
@@ -152,7 +152,7 @@ class BoardReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepTotals:
+class EngineStepTotals:
     """Steps of one kind: totals since the worker's start."""
 
     steps: int
@@ -163,12 +163,12 @@ class StepTotals:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkReport:
+class EngineWorkReport:
     """What a worker's engine has done, and what it holds."""
 
-    prefill: StepTotals
+    prefill: EngineStepTotals
     """Steps that computed prompts."""
-    decode: StepTotals
+    decode: EngineStepTotals
     """Steps that only made one token for each request."""
     preemptions: int
     resident_bytes: int
@@ -205,12 +205,12 @@ class WorkerLoad:
     """None of a worker that moves no KV, or has not told yet."""
     report_number: int = 0
     """Every router hears the same reports under the same numbers."""
-    board: BoardReport | None = None
+    board: RedisPublishingReport | None = None
     """None of a worker that does not publish there."""
     step_age_s: float = 0.0
     """For how long its engine has been in the same step."""
     pins: PinTotals = NO_PINS
-    work: WorkReport | None = None
+    work: EngineWorkReport | None = None
     """None of a worker that does not tell."""
 
 

@@ -9,7 +9,7 @@ successor's own cache events, like anything else that it stores.
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from router.types.session_events import Bequest, Inheritance, WorkerPort
+from router.types.session_events import CacheOffer, MigrationPlan, WorkerPort
 from router.types.worker_view import WorkerKey, WorkerSnapshot
 from tandem.values.cached_chain import CachedChain, fitting
 from tandem.values.prefix_holder import PrefixHolder
@@ -18,7 +18,7 @@ _LEAST_S = 0.05
 """In less nothing is worth beginning."""
 
 
-def successor_of(
+def choose_migration_target(
     leaving: WorkerSnapshot, workers: Iterable[WorkerSnapshot], excluded: frozenset[WorkerKey] = frozenset()
 ) -> WorkerSnapshot | None:
     """The worker that is to have the cache of `leaving`; None when no other can take it as it is.
@@ -53,14 +53,16 @@ def _can_take(worker: WorkerSnapshot, leaving: WorkerSnapshot) -> bool:
     return whole and leaving.info.handoff_address != "" and leaving.info.cannot_send_to(worker.info) is None
 
 
-def share_of(chains: Iterable[CachedChain], leaving: WorkerSnapshot, successor: WorkerSnapshot) -> Inheritance | None:
+def plan_migration(
+    chains: Iterable[CachedChain], leaving: WorkerSnapshot, successor: WorkerSnapshot
+) -> MigrationPlan | None:
     """The hottest blocks, as many as the successor says it could hold; how much it really wants it decides itself."""
     room_tokens = successor.load.num_free_blocks * successor.info.layout.block_size
     block_size = leaving.info.layout.block_size
     fitting_chains = fitting(chains, room_tokens // block_size)
     if not fitting_chains:
         return None
-    return Inheritance(
+    return MigrationPlan(
         holder=PrefixHolder(
             worker_id=leaving.info.key.worker_id,
             incarnation=leaving.info.key.incarnation,
@@ -73,14 +75,14 @@ def share_of(chains: Iterable[CachedChain], leaving: WorkerSnapshot, successor: 
 
 
 @dataclass(slots=True, kw_only=True)
-class _Succession:
+class _Migration:
     chains: tuple[CachedChain, ...]
     ends_s: float
     asked: set[WorkerKey] = field(default_factory=set)
     successor: WorkerKey | None = None
 
 
-class Successions:
+class CacheMigrations:
     """All that are under way."""
 
     def __init__(
@@ -93,19 +95,19 @@ class Successions:
         self._snapshots = snapshots
         self._port = port
         self._clock = clock
-        self._under_way: dict[WorkerKey, _Succession] = {}
+        self._under_way: dict[WorkerKey, _Migration] = {}
         self._heard: set[WorkerKey] = set()
         """Workers still here that have bequeathed."""
 
     def __len__(self) -> int:
         return len(self._under_way)
 
-    def bequeathed(self, leaving: WorkerKey, bequest: Bequest) -> None:
+    def bequeathed(self, leaving: WorkerKey, bequest: CacheOffer) -> None:
         """A draining worker says what it has. It does so once; nothing else is heard: others work for it."""
         if leaving in self._heard or not self._is_draining(leaving):
             return
         self._heard.add(leaving)
-        self._under_way[leaving] = _Succession(chains=bequest.chains, ends_s=self._clock() + bequest.lends_s)
+        self._under_way[leaving] = _Migration(chains=bequest.chains, ends_s=self._clock() + bequest.lends_s)
         self._name_successor(leaving)
 
     def inherited(self, successor: WorkerKey, leaving: WorkerKey) -> None:
@@ -135,11 +137,11 @@ class Successions:
         left_s = succession.ends_s - self._clock()
         successor = None
         if leaver is not None and left_s > _LEAST_S:
-            successor = successor_of(leaver, workers, frozenset(succession.asked))
+            successor = choose_migration_target(leaver, workers, frozenset(succession.asked))
         if leaver is None or successor is None:
             self._settle(leaving)
             return
-        share = share_of(succession.chains, leaver, successor)
+        share = plan_migration(succession.chains, leaver, successor)
         port = self._port(successor.info.key)
         if share is None or port is None:
             self._settle(leaving)

@@ -23,7 +23,7 @@ class BreakerState(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BreakerPolicy:
+class WorkerBreakerPolicy:
     """When to give up and when to try again."""
 
     most_in_a_row: int = 5
@@ -37,9 +37,7 @@ class BreakerPolicy:
     """A probe of which nothing was heard for so long is taken for lost."""
 
 
-class CircuitBreaker:
-    """One worker's."""
-
+class WorkerCircuitBreaker:
     __slots__ = (
         "_failed",
         "_in_a_row",
@@ -52,7 +50,7 @@ class CircuitBreaker:
         "_tripped",
     )
 
-    def __init__(self, policy: BreakerPolicy) -> None:
+    def __init__(self, policy: WorkerBreakerPolicy) -> None:
         self._policy = policy
         self._in_a_row = 0
         self._total = 0.0
@@ -64,7 +62,6 @@ class CircuitBreaker:
         self._probed_s: float | None = None
 
     def state(self, now_s: float) -> BreakerState:
-        """As of now."""
         if not self._tripped:
             return BreakerState.CLOSED
         return BreakerState.OPEN if now_s < self._opened_until_s else BreakerState.HALF_OPEN
@@ -119,12 +116,12 @@ class CircuitBreaker:
         self._total, self._failed, self._seen_s = self._total * kept + 1.0, self._failed * kept + failed, now_s
 
 
-class Breakers:
+class WorkerBreakers:
     """Those of all workers that ever failed; the others' are closed."""
 
-    def __init__(self, policy: BreakerPolicy | None = None) -> None:
-        self._policy = policy or BreakerPolicy()
-        self._breakers: dict[WorkerKey, CircuitBreaker] = {}
+    def __init__(self, policy: WorkerBreakerPolicy | None = None) -> None:
+        self._policy = policy or WorkerBreakerPolicy()
+        self._breakers: dict[WorkerKey, WorkerCircuitBreaker] = {}
 
     def closed_to(self, now_s: float) -> set[WorkerKey]:
         """Workers that get no request now."""
@@ -142,7 +139,7 @@ class Breakers:
 
     def failed(self, key: WorkerKey, now_s: float) -> None:
         """It failed on a request."""
-        self._breakers.setdefault(key, CircuitBreaker(self._policy)).failed(now_s)
+        self._breakers.setdefault(key, WorkerCircuitBreaker(self._policy)).failed(now_s)
 
     def released(self, key: WorkerKey) -> None:
         """A request was taken back from there."""

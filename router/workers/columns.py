@@ -2,7 +2,7 @@
 
 `PoolColumns` is written cell by cell, by the record of each worker (`router/workers/record.py`); a `ClusterView` is the
 same memory, read-only. A view holds until the registry is next told something: placement reads it and keeps nothing of
-it but what it computed. Who is in a pool stands in a `PoolRoster`, which never changes: when somebody joins or leaves
+it but what it computed. Who is in a pool stands in a `PoolMembers`, which never changes: when somebody joins or leaves
 another is made. Pure.
 """
 
@@ -26,7 +26,7 @@ RATES = ("prefill_ms", "step_ms", "link_ms")
 """Columns that are 0 where a worker has not measured them yet."""
 
 
-class PoolRoster:
+class PoolMembers:
     """Who is in a pool, row by row, and what of each is fixed."""
 
     def __init__(self, infos: Sequence[WorkerInfo], slots: Sequence[int]) -> None:
@@ -135,7 +135,7 @@ _NO_LOAD = WorkerLoad()
 class PoolView:
     """One pool, to be read."""
 
-    roster: PoolRoster
+    roster: PoolMembers
     loads: Sequence[WorkerLoad]
     backlog: Floats
     active: Floats
@@ -171,7 +171,7 @@ class PoolView:
         )
 
 
-def view_of(roster: PoolRoster, columns: PoolColumns) -> PoolView:
+def view_of(roster: PoolMembers, columns: PoolColumns) -> PoolView:
     """The columns as they are and will be until one of them turns stale."""
     columns.stale = False
     penalised = columns.penalised_until_s
@@ -220,8 +220,7 @@ class ClusterView:
         return found
 
 
-def partners_of(decode: PoolRoster, prefill: PoolRoster) -> tuple[Bools | None, ...]:
-    """See ClusterView."""
+def partners_of(decode: PoolMembers, prefill: PoolMembers) -> tuple[Bools | None, ...]:
     return tuple(prefill.able(example) for example in decode.examples)
 
 

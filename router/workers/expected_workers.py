@@ -40,7 +40,6 @@ class ExpectedWorkers:
             self._who[address] = key
 
     def joined(self, key: WorkerKey) -> None:
-        """It takes part."""
         self._here.add(key)
         for address in self._addresses_of(key):
             self._missing_since_s.pop(address, None)

@@ -7,8 +7,8 @@ from typing import NoReturn
 from router.types.requests import RoutedRequest
 from router.types.stream_ids import request_digest
 from router.types.worker_view import WorkerKey
-from router.workers.circuit_breaker import Breakers
-from router.workers.poison_request import Suspicion
+from router.workers.circuit_breaker import WorkerBreakers
+from router.workers.poison_request import PoisonRequestTracker
 from tandem.errors import Unavailable
 from tandem.values.ids import RequestId
 
@@ -23,8 +23,8 @@ class WorkerHealth:
     """One router's; choices report to it what becomes of their attempts."""
 
     def __init__(self, *, clock: Callable[[], float]) -> None:
-        self.breakers = Breakers()
-        self.suspicion = Suspicion(remembered_s=PAUSE_S, return_s=_RETURN_S)
+        self.breakers = WorkerBreakers()
+        self.suspicion = PoisonRequestTracker(remembered_s=PAUSE_S, return_s=_RETURN_S)
         self._clock = clock
 
     def check(self, request: RoutedRequest) -> None:

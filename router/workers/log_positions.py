@@ -18,7 +18,7 @@ RETRY_S = 0.25
 """Between two looks for a state that is not there."""
 
 
-class Verdict(Enum):
+class LogEntryAction(Enum):
     """What becomes of an entry."""
 
     APPLY = "apply"
@@ -38,8 +38,6 @@ class Reload(Enum):
 
 @dataclass(slots=True)
 class _Followed:
-    """One worker process."""
-
     next_sequence: int | None = None
     """Number of the next change; None before the first state."""
     position: str = "0-0"
@@ -50,7 +48,7 @@ class _Followed:
     """Where we were when the head was ahead of us."""
 
 
-class BoardView:
+class LogPositions:
     """All workers that this router has sessions with."""
 
     def __init__(self) -> None:
@@ -67,7 +65,6 @@ class BoardView:
         self._followed[key] = _Followed()
 
     def drop(self, key: WorkerKey) -> None:
-        """No more."""
         self._followed.pop(key, None)
 
     def due(self, now_s: float) -> list[tuple[WorkerKey, Reload]]:
@@ -95,35 +92,37 @@ class BoardView:
         followed.position = f"{state.next_sequence}-0"
         return _pieces(state)
 
-    def entry(self, key: WorkerKey, entry_id: str, changes: Changes | None) -> tuple[Verdict, PrefixChange | None]:
+    def entry(
+        self, key: WorkerKey, entry_id: str, changes: Changes | None
+    ) -> tuple[LogEntryAction, PrefixChange | None]:
         """One entry of a worker's log; None: it cannot be believed."""
         followed = self._followed.get(key)
         if followed is None or followed.reload is not None or followed.next_sequence is None:
-            return Verdict.IGNORE, None
+            return LogEntryAction.IGNORE, None
         followed.position = entry_id
         due = followed.next_sequence
         if changes is None or changes.next_sequence <= due:
-            return Verdict.IGNORE, None
+            return LogEntryAction.IGNORE, None
         if changes.first_sequence > due:
             followed.reload = Reload.GAP
-            return Verdict.RELOAD, None
+            return LogEntryAction.RELOAD, None
         followed.next_sequence = changes.next_sequence
         fresh = changes.changes[due - changes.first_sequence :]
-        return Verdict.APPLY, PrefixChange(first_sequence=due, snapshot=False, changes=fresh)
+        return LogEntryAction.APPLY, PrefixChange(first_sequence=due, snapshot=False, changes=fresh)
 
-    def head(self, key: WorkerKey, head: Footprint) -> Verdict:
+    def head(self, key: WorkerKey, head: Footprint) -> LogEntryAction:
         """What the worker says it has published."""
         followed = self._followed.get(key)
         if followed is None or followed.next_sequence is None or followed.reload is not None:
-            return Verdict.IGNORE
+            return LogEntryAction.IGNORE
         if head.next_sequence <= followed.next_sequence:
             followed.seen_behind = None
         elif followed.seen_behind == followed.next_sequence:
             followed.reload = Reload.BEHIND
-            return Verdict.RELOAD
+            return LogEntryAction.RELOAD
         else:
             followed.seen_behind = followed.next_sequence
-        return Verdict.IGNORE
+        return LogEntryAction.IGNORE
 
     def set_aside(self, key: WorkerKey, now_s: float) -> None:
         """Its log cannot be read: start again later."""

@@ -55,7 +55,6 @@ class PeerLoads:
 
     @property
     def routers(self) -> frozenset[Incarnation]:
-        """Those that count."""
         return frozenset(self._heard)
 
     def heard(self, load: RouterLoad, now_s: float) -> bool:

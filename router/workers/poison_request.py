@@ -28,9 +28,7 @@ _ISOLATION_S = 2.0
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Fallen:
-    """One lost worker."""
-
+class _LostWorker:
     key: WorkerKey
     at_s: float
     unproven: frozenset[RequestId]
@@ -39,12 +37,12 @@ class _Fallen:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Standing:
+class _TrackedChoice:
     """One choice that is on a worker, or was on a lost one."""
 
     workers: tuple[WorkerKey, ...] = ()
     unproven: bool = False
-    met: list[_Fallen] = field(default_factory=list)
+    met: list[_LostWorker] = field(default_factory=list)
     """Workers lost under it since its last token."""
     suspect: bool = False
     accused: bool = False
@@ -66,7 +64,7 @@ class _Standing:
         return (self.unproven and worker in self.workers) or worker in self.failed
 
 
-class Suspicion:
+class PoisonRequestTracker:
     """What one router knows of its own choices."""
 
     def __init__(self, *, remembered_s: float = 60.0, return_s: float = 0.0) -> None:
@@ -76,10 +74,10 @@ class Suspicion:
         """
         self._remembered_s = remembered_s
         self._return_s = return_s
-        self._standings: dict[RequestId, _Standing] = {}
+        self._standings: dict[RequestId, _TrackedChoice] = {}
         self._trials: set[RequestId] = set()
         """Suspects that have, or wait for, a worker of their own."""
-        self._fallen: deque[_Fallen] = deque()
+        self._fallen: deque[_LostWorker] = deque()
         self._condemned: dict[tuple[int, bytes], float] = {}
         """Until when, by the length of the prompt and a digest of the request."""
         self.num_condemned = 0
@@ -87,7 +85,7 @@ class Suspicion:
 
     def placed(self, choice: RequestId, workers: tuple[WorkerKey, ...]) -> None:
         """It was sent to these: who decodes it, and who computes its prompt."""
-        standing = self._standings.setdefault(choice, _Standing())
+        standing = self._standings.setdefault(choice, _TrackedChoice())
         standing.workers, standing.unproven, standing.waits_since_s = workers, True, None
         standing.reserved = workers if standing.suspect else ()
 
@@ -95,11 +93,10 @@ class Suspicion:
         """A token came: whatever was lost before was not its doing."""
         standing = self._standings.get(choice)
         if standing is not None and standing.unproven:
-            self._standings[choice] = _Standing(workers=standing.workers, has_run=True)
+            self._standings[choice] = _TrackedChoice(workers=standing.workers, has_run=True)
             self._trials.discard(choice)
 
     def gone(self, choice: RequestId) -> None:
-        """It has ended."""
         self._standings.pop(choice, None)
         self._trials.discard(choice)
 
@@ -113,7 +110,7 @@ class Suspicion:
     def lost(self, choice: RequestId, worker: WorkerKey, now_s: float, still: tuple[WorkerKey, ...] = ()) -> bool:
         """Its worker is gone, and it is `still` on these. Whether that condemns it, as far as is known now."""
         fallen = self._fall(worker, now_s)
-        standing = self._standings.setdefault(choice, _Standing())
+        standing = self._standings.setdefault(choice, _TrackedChoice())
         standing.met.append(fallen)
         self._judge(choice, standing)
         if standing.suspect:
@@ -187,21 +184,21 @@ class Suspicion:
         self.num_refused += found
         return found
 
-    def _fall(self, worker: WorkerKey, now_s: float) -> _Fallen:
+    def _fall(self, worker: WorkerKey, now_s: float) -> _LostWorker:
         while self._fallen and now_s - self._fallen[0].at_s > self._remembered_s:
             self._fallen.popleft()
         for fallen in self._fallen:
             if fallen.key == worker and not fallen.is_back:
                 return fallen
         there = (choice for choice, one in self._standings.items() if one.may_have_ended(worker))
-        fallen = _Fallen(key=worker, at_s=now_s, unproven=frozenset(there))
+        fallen = _LostWorker(key=worker, at_s=now_s, unproven=frozenset(there))
         self._fallen.append(fallen)
         return fallen
 
-    def _may_return(self, fallen: _Fallen, now_s: float) -> bool:
+    def _may_return(self, fallen: _LostWorker, now_s: float) -> bool:
         return now_s - fallen.at_s < self._return_s
 
-    def _acquit_of(self, fallen: _Fallen) -> None:
+    def _acquit_of(self, fallen: _LostWorker) -> None:
         for choice, standing in self._standings.items():
             if fallen in standing.met:
                 standing.met.remove(fallen)
@@ -210,7 +207,7 @@ class Suspicion:
                     standing.reserved = ()
                     self._trials.discard(choice)
 
-    def _judge(self, choice: RequestId, standing: _Standing) -> None:
+    def _judge(self, choice: RequestId, standing: _TrackedChoice) -> None:
         """What follows from the losses that it met."""
         met = standing.met
         blamed = any(choice in one.unproven and len(one.unproven) <= MAX_SUSPECTS for one in met)

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from router.types.requests import PinWish
+from router.types.requests import PinRequest
 from router.types.session_events import WorkerPort
 from router.types.worker_view import WorkerKey
 from tandem.values.block_hash import HASH_BLOCK_TOKENS
@@ -61,7 +61,7 @@ class PinRegistry:
     def __len__(self) -> int:
         return len(self._records)
 
-    def used(self, tenant: str, wishes: Sequence[PinWish], computed: WorkerKey, names: Sequence[BlockHash]) -> None:
+    def used(self, tenant: str, wishes: Sequence[PinRequest], computed: WorkerKey, names: Sequence[BlockHash]) -> None:
         """A prompt with these blocks was computed there: make or renew what it asks for."""
         for wish in wishes:
             num_names = wish.num_tokens // HASH_BLOCK_TOKENS
@@ -69,7 +69,7 @@ class PinRegistry:
                 name = wish.name or f"{wish.ttl_s:g}s:{names[num_names - 1].hex()}"
                 self._use(PinKey(tenant, name), wish, computed, names)
 
-    def _use(self, key: PinKey, wish: PinWish, computed: WorkerKey, names: Sequence[BlockHash]) -> None:
+    def _use(self, key: PinKey, wish: PinRequest, computed: WorkerKey, names: Sequence[BlockHash]) -> None:
         now_s = self._clock()
         ends_s = now_s + wish.ttl_s if wish.find_end_s is None else wish.find_end_s()
         if ends_s is None:
@@ -163,6 +163,5 @@ class PinRegistry:
                 yield key.name, record, record.ends_s - now_s
 
     def find(self, tenant: str, name: str) -> PinRecord | None:
-        """One of them."""
         record = self._records.get(PinKey(tenant, name))
         return record if record is not None and record.ends_s > self._clock() else None

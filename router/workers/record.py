@@ -75,12 +75,10 @@ class WorkerRecord:
 
     @property
     def backlog_now(self) -> int:
-        """See WorkerSnapshot."""
         return self.own_backlog + max(self.backlog_beside, self.peers.backlog_tokens)
 
     @property
     def num_active_now(self) -> int:
-        """See WorkerSnapshot."""
         return self.num_assigned + max(self.num_beside, self.peers.num_requests)
 
     def snapshot(self, now_s: float) -> WorkerSnapshot:

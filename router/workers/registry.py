@@ -9,10 +9,10 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from router.types.session_events import CLOSED_HERE, Bequest, WorkerPort
+from router.types.session_events import CLOSED_HERE, CacheOffer, WorkerPort
 from router.types.worker_view import PrefixChange, WorkerInfo, WorkerKey, WorkerLoad, WorkerSnapshot
 from router.workers.booking import Booking
-from router.workers.cache_migration import Successions
+from router.workers.cache_migration import CacheMigrations
 from router.workers.columns import ClusterView
 from router.workers.expected_workers import ExpectedWorkers
 from router.workers.peer_load import NO_PEERS, PeerShare
@@ -40,7 +40,7 @@ class WorkerRejected(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterStatus:
+class ServingStatus:
     """What the cluster serves and who is there, for readiness, /v1/models and the banner."""
 
     ready: bool
@@ -68,12 +68,12 @@ class WorkerRegistry:
         self._model: dict[str, str] = {}
         """The first worker's, for good: tokenizer, templates and names of blocks are made after it."""
         self._watchers: set[Callable[[], None]] = set()
-        self._successions = Successions(snapshots=self.snapshots, port=self.port, clock=clock)
+        self._successions = CacheMigrations(snapshots=self.snapshots, port=self.port, clock=clock)
         self.pins = PinRegistry(find=self._pin_site, clock=clock, max_pins=max_pins)
         self._left_in_order: deque[WorkerKey] = deque(maxlen=_REMEMBERED)
         self.lost: Counter[WorkerRole] = Counter()
         """How many went, since this router began, that nobody had told to."""
-        self.on_load: Callable[[WorkerSnapshot], None] = _nobody
+        self.on_load: Callable[[WorkerSnapshot], None] = _ignore_load
         """Called with every load report."""
         self.peer_loads: Callable[[WorkerKey, int], PeerShare] = _no_peers
         """What other routers have at a worker, beside its report of that number; see `peers_changed`."""
@@ -163,7 +163,6 @@ class WorkerRegistry:
         return tuple(w.share() for w in self._workers.values() if w.num_assigned or w.num_since_load)
 
     def prefix_changed(self, key: WorkerKey, change: PrefixChange) -> None:
-        """Cache events came."""
         if self._find(key) is not None:
             self.prefix_map.apply(key.worker_id, change)
 
@@ -173,7 +172,7 @@ class WorkerRegistry:
             worker.drains()
             logger.info("worker %s is draining: %s", key.worker_id, reason)
 
-    def bequeathed(self, key: WorkerKey, bequest: Bequest) -> None:
+    def bequeathed(self, key: WorkerKey, bequest: CacheOffer) -> None:
         """A draining worker offers its cache."""
         if self._find(key) is not None:
             self._successions.bequeathed(key, bequest)
@@ -232,11 +231,11 @@ class WorkerRegistry:
         """End a watch; no-op when there is none."""
         self._watchers.discard(callback)
 
-    def status(self) -> ClusterStatus:
+    def status(self) -> ServingStatus:
         """Readiness and what is served."""
         workers = tuple(self.snapshots())
         infos = [w.info for w in workers]
-        return ClusterStatus(
+        return ServingStatus(
             ready=any(w.info.role is WorkerRole.DECODE and not w.draining for w in workers),
             model_name=infos[0].model_name if infos else None,
             max_model_len=min((i.max_model_len for i in infos), default=None),
@@ -260,9 +259,8 @@ class WorkerRegistry:
 
 
 def _no_peers(_key: WorkerKey, _report_number: int) -> PeerShare:
-    """With one router."""
     return NO_PEERS
 
 
-def _nobody(_: WorkerSnapshot) -> None:
+def _ignore_load(_: WorkerSnapshot) -> None:
     """Until somebody wants to know."""

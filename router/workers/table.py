@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from router.workers.columns import ClusterView, PoolColumns, PoolRoster, partners_of, split_by_role, view_of
+from router.workers.columns import ClusterView, PoolColumns, PoolMembers, partners_of, split_by_role, view_of
 from router.workers.record import WorkerRecord
 from tandem.values.roles import WorkerRole
 
@@ -35,10 +35,10 @@ class WorkerTable:
         return view
 
     def _seat(self, records: list[WorkerRecord]) -> ClusterView:
-        rosters: dict[WorkerRole, PoolRoster] = {}
+        rosters: dict[WorkerRole, PoolMembers] = {}
         for role, positions in split_by_role(record.info for record in records).items():
             members = [records[position] for position in positions]
-            rosters[role] = PoolRoster([m.info for m in members], [m.slot for m in members])
+            rosters[role] = PoolMembers([m.info for m in members], [m.slot for m in members])
             columns = self._columns[role] = PoolColumns(len(members))
             for row, member in enumerate(members):
                 member.seat(columns, row)

@@ -12,7 +12,7 @@ from random import Random
 import numpy as np
 
 from router.placement.costs import CostModel
-from router.placement.place import Demand, place
+from router.placement.place import PlacementDemand, place
 from router.placement.placer import Placer
 from tandem_bench.report import Row, figure
 from tandem_bench.router import workers
@@ -43,7 +43,8 @@ def _choice_us(num_each: int, repeats: int) -> float:
     view = workers.registry(rng, num_each=num_each).view()
     holds = [0, 0, 0, 0, 512, 1024]
     demands = [
-        Demand(num_tokens=_TOKENS, matched=np.array(rng.choices(holds, k=view.num_slots))) for _ in range(_CALLS)
+        PlacementDemand(num_tokens=_TOKENS, matched=np.array(rng.choices(holds, k=view.num_slots)))
+        for _ in range(_CALLS)
     ]
     model, ties = CostModel(), Random(2)
 

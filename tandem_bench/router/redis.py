@@ -30,7 +30,7 @@ from typing import Any
 
 from rich.console import Console
 
-from router.cluster_state.redis_tasks import RouterBoard
+from router.cluster_state.redis_tasks import RouterClusterState
 from router.placement.costs import CostModel
 from router.placement.placer import Placer
 from router.process.admission_setup import make_limits
@@ -184,10 +184,10 @@ def _registry(num_workers: int) -> WorkerRegistry:
 
 
 @asynccontextmanager
-async def _board(registry: WorkerRegistry, settings: BoardSettings) -> AsyncIterator[RouterBoard]:
+async def _board(registry: WorkerRegistry, settings: BoardSettings) -> AsyncIterator[RouterClusterState]:
     stated: frozenset[WorkerAddress] = frozenset()
     limits = make_limits(RouterConfig(), _SECRET, time.monotonic)
-    board = RouterBoard(
+    board = RouterClusterState(
         settings, secret=_SECRET, router=Incarnation(9), registry=registry, limits=limits, stated=stated
     )
     async with board:

@@ -3,7 +3,14 @@
 from collections.abc import Iterator
 from random import Random
 
-from router.types.session_events import Deliver, DeliverRead, Inheritance, PrefillRoute, ReadOrder, SubmitOrder
+from router.types.session_events import (
+    Deliver,
+    DeliverScores,
+    MigrationPlan,
+    PrefillRoute,
+    PromptScoringOrder,
+    SubmitOrder,
+)
 from router.types.worker_view import PrefixChange, WorkerInfo, WorkerKey, WorkerLoad
 from router.workers.prefix_map import PrefixMap
 from router.workers.registry import WorkerRegistry
@@ -31,10 +38,10 @@ class NoPort:
     def cancel(self, request_id: RequestId, attempt: int) -> None:
         """See WorkerPort."""
 
-    def read(self, order: ReadOrder, deliver: DeliverRead) -> None:
+    def read(self, order: PromptScoringOrder, deliver: DeliverScores) -> None:
         """See WorkerPort."""
 
-    def inherit(self, share: Inheritance, *, within_s: float, prefill_tokens_per_s: float) -> None:
+    def inherit(self, share: MigrationPlan, *, within_s: float, prefill_tokens_per_s: float) -> None:
         """See WorkerPort."""
 
     def settle(self) -> None:

@@ -7,12 +7,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from router.metrics.admission import AdmissionMetrics
 from router.metrics.router_metrics import RouterMetrics
-from router.types.worker_view import StepTotals, WorkReport
+from router.types.worker_view import EngineStepTotals, EngineWorkReport
 from tests.support.router.admission_world import Desk
 from tests.support.router.overload_world import snapshot
 
-_STEPS = StepTotals(steps=1, seconds=0.1, tokens=1, requests=1)
-_WORK = WorkReport(
+_STEPS = EngineStepTotals(steps=1, seconds=0.1, tokens=1, requests=1)
+_WORK = EngineWorkReport(
     prefill=_STEPS, decode=_STEPS, preemptions=0, resident_bytes=1, weights_bytes=1, kv_bytes=1, flops_per_token=1
 )
 _SERIES = re.compile(r"\b(?:tandem_|vllm:)[a-z0-9_:]+")

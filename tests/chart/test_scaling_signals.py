@@ -12,7 +12,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.chart.schema import CHART
-from router.admission.cluster_capacity import Lack
+from router.admission.cluster_capacity import Shortage
 from tests.chart.rendering import NAMESPACE, RELEASE, render
 from tests.chart.value_sets import GOOD
 from tests.support.cluster.bound_clusters import QUEUE, Bottleneck, at_the_queue, exposition
@@ -64,7 +64,7 @@ def _series(line: Line) -> dict[str, float]:
             seen[f'tandem_worker_requests{{{worker},state="running"}}'] = 99
             seen[f"tandem_worker_backlog_tokens{{{worker}}}"] = 100 * getattr(line, role)
         seen[f'tandem_worker_requests{{{at},worker="decode-0",role="decode",state="reserved"}}'] = line.reserved
-        for lack in Lack:
+        for lack in Shortage:
             count = line.lacks.get(lack.value, 0) / _ROUTERS
             seen[f'tandem_queue_requests{{{at},lacks="{lack.value}"}}'] = count
             seen[f'tandem_queue_tokens{{{at},lacks="{lack.value}"}}'] = 100 * count

@@ -15,7 +15,7 @@ from typing import Any
 import grpc.aio
 
 from router.admission.concurrency_limit import Admission
-from router.cluster_state.redis_tasks import RouterBoard
+from router.cluster_state.redis_tasks import RouterClusterState
 from router.dispatch.choices.context import DispatchSettings
 from router.dispatch.dispatcher import Dispatcher
 from router.fleet.connections import WorkerFleet
@@ -172,7 +172,9 @@ class PublishingWorker(FakeWorker):
 class Router:
     """The core of one router process."""
 
-    def __init__(self, registry: WorkerRegistry, board: RouterBoard, dispatcher: Dispatcher, placer: Placer) -> None:
+    def __init__(
+        self, registry: WorkerRegistry, board: RouterClusterState, dispatcher: Dispatcher, placer: Placer
+    ) -> None:
         self.registry = registry
         self.board = board
         self.dispatcher = dispatcher
@@ -210,7 +212,7 @@ async def router(
     registry = WorkerRegistry(prefix_map=PrefixMap(), clock=time.monotonic)
     incarnation = Incarnation(1000 + number)
     limits = make_limits(RouterConfig(), SECRET, time.monotonic) if limits is None else limits
-    board = RouterBoard(
+    board = RouterClusterState(
         settings, secret=SECRET, router=incarnation, registry=registry, limits=limits, stated=frozenset()
     )
     for link in (board._logs, board._poll):

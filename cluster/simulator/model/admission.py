@@ -10,7 +10,7 @@ from collections.abc import Callable
 from cluster.simulator.model.event_queue import EventQueue
 from cluster.simulator.model.request import SimRequest
 from router.admission.fair_admission import FairAdmission
-from router.admission.types import Entry, Wanted
+from router.admission.types import AdmissionEntry, AdmissionRequest
 from tandem.errors import ServingError
 
 _LOOK_S = 0.1
@@ -34,7 +34,7 @@ class SimGate:
         self._events = events
         self._run = run
         self._refused = refused
-        self._line: dict[Entry, SimRequest] = {}
+        self._line: dict[AdmissionEntry, SimRequest] = {}
         self._is_looking = False
 
     def enter(self, request: SimRequest) -> None:
@@ -42,7 +42,7 @@ class SimGate:
         wanted = request.wanted
         try:
             entry, evicted = self.admission.enter(
-                Wanted(
+                AdmissionRequest(
                     tenant=_TENANT,
                     priority=0,
                     num_tokens=wanted.num_prompt_tokens,
@@ -85,7 +85,7 @@ class SimGate:
             for entry in turns:
                 self._go(self._line.pop(entry), entry)
 
-    def _go(self, request: SimRequest, entry: Entry) -> None:
+    def _go(self, request: SimRequest, entry: AdmissionEntry) -> None:
         self._run(request)
         self.admission.placed(entry)
 
@@ -100,6 +100,6 @@ class SimGate:
         if self.admission.num_waiting:
             self._look_later()
 
-    def _tell(self, refused: list[tuple[Entry, ServingError]]) -> None:
+    def _tell(self, refused: list[tuple[AdmissionEntry, ServingError]]) -> None:
         for entry, _error in refused:
             self._refused(self._line.pop(entry))

@@ -6,9 +6,9 @@ from contextlib import AbstractContextManager
 from cluster.simulator.inputs.block_names import SpacedNames, own_name
 from cluster.simulator.inputs.trace import TraceRequest
 from engine.types.request import Request
-from router.admission.types import Entry
+from router.admission.types import AdmissionEntry
 from router.dispatch.choices.retry import ChoiceProgress
-from router.dispatch.choices.waiting_choices import Place
+from router.dispatch.choices.waiting_choices import WaitingPosition
 from router.placement.placer import Assignment
 from tandem.values.ids import BlockHash, RequestId
 from tandem.values.sampling import SamplingParams
@@ -42,7 +42,7 @@ class SimRequest:
         self.number = number
         self.arrived_s = arrived_s
         self.wanted = wanted
-        self.entry: Entry | None = None
+        self.entry: AdmissionEntry | None = None
         """Of admission, while it is there."""
         self.admitted: AbstractContextManager[None] | None = None
         """Its place among those that run, once it had its turn."""
@@ -52,7 +52,7 @@ class SimRequest:
             max_attempts=_MAX_ATTEMPTS,
         )
         self.assignment: Assignment | None = None
-        self.place: Place | None = None
+        self.place: WaitingPosition | None = None
         self.key = RequestId("")
         """Of the attempt under way, on every worker: news of another one are stale."""
         self.num_output_tokens = 0

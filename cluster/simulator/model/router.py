@@ -18,7 +18,7 @@ from router.admission.concurrency_limit import Admission
 from router.admission.fair_admission import FairAdmission
 from router.admission.types import AdmissionPolicy
 from router.dispatch.choices.retry import RetryBudget, RetryReason, is_full
-from router.dispatch.choices.waiting_choices import WaitingRoom
+from router.dispatch.choices.waiting_choices import WaitingChoices
 from router.placement.place import NoDecodeWorker
 from router.placement.placer import Placer
 from router.tenants.rate_limits import Limiter
@@ -63,7 +63,7 @@ class SimRouter:
         submit: Submit,
     ) -> None:
         self.outcomes = Outcomes(finished=FinishedRequests())
-        self.room = WaitingRoom()
+        self.room = WaitingChoices()
         self.live: dict[str, SimRequest] = {}
         """By the key of the attempt under way."""
         self.on_end: Callable[[], None] = _nobody

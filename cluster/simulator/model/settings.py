@@ -5,7 +5,7 @@ from math import inf
 
 from cluster.simulator.inputs.latency import StepLatency
 from engine.types.config import EngineConfig
-from router.admission.cluster_capacity import RoomPolicy
+from router.admission.cluster_capacity import CapacityPolicy
 from router.admission.types import AdmissionPolicy
 
 
@@ -54,13 +54,17 @@ class ClusterSpec:
         if self.admission is not None:
             return self.admission
         pool = self.decode or self.prefill
-        room = RoomPolicy() if pool is None else RoomPolicy(max_running_per_worker=pool.engine.max_running_requests)
+        room = (
+            CapacityPolicy()
+            if pool is None
+            else CapacityPolicy(max_running_per_worker=pool.engine.max_running_requests)
+        )
         return AdmissionPolicy(room=room)
 
 
 def open_door() -> AdmissionPolicy:
     """Nobody waits but for memory, whatever the workers have to do: for looking at placement alone."""
-    return AdmissionPolicy(max_queue_s=inf, room=RoomPolicy(worker_backlog_s=inf, max_running_per_worker=2**40))
+    return AdmissionPolicy(max_queue_s=inf, room=CapacityPolicy(worker_backlog_s=inf, max_running_per_worker=2**40))
 
 
 def engine_config(

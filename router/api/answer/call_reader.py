@@ -5,9 +5,9 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 from router.api.answer.choice_text import TextDelta
 from router.api.request.client_request import Prepared
-from router.text.reasoning import Part, Reasoning
-from router.text.tool_parsers.events import CallArguments, Content, ToolEvent
-from router.text.tool_parsers.request_calls import Calling
+from router.text.reasoning import AnswerPart, Reasoning
+from router.text.tool_parsers.events import CallArguments, TextContent, ToolEvent
+from router.text.tool_parsers.request_calls import ToolCallReading
 from router.text.tools import call_id
 from tandem.values.outputs import FinishReason
 
@@ -71,7 +71,7 @@ class PlainReader:
 class CallReader:
     """Of an answer that may call."""
 
-    def __init__(self, calling: Calling, request_id: str, choice_index: int) -> None:
+    def __init__(self, calling: ToolCallReading, request_id: str, choice_index: int) -> None:
         self._calling = calling
         self._parser = calling.new_parser()
         self._most = None if calling.use.parallel else 1
@@ -97,7 +97,7 @@ class CallReader:
         return CALLED if is_calls else reason.value
 
     def _piece(self, event: ToolEvent) -> Piece | None:
-        if isinstance(event, Content):
+        if isinstance(event, TextContent):
             return TextPiece(event.text)
         if self._most is not None and event.call >= self._most:
             return None
@@ -143,5 +143,5 @@ def reader_of(prepared: Prepared, choice_index: int) -> AnswerReader:
     return reader if prepared.reasoning is None else ReasoningReader(prepared.reasoning, reader)
 
 
-def _answer_of(parts: Sequence[Part]) -> str:
+def _answer_of(parts: Sequence[AnswerPart]) -> str:
     return "".join(part.text for part in parts if not part.is_reasoning)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from router.api.request.client_request import Prepared
 from router.text.stop_strings import StopMatcher
 from router.text.tokenizer import Tokenizer
-from router.types.prompt_scoring import PromptReading
+from router.types.prompt_scoring import ScoredPrompt
 from router.types.requests import ChoiceDelta, ChoiceFinish
 from router.types.stream_ids import ChoicePosition
 from tandem.errors import InternalError
@@ -31,7 +31,7 @@ class TextDelta(NamedTuple):
     """Of a stream that is continued: tokens before these that the client has."""
     passed_text: str = ""
     """As `passed`: text before this."""
-    reading: PromptReading | None = None
+    reading: ScoredPrompt | None = None
     """Of the prompt whose first choice this is, before its tokens."""
     cached_tokens: int | None = None
     """See ChoiceDelta."""
@@ -141,7 +141,7 @@ class WholeText:
 
     def __init__(self) -> None:
         self._parts: dict[int, list[TextDelta]] = {}
-        self.readings: dict[int, PromptReading] = {}
+        self.readings: dict[int, ScoredPrompt] = {}
         """Of prompts, by the index of the first choice of each."""
 
     async def ready(self) -> None:

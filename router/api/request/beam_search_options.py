@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Literal
 
 from router.api.request.client_request import ClientFields, Prepared
-from router.types.requests import BeamAsk
+from router.types.requests import BeamSearchParams
 from tandem.errors import InvalidRequest
 from tandem.values.sampling import MAX_CONTINUATIONS, SamplingParams
 
@@ -23,7 +23,7 @@ def beam_ask(
     early_stopping: bool | Literal["never"] | None,
     streams: bool,
     votes: bool,
-) -> BeamAsk | None:
+) -> BeamSearchParams | None:
     """None: no beam search is wanted. Which tokens end a beam is for `with_beams` to say. Raises InvalidRequest."""
     penalty = 1.0 if length_penalty is None else length_penalty
     if not wanted:
@@ -39,7 +39,7 @@ def beam_ask(
     if not -_MOST_PENALTY <= penalty <= _MOST_PENALTY:
         bound = f"length_penalty must be a number in [-{_MOST_PENALTY:g}, {_MOST_PENALTY:g}]"
         raise InvalidRequest(bound, param="length_penalty")
-    return BeamAsk(num_beams=width, length_penalty=penalty, early_stopping=early_stopping or False)
+    return BeamSearchParams(num_beams=width, length_penalty=penalty, early_stopping=early_stopping or False)
 
 
 def with_beams(one: Prepared, asked: ClientFields, *, most_beams: int) -> Prepared:

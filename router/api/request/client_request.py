@@ -3,13 +3,13 @@
 from dataclasses import dataclass, field
 
 from router.text.conversation import TemplateOptions
-from router.text.grammars.structured_output import Structure
+from router.text.grammars.structured_output import StructuredOutput
 from router.text.reasoning import Reasoning
 from router.text.stop_strings import StopStrings
-from router.text.tool_parsers.request_calls import Calling
+from router.text.tool_parsers.request_calls import ToolCallReading
 from router.text.tools import ToolUse
-from router.types.prompt_scoring import ReadAsk
-from router.types.requests import BeamAsk, RoutedRequest
+from router.types.prompt_scoring import PromptScoringRequest
+from router.types.requests import BeamSearchParams, RoutedRequest
 from router.types.stream_ids import ChoicePosition, StreamPosition, request_digest
 from tandem.telemetry.tracing import TraceContext
 from tandem.values.sampling import SamplingParams
@@ -59,7 +59,7 @@ class ClientFields:
     """The client's own deadline; the router's applies as well."""
     last_seen: StreamPosition | None = None
     """Where a stream that this request continues broke."""
-    structure: Structure | None = None
+    structure: StructuredOutput | None = None
     """What every answer must be."""
     tools: ToolUse | None = None
     """What the model may call, in a conversation."""
@@ -67,8 +67,8 @@ class ClientFields:
     """What comes after the answer to a plain prompt."""
     truncate_prompt_tokens: int | None = None
     """Only so many of the prompt's last tokens are kept; -1: as many as the model's context leaves for one more."""
-    beams: BeamAsk | None = None
-    reads: ReadAsk | None = None
+    beams: BeamSearchParams | None = None
+    reads: PromptScoringRequest | None = None
     """What is asked of the prompt itself."""
     bad_words: tuple[str, ...] = ()
     """Texts that never come, at the beginning of a word or within one."""
@@ -99,7 +99,7 @@ class Prepared:
     has: tuple[ChoicePosition, ...] = ()
     """What the client has of a stream that is continued, by choice."""
 
-    calling: Calling | None = None
+    calling: ToolCallReading | None = None
     """How calls in the answer's text are read; None: it is text alone."""
     reasoning: Reasoning | None = None
     """How what the model thinks is told from its answer; None: it is not."""

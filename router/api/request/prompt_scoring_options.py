@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from router.api.request.client_request import Prepared
-from router.types.prompt_scoring import ReadAsk
+from router.types.prompt_scoring import PromptScoringRequest
 from tandem.errors import InvalidRequest
 from tandem.values.sampling import MAX_TOP_LOGPROBS
 
@@ -15,7 +15,7 @@ def read_ask(
     streams: bool,
     max_tokens: int | None,
     echo: bool,
-) -> ReadAsk | None:
+) -> PromptScoringRequest | None:
     """None: nothing. `echoed_logprobs`: of a prompt that is echoed with those of its answer.
 
     Raises InvalidRequest for what cannot be told, or not in a stream.
@@ -27,7 +27,7 @@ def read_ask(
     if streams and (asked or only):
         param = "prompt_logprobs" if prompt_logprobs is not None else "echo"
         raise InvalidRequest(f"{param}: log probabilities of a prompt are not streamed", param=param)
-    return ReadAsk(num_top=max(asked, default=0), only=only) if asked or only else None
+    return PromptScoringRequest(num_top=max(asked, default=0), only=only) if asked or only else None
 
 
 def check_reading_sizes(prepared: Sequence[Prepared], most: int) -> None:

@@ -13,8 +13,6 @@ from tandem.values.outputs import PhaseTimes
 
 
 class AttemptLedger:
-    """One choice's."""
-
     def __init__(self, *, prompt_length: int, clock: Callable[[], float], arrived_s: float | None = None) -> None:
         """`arrived_s`: when the router heard of the request; None: now."""
         self._prompt_length = prompt_length
@@ -73,5 +71,4 @@ class AttemptLedger:
         return replace(times, decode_s=decode_s, kv_byte_s=kv_byte_s)
 
     def total(self) -> PhaseTimes:
-        """Of all attempts."""
         return self._spent if self._first is None else replace(self._spent, cached=self._first.times.cached)

@@ -8,7 +8,7 @@ the best `num_beams` of its step; its score is its sum of log probabilities, div
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from router.types.requests import BeamAsk
+from router.types.requests import BeamSearchParams
 from tandem.values.outputs import FinishReason, SampledToken
 
 
@@ -21,17 +21,13 @@ class Beam(NamedTuple):
 
 
 class EndedBeam(NamedTuple):
-    """One answer."""
-
     beam: Beam
     score: float
     reason: FinishReason
 
 
 class BeamSearch:
-    """One prompt's."""
-
-    def __init__(self, ask: BeamAsk, *, max_tokens: int) -> None:
+    def __init__(self, ask: BeamSearchParams, *, max_tokens: int) -> None:
         self._ask = ask
         self._max_tokens = max_tokens
         self._length = 0

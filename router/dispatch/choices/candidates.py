@@ -1,7 +1,7 @@
 """Which worker a choice may be put on next, and what it waits for when there is none. Pure."""
 
-from router.dispatch.choices.context import Surroundings, Waiting
-from router.dispatch.choices.health_reports import ChoiceStanding
+from router.dispatch.choices.context import DispatchContext, Waiting
+from router.dispatch.choices.health_reports import ChoiceHealthReporter
 from router.dispatch.choices.orders import block_names
 from router.dispatch.choices.retry import ChoiceProgress
 from router.placement.place import NoDecodeWorker
@@ -11,19 +11,19 @@ from tandem.errors import RequestTooLarge
 from tandem.values.ids import BlockHash
 
 
-class Candidates:
+class WorkerSelector:
     """Of one run of a choice."""
 
     def __init__(
-        self, standing: ChoiceStanding, progress: ChoiceProgress, names: list[BlockHash], around: Surroundings
+        self, standing: ChoiceHealthReporter, progress: ChoiceProgress, names: list[BlockHash], context: DispatchContext
     ) -> None:
         """`names`: of the prompt's blocks."""
         self._standing = standing
         self._request = standing.request
         self._progress = progress
         self._prompt_names = names
-        self._around = around
-        self._registry = around.placer.registry
+        self._context = context
+        self._registry = context.placer.registry
 
     def choose(self) -> Assignment:
         """The best. Raises NoDecodeWorker, or RequestTooLarge for every one of them."""
@@ -66,9 +66,9 @@ class Candidates:
     def _choose_without(self, excluded: set[WorkerKey]) -> Assignment:
         progress = self._progress
         try:
-            return self._around.placer.assign(
+            return self._context.placer.assign(
                 num_tokens=progress.prompt_length + len(progress.token_ids),
-                names=block_names(self._request, self._prompt_names, progress.token_ids, self._around.hasher),
+                names=block_names(self._request, self._prompt_names, progress.token_ids, self._context.hasher),
                 excluded=frozenset(excluded),
                 pool_tokens_above=progress.pool_tokens_above,
                 is_local=self._request.is_local and not progress.token_ids,

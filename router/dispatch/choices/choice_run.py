@@ -4,9 +4,9 @@ import logging
 from collections.abc import Sequence
 from functools import partial
 
-from router.dispatch.choices.candidates import Candidates
-from router.dispatch.choices.context import Post, Surroundings, Waiting
-from router.dispatch.choices.health_reports import ChoiceStanding
+from router.dispatch.choices.candidates import WorkerSelector
+from router.dispatch.choices.context import DispatchContext, Post, Waiting
+from router.dispatch.choices.health_reports import ChoiceHealthReporter
 from router.dispatch.choices.orders import first_route, next_route, submit_order, trace_placement
 from router.dispatch.choices.retry import ChoiceProgress, RetryReason, TokenGap, final_error, is_final, is_full
 from router.placement.place import NoDecodeWorker
@@ -37,7 +37,9 @@ _ATTEMPTS_BITS = 16
 class ChoiceRun:
     """Drives one choice to its end, over as many workers as it takes."""
 
-    def __init__(self, standing: ChoiceStanding, names: list[BlockHash], around: Surroundings, post: Post) -> None:
+    def __init__(
+        self, standing: ChoiceHealthReporter, names: list[BlockHash], context: DispatchContext, post: Post
+    ) -> None:
         """`names`: of the prompt's blocks."""
         self.done = False
         self.waiting: Waiting | None = None
@@ -47,18 +49,18 @@ class ChoiceRun:
         self._index, self._request = standing.index, (request := standing.request)
         self._request_id = RequestId(f"{request.request_id}-{self._index}")
         self._prompt_names = names
-        self._around = around
-        self._placer = around.placer
+        self._context = context
+        self._placer = context.placer
         self._post = post
         self._progress = ChoiceProgress(
             prompt_length=len(request.prompt_token_ids),
             max_tokens=request.sampling.max_tokens,
-            max_attempts=around.settings.max_attempts,
-            clock=around.clock,
+            max_attempts=context.settings.max_attempts,
+            clock=context.clock,
             arrived_s=request.arrived_s,
         )
         self._progress.attempt = request.resumptions << _ATTEMPTS_BITS
-        self._candidates = Candidates(standing, self._progress, names, around)
+        self._candidates = WorkerSelector(standing, self._progress, names, context)
         self._resume = request.resume[self._index] if request.resume else None
         self._assignment: Assignment | None = None
         self._awaited: Assignment | None = None
@@ -79,7 +81,7 @@ class ChoiceRun:
             if self._standing.must_wait():
                 self.waiting = Waiting.FOR_ROOM
                 return
-            started_s = self._around.clock()
+            started_s = self._context.clock()
             try:
                 assignment = self._candidates.choose()
             except NoDecodeWorker as none:
@@ -88,22 +90,22 @@ class ChoiceRun:
                     return
                 raise self.final_error() from none
             number = progress.begin_attempt(assignment.placement.decode.info.kv_bytes_per_token)
-            self._route = first_route(self._request_id, number, assignment, self._around.rng)
+            self._route = first_route(self._request_id, number, assignment, self._context.rng)
             self._trace(assignment, started_s)
             try:
                 assignment.port.submit(self._order(number, assignment), partial(self._post, self._index, number))
             except Unavailable as error:
                 self._note_failure(assignment, error)
-                if not progress.may_retry(RetryReason.REFUSED, error, self._around.budget):
+                if not progress.may_retry(RetryReason.REFUSED, error, self._context.budget):
                     raise self.final_error() from error
-                self._around.observer.retried(RetryReason.REFUSED.value)
+                self._context.observer.retried(RetryReason.REFUSED.value)
                 continue
             self._assignment = self._awaited = assignment
             self.waiting, self._proven = None, False
             self._standing.placed(self, self._workers(assignment))
             if self._request.only_worker is None:
                 self._placer.record(assignment, self._request_id, self._request.tenant, self._request.pins)
-            self._around.observer.placed(assignment.placement.reason.value)
+            self._context.observer.placed(assignment.placement.reason.value)
 
     def _adopt(self) -> None:
         """Ask the worker for it that ran it last, if this stream is one that is continued."""
@@ -124,7 +126,7 @@ class ChoiceRun:
             return
         self._assignment = self._awaited = assignment
         self._adopting = True
-        self._around.observer.placed(assignment.placement.reason.value)
+        self._context.observer.placed(assignment.placement.reason.value)
 
     @property
     def has_tokens(self) -> bool:
@@ -200,7 +202,7 @@ class ChoiceRun:
 
     def final_error(self) -> ServingError:
         """What the client is told when nothing more can be tried."""
-        return final_error(self._progress.last_error, retry_after_s=self._around.settings.retry_after_s)
+        return final_error(self._progress.last_error, retry_after_s=self._context.settings.retry_after_s)
 
     def take_tokens(self, attempt: int, arrived: TokensArrived) -> Sequence[ChoiceDelta]:
         """As `take`, of the commonest event."""
@@ -246,9 +248,9 @@ class ChoiceRun:
         self._note_failure(assignment, error)
         if self._progress.is_complete:
             return [self.finish_early(FinishReason.LENGTH)]
-        if not self._progress.may_retry(reason, error, self._around.budget):
+        if not self._progress.may_retry(reason, error, self._context.budget):
             raise self.final_error()
-        self._around.observer.retried(reason.value)
+        self._context.observer.retried(reason.value)
         self.waiting = Waiting.FOR_WORKER if reason is RetryReason.WORKER_LOST else None
         self.submit()
         return []
@@ -266,8 +268,8 @@ class ChoiceRun:
             return self._retry(assignment, RetryReason.REFUSED, error)
         self._note_failure(assignment, error)
         self._progress.was_full(assignment.decode, error)
-        self._around.observer.retried(RetryReason.REFUSED.value)
-        if self._around.budget.spend():
+        self._context.observer.retried(RetryReason.REFUSED.value)
+        if self._context.budget.spend():
             self.submit()
         else:
             self.waiting = Waiting.FOR_ROOM
@@ -275,7 +277,7 @@ class ChoiceRun:
 
     def wait_for_room_s(self) -> float:
         """How long to wait before `come_back`, unless room shows earlier."""
-        return self._progress.wait_for_room_s(self._around.rng)
+        return self._progress.wait_for_room_s(self._context.rng)
 
     def come_back(self) -> None:
         """Ask the workers again that were full. Raises as `submit`."""
@@ -312,7 +314,7 @@ class ChoiceRun:
 
     def _order(self, attempt: int, assignment: Assignment) -> SubmitOrder:
         choice, generated = (self._index, self._request_id), self._progress.token_ids
-        return submit_order(self._request, choice, attempt, generated, assignment, self._route, self._around.clock())
+        return submit_order(self._request, choice, attempt, generated, assignment, self._route, self._context.clock())
 
     def _reroute(self, assignment: Assignment, failed: TransferFailed) -> None:
         route, progress = self._route, self._progress
@@ -337,16 +339,16 @@ class ChoiceRun:
             self._placer.release(assignment)
             self._standing.refused(self, assignment.decode)
             return
-        started_s = self._around.clock()
+        started_s = self._context.clock()
         prefill = None
-        if progress.may_reroute() and self._around.budget.spend():
+        if progress.may_reroute() and self._context.budget.spend():
             prefill = self._placer.reassign_prefill(assignment, self._candidates.barred())
         else:
             self._placer.compute_locally(assignment)
         self._route = next_route(route, prefill, assignment)
         self._trace(assignment, started_s)
         self._standing.placed(self, self._workers(assignment))
-        self._around.observer.retried(RetryReason.TRANSFER_FAILED.value)
+        self._context.observer.retried(RetryReason.TRANSFER_FAILED.value)
         assignment.port.reroute(self._request_id, progress.attempt, self._route)
 
     def _note_prefill_failure(self, key: WorkerKey) -> None:
@@ -362,7 +364,7 @@ class ChoiceRun:
         logger.log(level, f"request %s%s: {text}", self._request_id, trace, *values, extra=about(self._request_id))
 
     def _trace(self, assignment: Assignment, started_s: float) -> None:
-        choice, between_s = (self._index, self._progress.attempt), (started_s, self._around.clock())
+        choice, between_s = (self._index, self._progress.attempt), (started_s, self._context.clock())
         trace_placement(self._request, choice, assignment, self._route, between_s)
 
     def _finish(self, finish: ChoiceFinish) -> ChoiceDelta:

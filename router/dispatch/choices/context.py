@@ -8,7 +8,7 @@ from random import Random
 from router.dispatch.choices.hedging import Hedging
 from router.dispatch.choices.observer import DispatchObserver
 from router.dispatch.choices.retry import RetryBudget
-from router.dispatch.choices.waiting_choices import WaitingRoom
+from router.dispatch.choices.waiting_choices import WaitingChoices
 from router.placement.placer import Placer
 from router.types.session_events import AttemptEvent
 from router.workers.health import WorkerHealth
@@ -20,8 +20,6 @@ Post = Callable[[int, int, AttemptEvent], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HedgingSettings:
-    """See `router.hedging`."""
-
     quantile: float = 0.95
     budget: float = 0.05
 
@@ -45,7 +43,7 @@ class DispatchSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
+class DispatchContext:
     """What every request of one router shares."""
 
     placer: Placer
@@ -54,7 +52,7 @@ class Surroundings:
     observer: DispatchObserver
     clock: Callable[[], float]
     rng: Random
-    room: WaitingRoom
+    room: WaitingChoices
     settings: DispatchSettings
     health: WorkerHealth
     hedging: Hedging | None

@@ -15,7 +15,7 @@ from tandem.values.ids import RequestId
 Workers = tuple[WorkerKey, ...]
 
 
-class ChoiceStanding:
+class ChoiceHealthReporter:
     """One choice's; `run` tells its runs apart."""
 
     def __init__(self, index: int, request: RoutedRequest, health: WorkerHealth, registry: WorkerRegistry) -> None:

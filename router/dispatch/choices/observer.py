@@ -16,8 +16,6 @@ class DispatchObserver(Protocol):
 
 
 class SilentObserver:
-    """Tells nobody."""
-
     def placed(self, mode: str) -> None:
         """Nothing."""
 

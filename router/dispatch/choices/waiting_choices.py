@@ -8,7 +8,7 @@ from router.types.worker_view import WorkerSnapshot
 from tandem.values.roles import WorkerRole
 
 
-class Place(NamedTuple):
+class WaitingPosition(NamedTuple):
     """Where a choice stands: by priority, then by when it first came."""
 
     priority: int
@@ -21,29 +21,29 @@ class _Waiter:
     wake: Callable[[], None]
 
 
-class WaitingRoom:
+class WaitingChoices:
     """Wakes those that fit when a load report shows room, so that nobody need ask often. Without I/O.
 
     Bounded by admission: only accepted requests wait. Being woken is no promise; who is refused again comes back.
     """
 
     def __init__(self) -> None:
-        self._waiters: dict[Place, _Waiter] = {}
+        self._waiters: dict[WaitingPosition, _Waiter] = {}
         self._num_places = 0
 
     def __len__(self) -> int:
         return len(self._waiters)
 
-    def new_place(self, priority: int) -> Place:
+    def new_place(self, priority: int) -> WaitingPosition:
         """A place behind all of the same priority."""
         self._num_places += 1
-        return Place(priority, self._num_places)
+        return WaitingPosition(priority, self._num_places)
 
-    def enter(self, place: Place, num_tokens: int, wake: Callable[[], None]) -> None:
+    def enter(self, place: WaitingPosition, num_tokens: int, wake: Callable[[], None]) -> None:
         """Wait for KV of `num_tokens`; `wake` is called at most once."""
         self._waiters[place] = _Waiter(num_tokens=num_tokens, wake=wake)
 
-    def leave(self, place: Place) -> None:
+    def leave(self, place: WaitingPosition) -> None:
         """Wait no longer; no-op for one that was woken."""
         self._waiters.pop(place, None)
 

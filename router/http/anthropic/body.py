@@ -25,7 +25,7 @@ from router.http.anthropic.content_blocks import (
 from router.http.body.strict_body import StrictBody, at_most
 from router.text.conversation import Message, TemplateOptions
 from router.text.stop_strings import MAX_STOP_STRINGS
-from router.text.tools import MAX_TOOLS, ToolCall
+from router.text.tools import MAX_TOOLS, AssistantToolCall
 from tandem.errors import InvalidRequest
 from tandem.values.sampling import SamplingParams
 
@@ -138,7 +138,7 @@ def _merged(turns: Sequence[Turn]) -> list[tuple[str, list[Block]]]:
 def _add(talk: Conversation, role: str, blocks: Sequence[Block]) -> None:
     """One turn: what tools returned are turns of their own, in a user's; calls belong to an assistant's."""
     texts: list[TextBlock] = []
-    calls: list[ToolCall] = []
+    calls: list[AssistantToolCall] = []
     thoughts: list[str] = []
     is_open, num_chars = False, 0
 

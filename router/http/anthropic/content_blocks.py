@@ -9,7 +9,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from router.api.cache_breakpoints import DEFAULT_MARK_TTL, MARK_TTL_S
 from router.http.body.strict_body import OnlyTypes, StrictBody, at_most
-from router.text.tools import Tool, ToolCall, ToolUse, use_of
+from router.text.tools import AssistantToolCall, ToolDefinition, ToolUse, use_of
 from tandem.errors import InvalidRequest
 
 _MAX_BLOCKS = 256  # of one message's content
@@ -48,9 +48,9 @@ class ToolUseBlock(StrictBody):
     input: dict[str, Any]
     cache_control: CacheControl | None = None
 
-    def call(self) -> ToolCall:
+    def call(self) -> AssistantToolCall:
         """The same for every door."""
-        return ToolCall(id=self.id, name=self.name, arguments=orjson.dumps(self.input).decode())
+        return AssistantToolCall(id=self.id, name=self.name, arguments=orjson.dumps(self.input).decode())
 
 
 class _Known:
@@ -123,9 +123,9 @@ class ToolSpec(StrictBody):
     strict: bool | None = None
     cache_control: CacheControl | None = None
 
-    def tool(self) -> Tool:
+    def tool(self) -> ToolDefinition:
         """The same for every door."""
-        return Tool(
+        return ToolDefinition(
             name=self.name, description=self.description, parameters=self.input_schema, strict=bool(self.strict)
         )
 

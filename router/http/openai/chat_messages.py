@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar
 from router.http.body.strict_body import OnlyTypes, StrictBody, at_most
 from router.http.openai.tool_schemas import CalledFunction, CallPart
 from router.text.conversation import Message
-from router.text.tools import MAX_CALLS, ToolCall
+from router.text.tools import MAX_CALLS, AssistantToolCall
 from tandem.errors import InvalidRequest
 
 _MAX_PARTS = 256  # of one message's content
@@ -66,7 +66,7 @@ def conversation(turns: Sequence[ChatTurn]) -> list[Message]:
             if message.tool_calls:
                 raise InvalidRequest("messages: send either tool_calls or function_call", param="messages")
             ids[called.name] = f"call{number:05d}"
-            call = ToolCall(id=ids[called.name], name=called.name, arguments=called.arguments)
+            call = AssistantToolCall(id=ids[called.name], name=called.name, arguments=called.arguments)
             message = replace(message, tool_calls=(call,))
         if turn.role == "function":
             if turn.name not in ids:

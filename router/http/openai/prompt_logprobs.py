@@ -13,7 +13,7 @@ import orjson
 from router.api.request.client_request import Prepared
 from router.http.openai.logprobs import finite
 from router.text.tokenizer import Tokenizer
-from router.types.prompt_scoring import PromptReading
+from router.types.prompt_scoring import ScoredPrompt
 from tandem.values.outputs import SampledToken, TokenLogprob
 
 SLICE_VALUES = 2048
@@ -36,7 +36,7 @@ class PromptScores:
         self,
         shown: ScoresShown,
         prepared: Sequence[Prepared],
-        readings: Mapping[int, PromptReading],
+        readings: Mapping[int, ScoredPrompt],
         tokenizer: Tokenizer,
     ) -> None:
         """`readings`: by the index of each prompt's first choice."""
@@ -71,7 +71,7 @@ class PromptScores:
             for holder in [content] if is_chat else content["choices"][first : first + self._choices]:
                 holder["prompt_logprobs"] = found
 
-    def _of(self, index: int) -> tuple[Sequence[int], PromptReading]:
+    def _of(self, index: int) -> tuple[Sequence[int], ScoredPrompt]:
         return self._prompts[index], self._readings[index * self._choices]
 
     async def _prompt_logprobs(self, index: int, num_top: int) -> list[orjson.Fragment]:
@@ -86,7 +86,7 @@ class PromptScores:
             await asyncio.sleep(0)
         return parts
 
-    def _place(self, own: int, reading: PromptReading, index: int, num_top: int) -> dict[str, Any]:
+    def _place(self, own: int, reading: ScoredPrompt, index: int, num_top: int) -> dict[str, Any]:
         found = {str(own): self._entry(own, reading.logprobs[index], reading.ranks[index])}
         for rank, (token_id, logprob) in enumerate(reading.top(index)[:num_top], 1):
             found.setdefault(str(token_id), self._entry(token_id, logprob, rank))
@@ -97,6 +97,6 @@ class PromptScores:
         return {"logprob": finite(logprob), "rank": rank, "decoded_token": text}
 
 
-def _as_sampled(token_id: int, reading: PromptReading, index: int, num_top: int) -> SampledToken:
+def _as_sampled(token_id: int, reading: ScoredPrompt, index: int, num_top: int) -> SampledToken:
     top = tuple(TokenLogprob(token_id=other, logprob=value) for other, value in reading.top(index)[:num_top])
     return SampledToken(token_id=token_id, logprob=reading.logprobs[index], top_logprobs=top)

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import Field
 
 from router.http.body.strict_body import StrictBody
-from router.text.grammars.structured_output import Shape, Structure
+from router.text.grammars.structured_output import Shape, StructuredOutput
 from tandem.errors import InvalidRequest
 
 _FORMAT = "response_format"
@@ -30,16 +30,16 @@ class ResponseFormat(StrictBody):
     type: str
     json_schema: NamedSchema | None = None
 
-    def structures(self) -> Iterator[Structure]:
+    def structures(self) -> Iterator[StructuredOutput]:
         """What is asked for. Raises InvalidRequest."""
         if (self.type == Shape.JSON_SCHEMA.value) != (self.json_schema is not None):
             raise InvalidRequest(f"{_FORMAT}: json_schema stands with type json_schema, and only there", param=_FORMAT)
         if self.json_schema is not None:
             if self.json_schema.schema_ is None:
                 raise InvalidRequest(f"{_FORMAT}.json_schema.schema is missing", param=_FORMAT)
-            yield Structure(shape=Shape.JSON_SCHEMA, value=self.json_schema.schema_, param=_FORMAT)
+            yield StructuredOutput(shape=Shape.JSON_SCHEMA, value=self.json_schema.schema_, param=_FORMAT)
         elif self.type == Shape.JSON_OBJECT.value:
-            yield Structure(shape=Shape.JSON_OBJECT, value=None, param=_FORMAT)
+            yield StructuredOutput(shape=Shape.JSON_OBJECT, value=None, param=_FORMAT)
         elif self.type != "text":
             raise InvalidRequest(f"{_FORMAT}: type is one of text, json_object, json_schema", param=_FORMAT)
 
@@ -53,10 +53,10 @@ class StructuredOutputs(StrictBody):
     choice: list[str] | None = None
     grammar: str | None = None
 
-    def structures(self) -> Iterator[Structure]:
+    def structures(self) -> Iterator[StructuredOutput]:
         """What is asked for."""
         given = [
-            Structure(shape=shape, value=value, param=_OUTPUTS)
+            StructuredOutput(shape=shape, value=value, param=_OUTPUTS)
             for shape, value in (
                 (Shape.JSON_SCHEMA, self.json_),
                 (Shape.JSON_OBJECT, self.json_object or None),
@@ -73,7 +73,7 @@ class StructuredOutputs(StrictBody):
 
 def guided(
     schema: dict[str, Any] | bool | str | None, regex: str | None, choice: list[str] | None, grammar: str | None
-) -> Iterator[Structure]:
+) -> Iterator[StructuredOutput]:
     """vLLM's older fields."""
     for name, shape, value in (
         ("guided_json", Shape.JSON_SCHEMA, schema),
@@ -82,10 +82,10 @@ def guided(
         ("guided_grammar", Shape.GRAMMAR, grammar),
     ):
         if value is not None:
-            yield Structure(shape=shape, value=value, param=name)
+            yield StructuredOutput(shape=shape, value=value, param=name)
 
 
-def the_one(structures: Sequence[Structure]) -> Structure | None:
+def the_one(structures: Sequence[StructuredOutput]) -> StructuredOutput | None:
     """What answers must be, if anything is said. Raises InvalidRequest when it is said more than once."""
     if len(structures) > 1:
         first, second = structures[:2]

@@ -18,10 +18,10 @@ from router.http.openai.prompt_logprobs import ScoresShown
 from router.http.openai.response_format import ResponseFormat, StructuredOutputs, guided, the_one
 from router.http.openai.tool_schemas import FunctionName, FunctionSpec, ToolChoice, ToolSpec, functions_use, tool_use
 from router.text.conversation import MAX_VARIABLES, Effort, TemplateOptions
-from router.text.grammars.structured_output import Structure
+from router.text.grammars.structured_output import StructuredOutput
 from router.text.stop_strings import MAX_STOP_STRINGS
 from router.text.tools import MAX_TOOLS, ToolUse
-from router.types.requests import BeamAsk
+from router.types.requests import BeamSearchParams
 from tandem.errors import InvalidRequest
 from tandem.values.sampling import MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_TOKENS, MAX_TOP_LOGPROBS, SamplingParams
 
@@ -158,7 +158,7 @@ class GenerationBody(StrictBody):
             truncate_prompt_tokens=self.truncate_prompt_tokens,
         )
 
-    def _beams(self) -> BeamAsk | None:
+    def _beams(self) -> BeamSearchParams | None:
         return beam_ask(
             wanted=bool(self.use_beam_search),
             width=self.best_of or self.n or 1,
@@ -190,7 +190,7 @@ class GenerationBody(StrictBody):
         """What the answer shows of the prompts' log probabilities."""
         return ScoresShown(prompt_logprobs=self.prompt_logprobs)
 
-    def _structure(self) -> Structure | None:
+    def _structure(self) -> StructuredOutput | None:
         """What answers must be. Raises InvalidRequest when it is said twice."""
         return the_one(
             [

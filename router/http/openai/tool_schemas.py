@@ -3,7 +3,7 @@
 from typing import Annotated, Any, ClassVar
 
 from router.http.body.strict_body import OnlyTypes, StrictBody, at_most
-from router.text.tools import MAX_TOOLS, Tool, ToolCall, ToolUse, use_of
+from router.text.tools import MAX_TOOLS, AssistantToolCall, ToolDefinition, ToolUse, use_of
 from tandem.errors import InvalidRequest
 
 _CHOICE = "tool_choice"
@@ -18,9 +18,11 @@ class FunctionSpec(StrictBody):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
-    def tool(self) -> Tool:
+    def tool(self) -> ToolDefinition:
         """The same for every door."""
-        return Tool(name=self.name, description=self.description, parameters=self.parameters, strict=bool(self.strict))
+        return ToolDefinition(
+            name=self.name, description=self.description, parameters=self.parameters, strict=bool(self.strict)
+        )
 
 
 class ToolSpec(StrictBody):
@@ -30,7 +32,7 @@ class ToolSpec(StrictBody):
     type: str
     function: FunctionSpec
 
-    def tool(self) -> Tool:
+    def tool(self) -> ToolDefinition:
         """The same for every door."""
         return self.function.tool()
 
@@ -79,9 +81,9 @@ class CallPart(StrictBody):
     function: CalledFunction
     index: int | None = None
 
-    def call(self) -> ToolCall:
+    def call(self) -> AssistantToolCall:
         """The same for every door."""
-        return ToolCall(id=self.id, name=self.function.name, arguments=self.function.arguments)
+        return AssistantToolCall(id=self.id, name=self.function.name, arguments=self.function.arguments)
 
 
 def tool_use(tools: list[ToolSpec] | None, choice: str | ToolChoice | None, parallel: bool | None) -> ToolUse | None:

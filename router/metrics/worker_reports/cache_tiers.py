@@ -40,7 +40,6 @@ class TierMetrics(Collector):
         ]
 
     def collect(self) -> Iterable[Metric]:
-        """See Collector."""
         blocks = GaugeMetricFamily("tandem_worker_cache_blocks", "Cached blocks by tier", labels=_LABELS)
         room = GaugeMetricFamily("tandem_worker_cache_capacity_blocks", "Room for blocks by tier", labels=_LABELS)
         for labels, tier in self._shown:

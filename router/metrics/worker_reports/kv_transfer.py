@@ -98,7 +98,6 @@ class TransferMetrics(Collector):
         ]
 
     def collect(self) -> Iterable[Metric]:
-        """See Collector."""
         yield from self._ended()
         for field, (name, text) in _SIDE_COUNTERS.items():
             counter = CounterMetricFamily(name, text, labels=_SIDE)

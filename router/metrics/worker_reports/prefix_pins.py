@@ -22,7 +22,6 @@ class PinMetrics(Collector):
         self._shown = tuple(snapshots)
 
     def collect(self) -> Iterable[Metric]:
-        """See Collector."""
         prefixes = GaugeMetricFamily("tandem_worker_pinned_prefixes", "Prefixes that are kept", labels=_LABELS)
         blocks = GaugeMetricFamily("tandem_worker_pinned_blocks", "KV blocks that stay for them", labels=_LABELS)
         limit = GaugeMetricFamily("tandem_worker_pinned_blocks_limit", "KV blocks that may", labels=_LABELS)

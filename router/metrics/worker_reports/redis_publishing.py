@@ -15,7 +15,6 @@ class PublishMetrics(Collector):
         self._snapshots: tuple[WorkerSnapshot, ...] = ()
 
     def show(self, snapshots: tuple[WorkerSnapshot, ...]) -> None:
-        """The live workers."""
         self._snapshots = snapshots
 
     def collect(self) -> Iterator[Metric]:

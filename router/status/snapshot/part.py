@@ -10,7 +10,7 @@ from typing import Any
 from router.admission.fair_admission import FairAdmission
 from router.api.request.client_request import ModelInfo
 from router.metrics.router_metrics import RouterMetrics
-from router.placement.decision_log import Decision, DecisionLog
+from router.placement.decision_log import DecisionLog, PlacementDecision
 from router.placement.placer import Placer
 from router.status.snapshot.history import History, Totals
 from router.status.snapshot.merge import FORMAT, MOST_DECISIONS, MOST_HANDOFFS, MOST_PREFIXES, TENANT
@@ -169,7 +169,7 @@ def _decisions(sources: StatusSources) -> list[dict[str, Any]]:
     return found
 
 
-def _decision(decision: Decision, now_s: float) -> dict[str, Any]:
+def _decision(decision: PlacementDecision, now_s: float) -> dict[str, Any]:
     placement, prefill = decision.placement, decision.placement.prefill
     return {
         TENANT: decision.tenant,

@@ -34,7 +34,7 @@ class Shape(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Structure:
+class StructuredOutput:
     """What a client asked for, and in which field."""
 
     shape: Shape

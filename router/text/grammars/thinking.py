@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 
 from router.text.grammars.tool_calls import ANY, without
-from router.text.reasoning import Marks, Reasoning, marks_of
+from router.text.reasoning import Reasoning, ThinkingMarks, marks_of
 from router.text.tokenizer import Tokenizer
 from tandem.errors import InvalidRequest
 
@@ -16,7 +16,7 @@ _ANSWER = "behind_thinking"
 """Name of the grammar behind the thinking."""
 
 
-class Thinking:
+class ThinkingSupport:
     """What the model's template and tokenizer say of it."""
 
     def __init__(self, tokenizer: Tokenizer, forced: str | None = None) -> None:
@@ -48,7 +48,7 @@ class Thinking:
         return with_thinking(grammar, reasoning.marks, self._tokenizer.added_ids, is_open=reasoning.is_open)
 
 
-def with_thinking(grammar: str, marks: Marks, token_ids: Mapping[str, int], *, is_open: bool) -> str:
+def with_thinking(grammar: str, marks: ThinkingMarks, token_ids: Mapping[str, int], *, is_open: bool) -> str:
     """What llguidance reads: thinking, which may be left out unless it `is_open` already, and then the grammar.
 
     `token_ids`: of marks that are tokens of their own. An answer cannot end while it thinks.
@@ -60,7 +60,7 @@ def with_thinking(grammar: str, marks: Marks, token_ids: Mapping[str, int], *, i
     raise InvalidRequest("grammar: of a form that a model which thinks cannot be given", param="grammar")
 
 
-def _lead(marks: Marks, token_ids: Mapping[str, int], *, is_open: bool) -> str:
+def _lead(marks: ThinkingMarks, token_ids: Mapping[str, int], *, is_open: bool) -> str:
     begin, end = (f"<[{token_ids[mark]}]>" if mark in token_ids else json.dumps(mark) for mark in marks)
     start = f"start: thinking GAP? @{_ANSWER}" if is_open else f"start: ({begin} thinking GAP?)? @{_ANSWER}"
     if marks.end in token_ids:

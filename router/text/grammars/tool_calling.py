@@ -1,17 +1,17 @@
 """How the served model is made to call functions, and how its calls are read: one per router, every door shares it."""
 
-from router.text.grammars.structured_output import Shape, Structure
+from router.text.grammars.structured_output import Shape, StructuredOutput
 from router.text.grammars.tool_calls import CallGrammar, strict_tools
 from router.text.tokenizer import Tokenizer
 from router.text.tool_parsers.families import HERMES, Family, family_of
-from router.text.tool_parsers.request_calls import Calling
+from router.text.tool_parsers.request_calls import ToolCallReading
 from router.text.tools import ToolUse
 from tandem.errors import InvalidRequest
 
 _JSON_SHAPES = frozenset({Shape.JSON_SCHEMA, Shape.JSON_OBJECT})
 
 
-class Tooling:
+class ToolCallSupport:
     """What the model's template and tokenizer say of tools."""
 
     def __init__(self, tokenizer: Tokenizer, forced: str | None = None, thinks_from: str | None = None) -> None:
@@ -26,17 +26,17 @@ class Tooling:
         self._tokenizer = tokenizer
         self._thinks_from = thinks_from
 
-    def calling(self, use: ToolUse, *, is_forced: bool = False) -> Calling:
+    def calling(self, use: ToolUse, *, is_forced: bool = False) -> ToolCallReading:
         """`is_forced`: by a structure made here. Raises InvalidRequest when it is not known how this model calls."""
         family, ids = self._known(), self._tokenizer.added_ids
-        return Calling(
+        return ToolCallReading(
             use=use,
             new_parser=lambda: family.parser(use.callable_tools, is_forced=is_forced),
             shown_ids=frozenset(ids[mark] for mark in family.markers if mark in ids),
             has_short_ids=family.has_short_ids,
         )
 
-    def structure(self, use: ToolUse, asked: Structure | None) -> Structure | None:
+    def structure(self, use: ToolUse, asked: StructuredOutput | None) -> StructuredOutput | None:
         """What answers must be that call as `use` says and are otherwise as `asked`. None: anything."""
         family = self._known()
         ids = self._tokenizer.added_ids
@@ -54,7 +54,7 @@ class Tooling:
             raise InvalidRequest(f"tools: strict cannot be kept for calls of the form {family.name}", param="tools")
         else:
             text = grammar.with_text(use)
-        return Structure(shape=Shape.LARK, value=text, param="tools")
+        return StructuredOutput(shape=Shape.LARK, value=text, param="tools")
 
     def _known(self) -> Family:
         if self._family is None:

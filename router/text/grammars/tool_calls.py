@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from router.text.tool_parsers.families import NAME, CallForm
-from router.text.tools import Tool, ToolUse
+from router.text.tools import ToolDefinition, ToolUse
 
 MAX_CALLS_IN_ANSWER = 16
 """Calls that a grammar writes: what may be repeated for ever could go on for ever."""
@@ -103,6 +103,6 @@ def _escaped(text: str) -> str:
     return re.escape(text).replace("/", "\\/")
 
 
-def strict_tools(tools: Sequence[Tool]) -> bool:
+def strict_tools(tools: Sequence[ToolDefinition]) -> bool:
     """Whether any of them asks for its schema to be kept."""
     return any(tool.strict for tool in tools)

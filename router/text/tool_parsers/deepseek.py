@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from router.text.tool_parsers.json_call import WHITE
 from router.text.tool_parsers.text_machine import TextMachine
-from router.text.tools import Tool
+from router.text.tools import ToolDefinition
 
 ALL, ALL_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 ONE, ONE_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
@@ -16,11 +16,10 @@ _HEAD = re.compile(rf"(?:function{NAME}([A-Za-z0-9_-]+)\s*```json|([A-Za-z0-9_-]
 class DeepSeekCalls(TextMachine):
     """Either way of writing is read."""
 
-    def __init__(self, tools: Sequence[Tool]) -> None:
+    def __init__(self, tools: Sequence[ToolDefinition]) -> None:
         super().__init__(tools, (ALL, ONE), (ONE_END, ALL_END))
 
     def marked(self, marker: str) -> None:
-        """See TextMachine."""
         if marker == ALL:
             self.expect(ONE, self._one)
         else:
@@ -30,7 +29,6 @@ class DeepSeekCalls(TextMachine):
         self.read_head(_HEAD, self._past)
 
     def _past(self, text: str, at: int) -> int:
-        """The fence's end."""
         if text[at] in WHITE + "`":
             return at + 1
         self.go(self.text)

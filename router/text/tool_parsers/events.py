@@ -3,7 +3,7 @@
 from typing import NamedTuple, Protocol, TypeAlias
 
 
-class Content(NamedTuple):
+class TextContent(NamedTuple):
     """Text that belongs to no call."""
 
     text: str
@@ -24,7 +24,7 @@ class CallArguments(NamedTuple):
     text: str
 
 
-ToolEvent: TypeAlias = Content | CallBegan | CallArguments
+ToolEvent: TypeAlias = TextContent | CallBegan | CallArguments
 
 
 class ToolParser(Protocol):
@@ -59,11 +59,9 @@ class EventList:
         """Of the call whose arguments the parts are; None: they are content."""
 
     def content(self, text: str) -> None:
-        """More text."""
         self._part(None, text)
 
     def began(self, index: int, name: str) -> None:
-        """A call."""
         self._close()
         self._events.append(CallBegan(index, name))
 
@@ -88,5 +86,5 @@ class EventList:
     def _close(self) -> None:
         if self._parts:
             text = "".join(self._parts)
-            self._events.append(Content(text) if self._index is None else CallArguments(self._index, text))
+            self._events.append(TextContent(text) if self._index is None else CallArguments(self._index, text))
             self._parts.clear()

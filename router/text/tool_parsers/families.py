@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from router.text.tool_parsers import deepseek, llama, mistral, tagged
 from router.text.tool_parsers.events import ToolParser
 from router.text.tool_parsers.pythonic import PythonicCalls
-from router.text.tools import Tool
+from router.text.tools import ToolDefinition
 
 NAME = "\ue000"
 """Stands for a function's name in what comes before its arguments."""
@@ -40,7 +40,7 @@ class Family:
     is_own_form: bool = True
     """Whether a model of this family begins calls as `form` does when nothing makes it."""
 
-    def parser(self, tools: Sequence[Tool], *, is_forced: bool) -> ToolParser:
+    def parser(self, tools: Sequence[ToolDefinition], *, is_forced: bool) -> ToolParser:
         """A fresh one; `is_forced`: of an answer that a grammar keeps to `form`."""
         match self.name:
             case "hermes" | "qwen3_coder":

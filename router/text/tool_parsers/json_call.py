@@ -50,7 +50,7 @@ class JsonSpan:
         self.ended = not self._in_text and self._depth == 0
 
 
-class Reading(Enum):
+class JsonCallState(Enum):
     """What has become of it."""
 
     ON = auto()
@@ -68,7 +68,7 @@ class JsonCall:
         self._tell_began = began
         self._tell = arguments
         self._state: Callable[[str, int], int] = self._open
-        self._reading = Reading.ON
+        self._reading = JsonCallState.ON
         self._key = ""
         self._span: JsonSpan | None = None
         self._parts: list[str] = []
@@ -77,14 +77,14 @@ class JsonCall:
         """Arguments that came before the name."""
         self._begun = False
 
-    def feed(self, text: str, at: int) -> tuple[Reading, int]:
+    def feed(self, text: str, at: int) -> tuple[JsonCallState, int]:
         """Read on from `at`; what has become of it, and the position of the first character that was not read."""
-        while at < len(text) and self._reading is Reading.ON:
+        while at < len(text) and self._reading is JsonCallState.ON:
             at = self._state(text, at)
         return self._reading, at
 
     def _break(self, at: int) -> int:
-        self._reading = Reading.BROKEN
+        self._reading = JsonCallState.BROKEN
         return at
 
     def _expect(self, text: str, at: int, chars: str, then: Callable[[str, int], int]) -> int:
@@ -213,7 +213,7 @@ class JsonCall:
         if not self._begun:
             self._begin()
             self._tell("{}")
-        self._reading = Reading.ENDED
+        self._reading = JsonCallState.ENDED
         return at + 1
 
     def _begin(self) -> None:

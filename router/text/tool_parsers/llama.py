@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from router.text.tool_parsers.json_call import WHITE
 from router.text.tool_parsers.text_machine import TextMachine
-from router.text.tools import Tool
+from router.text.tools import ToolDefinition
 
 OPEN = "<|python_tag|>"
 
@@ -12,12 +12,11 @@ OPEN = "<|python_tag|>"
 class LlamaCalls(TextMachine):
     """An answer that begins with a brace is held until it is clear whether it is a call."""
 
-    def __init__(self, tools: Sequence[Tool]) -> None:
+    def __init__(self, tools: Sequence[ToolDefinition]) -> None:
         super().__init__(tools, (OPEN,))
         self.go(self._start)
 
     def marked(self, marker: str) -> None:
-        """See TextMachine."""
         self.read_json_call(self._between)
 
     def _start(self, text: str, at: int) -> int:

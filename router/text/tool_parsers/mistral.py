@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from router.text.tool_parsers.json_call import WHITE
 from router.text.tool_parsers.text_machine import TextMachine
-from router.text.tools import Tool
+from router.text.tools import ToolDefinition
 
 OPEN, ARGUMENTS = "[TOOL_CALLS]", "[ARGS]"
 _HEAD = re.compile(r"\s*([A-Za-z0-9_-]+)(?:\[CALL_ID\][A-Za-z0-9]+)?(?:\[ARGS\])?\s*")
@@ -14,11 +14,10 @@ _HEAD = re.compile(r"\s*([A-Za-z0-9_-]+)(?:\[CALL_ID\][A-Za-z0-9]+)?(?:\[ARGS\])
 class MistralCalls(TextMachine):
     """Either way of writing is read."""
 
-    def __init__(self, tools: Sequence[Tool]) -> None:
+    def __init__(self, tools: Sequence[ToolDefinition]) -> None:
         super().__init__(tools, (OPEN,))
 
     def marked(self, marker: str) -> None:
-        """See TextMachine."""
         self.go(self._begun)
 
     def _begun(self, text: str, at: int) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from router.text.tool_parsers.json_call import WHITE
 from router.text.tool_parsers.python_call import MAX_CALL_CHARS, read_call
 from router.text.tool_parsers.text_machine import TextMachine
-from router.text.tools import Tool
+from router.text.tools import ToolDefinition
 
 _OPENING, _CLOSING = "([{", ")]}"
 
@@ -13,7 +13,7 @@ _OPENING, _CLOSING = "([{", ")]}"
 class PythonicCalls(TextMachine):
     """A call is told when it is whole: Python's values become JSON."""
 
-    def __init__(self, tools: Sequence[Tool]) -> None:
+    def __init__(self, tools: Sequence[ToolDefinition]) -> None:
         super().__init__(tools, ())
         self.go(self._start)
 

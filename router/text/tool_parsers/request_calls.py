@@ -8,7 +8,7 @@ from router.text.tools import ToolUse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Calling:
+class ToolCallReading:
     """Made by `router.text.grammars.tool_calling`; read with by `router.api.answer.call_reader`."""
 
     use: ToolUse

@@ -8,7 +8,7 @@ from typing import Any
 from router.text.stop_strings import StopMatcher, StopStrings
 from router.text.tool_parsers.json_call import WHITE
 from router.text.tool_parsers.text_machine import MAX_HEAD_CHARS, TextMachine
-from router.text.tools import Tool
+from router.text.tools import ToolDefinition
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
@@ -19,14 +19,13 @@ _PARAMETER_ENDS = StopStrings((_PARAMETER_END,))
 class TaggedCalls(TextMachine):
     """Either way of writing is read; `has_bare_functions`: also functions without a tag around them."""
 
-    def __init__(self, tools: Sequence[Tool], *, has_bare_functions: bool = False) -> None:
+    def __init__(self, tools: Sequence[ToolDefinition], *, has_bare_functions: bool = False) -> None:
         bare = (_FUNCTION,) if has_bare_functions else ()
         super().__init__(tools, (OPEN, *bare), (CLOSE,))
         self._name, self._written = "", 0
         """The function whose arguments are being told, and how many of them."""
 
     def marked(self, marker: str) -> None:
-        """See TextMachine."""
         if marker == _FUNCTION:
             self._read_name(self._take_function)
         else:

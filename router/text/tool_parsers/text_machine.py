@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 from router.text.stop_strings import StopStrings
 from router.text.tool_parsers.events import EventList, ToolEvent
-from router.text.tool_parsers.json_call import WHITE, JsonCall, JsonSpan, Reading
-from router.text.tools import Tool
+from router.text.tool_parsers.json_call import WHITE, JsonCall, JsonCallState, JsonSpan
+from router.text.tools import ToolDefinition
 
 MAX_HEAD_CHARS = 512
 """Between a marker and the arguments: names, and what families write around them."""
@@ -24,7 +24,7 @@ class TextMachine(ABC):
     White space before a call is dropped with the call's own marks, so it waits for what comes after it.
     """
 
-    def __init__(self, tools: Sequence[Tool], markers: Sequence[str], closers: Sequence[str] = ()) -> None:
+    def __init__(self, tools: Sequence[ToolDefinition], markers: Sequence[str], closers: Sequence[str] = ()) -> None:
         """`closers`: markers that mean nothing after a call and are text before the first."""
         self.tools = {tool.name: tool for tool in tools}
         self.num_calls = 0
@@ -44,14 +44,12 @@ class TextMachine(ABC):
         self._step: Step = self.text
 
     def feed(self, text: str) -> list[ToolEvent]:
-        """See ToolParser."""
         at = 0
         while at < len(text):
             at = self._step(text, at)
         return self._out.take()
 
     def flush(self) -> list[ToolEvent]:
-        """See ToolParser."""
         if self._held:
             self.no_call()
         pending, self._pending, self._node = self._pending, "", 0
@@ -154,7 +152,7 @@ class TextMachine(ABC):
         def step(text: str, at: int) -> int:
             before = self.num_calls
             reading, end = call.feed(text, at)
-            if reading is Reading.ON:
+            if reading is JsonCallState.ON:
                 if not self.is_open:
                     self.hold(text[at:end])
             elif self.num_calls > before or self.is_open:

@@ -8,9 +8,9 @@ from random import Random
 
 import pytest
 
-from router.cluster_state.log_follower import BoardCounts, BoardFollower
+from router.cluster_state.log_follower import CacheLogFollower, ClusterStateCounts
 from router.types.worker_view import WorkerKey
-from router.workers.log_positions import BoardView
+from router.workers.log_positions import LogPositions
 from tandem.circuit_breaker import CircuitBreaker
 from tandem.cluster_state.entries import BoardCodec, CacheState
 from tandem.cluster_state.keys import BoardKeys
@@ -55,15 +55,15 @@ async def following(liar: Liar) -> AsyncIterator[RedisLink]:
     server = await asyncio.start_server(liar.serve, "127.0.0.1", 0)
     settings = BoardSettings(host="127.0.0.1", port=server.sockets[0].getsockname()[1], timeout_s=5.0)
     link = RedisLink(settings, CircuitBreaker(Random(1), QUICK), use="follow", clock=time.monotonic)
-    view, key = BoardView(), WorkerKey(WorkerId("d0"), Incarnation(1))
+    view, key = LogPositions(), WorkerKey(WorkerId("d0"), Incarnation(1))
     view.follow(key)
     list(view.load(key, CacheState(next_sequence=1, names=b""), 0.0))
-    follower = BoardFollower(
+    follower = CacheLogFollower(
         view,
         link,
         BoardCodec(b"secret", "c"),
         BoardKeys("c"),
-        counts=BoardCounts(),
+        counts=ClusterStateCounts(),
         apply=lambda *_: None,
         clock=time.monotonic,
     )

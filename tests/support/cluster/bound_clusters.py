@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from cluster.simulator.model.simulation import Choosing, Simulation
-from router.admission.cluster_capacity import Lack
+from router.admission.cluster_capacity import Shortage
 from router.metrics.admission import AdmissionMetrics
 from router.metrics.router_metrics import RouterMetrics
 from tests.support.cluster.small_clusters import cluster, load
@@ -41,7 +41,7 @@ def at_the_queue(bottleneck: Bottleneck, look: Callable[[Simulation], None]) -> 
     return simulation
 
 
-def held(simulation: Simulation) -> dict[Lack, int]:
+def held(simulation: Simulation) -> dict[Shortage, int]:
     """Requests in line by what they wait for."""
     found = simulation.router.gate.admission.held()
     return {lack: sums.num_requests for lack, sums in found.items() if sums.num_requests}

@@ -5,11 +5,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from router.admission.cluster_capacity import RoomPolicy
+from router.admission.cluster_capacity import CapacityPolicy
 from router.admission.continuations import Continuations
 from router.admission.fair_admission import FairAdmission
 from router.admission.types import AdmissionPolicy
-from router.dispatch.admission_queue import Gate
+from router.dispatch.admission_queue import AdmissionQueue
 from router.tenants.rate_limits import Limiter
 from router.types.requests import RoutedRequest
 from tandem.config.admission import LimitsConfig
@@ -20,18 +20,18 @@ from tests.support.router.cluster import Cluster, cluster, routed
 @asynccontextmanager
 async def gated(
     *workers: FakeWorker, running: int = 1, passing: int = 100, limits: LimitsConfig | None = None, **bounds: float
-) -> AsyncIterator[tuple[Gate, Cluster]]:
+) -> AsyncIterator[tuple[AdmissionQueue, Cluster]]:
     async with cluster(*workers) as core:
         admission = FairAdmission(
             view=core.registry.view,
             places=lambda _: 100,
             limiter=Limiter(limits or LimitsConfig(), clock=time.monotonic),
-            policy=AdmissionPolicy(room=RoomPolicy(max_running_per_worker=running), **bounds),
+            policy=AdmissionPolicy(room=CapacityPolicy(max_running_per_worker=running), **bounds),
             clock=time.monotonic,
             is_due=lambda: core.registry.worker_due_s() > 0.0,
         )
         continuations = Continuations(most=passing, remembered_s=600.0, clock=time.monotonic)
-        yield Gate(core.dispatcher, admission, core.registry, continuations), core
+        yield AdmissionQueue(core.dispatcher, admission, core.registry, continuations), core
 
 
 def of(tenant: str, number: int) -> RoutedRequest:

@@ -1,8 +1,8 @@
 """Admission over a cluster that a test sets, one decision at a time."""
 
-from router.admission.cluster_capacity import RoomPolicy
+from router.admission.cluster_capacity import CapacityPolicy
 from router.admission.fair_admission import FairAdmission
-from router.admission.types import AdmissionPolicy, Wanted
+from router.admission.types import AdmissionPolicy, AdmissionRequest
 from router.tenants.rate_limits import Limiter
 from tandem.config.admission import LimitsConfig
 from tests.support.router.overload_world import snapshot
@@ -18,7 +18,7 @@ class Desk:
         self.places = 10**6
         self.num_refused = 0
         self.is_due = False
-        room = RoomPolicy(worker_backlog_s=0.1, max_running_per_worker=8)
+        room = CapacityPolicy(worker_backlog_s=0.1, max_running_per_worker=8)
         self.admission = FairAdmission(
             view=lambda: view_of(self.workers),
             places=lambda _: self.places,
@@ -34,7 +34,7 @@ class Desk:
         self.workers = [snapshot(backlog=1000, active=1)]
 
     def ask(self, tenant: str = "a", *, tokens: int = 100, priority: int = 0, within_s: float | None = None, **more):
-        wanted = Wanted(
+        wanted = AdmissionRequest(
             tenant=tenant,
             priority=priority,
             num_tokens=tokens,

@@ -14,7 +14,7 @@ class SlowReader:
         self.room = asyncio.Event()
         self.waiting = asyncio.Event()
 
-    def take(self, delta: ChoiceDelta) -> bool:
+    def on_delta(self, delta: ChoiceDelta) -> bool:
         self.taken.append(delta)
         return True
 
@@ -30,7 +30,7 @@ class QuickReader:
         self.taken: list[ChoiceDelta] = []
         self.arrived: asyncio.Queue[ChoiceDelta | None] = asyncio.Queue()
 
-    def take(self, delta: ChoiceDelta) -> bool:
+    def on_delta(self, delta: ChoiceDelta) -> bool:
         self.taken.append(delta)
         self.arrived.put_nowait(delta)
         return False

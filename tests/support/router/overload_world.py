@@ -11,7 +11,7 @@ from functools import cache
 from itertools import count
 
 from router.admission.fair_admission import FairAdmission
-from router.admission.types import AdmissionPolicy, Entry, Wanted
+from router.admission.types import AdmissionEntry, AdmissionPolicy, AdmissionRequest
 from router.tenants.rate_limits import Limiter
 from router.types.worker_view import WorkerInfo, WorkerKey, WorkerLoad, WorkerSnapshot
 from tandem.config.admission import LimitsConfig
@@ -71,7 +71,7 @@ class _Worker:
     backlog: float = 0.0
     active: int = 0
     busy_until_s: float = 0.0
-    queue: list[tuple[float, Entry]] = field(default_factory=list)
+    queue: list[tuple[float, AdmissionEntry]] = field(default_factory=list)
 
 
 class World:
@@ -91,7 +91,7 @@ class World:
         self._numbers = count()
         self._workers = [_Worker(f"d{i}", rate) for i in range(workers)]
         self._step_s = step_s
-        self._requests: dict[Entry, Served] = {}
+        self._requests: dict[AdmissionEntry, Served] = {}
         self.max_running = policy.room.max_running_per_worker
         self.done: list[Served] = []
         self.idle_with_queue_s = 0.0
@@ -110,7 +110,7 @@ class World:
         """Schedule an arrival."""
 
         def arrive() -> None:
-            wanted = Wanted(
+            wanted = AdmissionRequest(
                 tenant=served.tenant,
                 priority=priority,
                 num_tokens=served.prompt,
@@ -147,7 +147,7 @@ class World:
         self._pump()
         self.at(self.now_s + 0.1, self._look)
 
-    def _tell(self, refused: list[tuple[Entry, ServingError]]) -> None:
+    def _tell(self, refused: list[tuple[AdmissionEntry, ServingError]]) -> None:
         for entry, error in refused:
             served = self._requests.pop(entry)
             served.refused_s, served.error = self.now_s, error
@@ -156,7 +156,7 @@ class World:
         for entry in self.admission.pump():
             self._run(entry)
 
-    def _run(self, entry: Entry) -> None:
+    def _run(self, entry: AdmissionEntry) -> None:
         served = self._requests[entry]
         worker = min(self._workers, key=lambda w: (w.backlog / w.rate, w.active))
         worker.backlog += served.prompt
@@ -165,7 +165,7 @@ class World:
         worker.busy_until_s = max(self.now_s, worker.busy_until_s) + served.prompt / worker.rate
         self.at(worker.busy_until_s, lambda: self._first(worker, entry))
 
-    def _first(self, worker: _Worker, entry: Entry) -> None:
+    def _first(self, worker: _Worker, entry: AdmissionEntry) -> None:
         served = self._requests[entry]
         worker.backlog -= served.prompt
         served.first_s = self.now_s
@@ -173,7 +173,7 @@ class World:
         self.at(self.now_s + self._step_s * served.answer, lambda: self._end(worker, entry))
         self._pump()
 
-    def _end(self, worker: _Worker, entry: Entry) -> None:
+    def _end(self, worker: _Worker, entry: AdmissionEntry) -> None:
         served = self._requests.pop(entry)
         worker.active -= 1
         self.admission.generated(entry, served.answer - 1)

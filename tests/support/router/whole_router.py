@@ -15,7 +15,7 @@ from typing import Any
 from router.admission.concurrency_limit import Admission
 from router.dispatch.choices.context import DispatchSettings, HedgingSettings
 from router.dispatch.dispatcher import Dispatcher
-from router.fleet.readiness import Readiness
+from router.fleet.readiness import ReadinessCheck
 from router.metrics.router_metrics import RouterMetrics
 from router.placement.decision_log import DecisionLog
 from router.placement.place import CostModel
@@ -28,9 +28,9 @@ from router.types.session_events import (
     AttemptFinished,
     AttemptRefused,
     AttemptStarted,
-    Bequest,
+    CacheOffer,
     Deliver,
-    Inheritance,
+    MigrationPlan,
     PrefillRoute,
     SubmitOrder,
     TokensArrived,
@@ -99,7 +99,7 @@ class PortWorker:
         registry, key = self._whole.registry, self.info.key
         if told:
             registry.draining(key, "told to")
-            registry.bequeathed(key, Bequest(chains=(), lends_s=1.0))
+            registry.bequeathed(key, CacheOffer(chains=(), lends_s=1.0))
         registry.left(key, "gone")
         lost, self.live = self.live, {}
         self._held.clear()
@@ -126,7 +126,7 @@ class PortWorker:
         if (known := self.live.get(request_id)) is not None and known[0].attempt == attempt:
             del self.live[request_id]
 
-    def inherit(self, share: Inheritance, *, within_s: float, prefill_tokens_per_s: float) -> None:
+    def inherit(self, share: MigrationPlan, *, within_s: float, prefill_tokens_per_s: float) -> None:
         """Nothing is bequeathed."""
 
     def settle(self) -> None:
@@ -202,7 +202,7 @@ class Listener:
     def __init__(self) -> None:
         self.num_tokens = 0
 
-    def take(self, delta: ChoiceDelta) -> bool:
+    def on_delta(self, delta: ChoiceDelta) -> bool:
         self.num_tokens += len(delta.tokens)
         return False
 
@@ -247,7 +247,7 @@ class WholeRouter:
         self.gate = make_gate(
             config, self.dispatcher, self.places, self.registry, self.clock, self.limiter, self.metrics
         )
-        self.readiness = Readiness(self.registry, self.metrics, lambda _: True)
+        self.readiness = ReadinessCheck(self.registry, self.metrics, lambda _: True)
         self.workers = [PortWorker(f"d{i}", self) for i in range(num_decode)]
         self.workers += [PortWorker(f"p{i}", self) for i in range(num_prefill)]
         self.workers += [PortWorker(name, self) for name in names]

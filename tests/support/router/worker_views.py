@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
-from router.placement.place import Demand
+from router.placement.place import PlacementDemand
 from router.types.session_events import WorkerPort
 from router.types.worker_view import WorkerInfo, WorkerKey, WorkerLoad, WorkerSnapshot
 from router.workers.columns import ClusterView
@@ -76,9 +76,9 @@ def view_of(workers: Sequence[WorkerSnapshot]) -> ClusterView:
 
 def demand_of(
     view: ClusterView, num_tokens: int, *excluded: WorkerSnapshot, matched: Mapping[str, int], **fields: Any
-) -> Demand:
+) -> PlacementDemand:
     """What a choice needs, with who holds what by name."""
-    return Demand(
+    return PlacementDemand(
         num_tokens=num_tokens,
         matched=view.matched({WorkerId(name): tokens for name, tokens in matched.items()}),
         excluded=frozenset(w.info.key for w in excluded),
@@ -86,7 +86,7 @@ def demand_of(
     )
 
 
-Wanted = Callable[[ClusterView], Demand]
+Wanted = Callable[[ClusterView], PlacementDemand]
 """What a choice needs, once it is known of which workers."""
 
 

@@ -10,8 +10,8 @@ from router.api.request.client_request import ClientFields
 from router.http.body.strict_body import NOT_YET, OnlyTypes, StrictBody, at_most
 from router.http.openai.tool_schemas import FunctionSpec
 from router.text.conversation import MAX_MESSAGES, Effort, Message, TemplateOptions
-from router.text.grammars.structured_output import Shape, Structure
-from router.text.tools import MAX_TOOLS, ToolCall, ToolUse, use_of
+from router.text.grammars.structured_output import Shape, StructuredOutput
+from router.text.tools import MAX_TOOLS, AssistantToolCall, ToolUse, use_of
 from tandem.errors import InvalidRequest
 from tandem.values.sampling import SamplingParams
 
@@ -59,7 +59,7 @@ class InputItem(StrictBody):
     summary: Annotated[list[ContentPart] | None, at_most(0)] = None
     """Of reasoning; none is made here."""
 
-    def part(self) -> Message | ToolCall:
+    def part(self) -> Message | AssistantToolCall:
         """What it adds to the conversation. Raises InvalidRequest."""
         given = {
             name
@@ -70,7 +70,7 @@ class InputItem(StrictBody):
             case "message" if given == {"role", "content"} and self.role != "tool":
                 return Message(role=self.role or "", content=_text(self.content))
             case "function_call" if given == {"call_id", "name", "arguments"}:
-                return ToolCall(id=self.call_id or "", name=self.name or "", arguments=self.arguments or "")
+                return AssistantToolCall(id=self.call_id or "", name=self.name or "", arguments=self.arguments or "")
             case "function_call_output" if given == {"call_id", "output"}:
                 return Message(role="tool", content=_text(self.output), tool_call_id=self.call_id)
             case "reasoning" if given == {"content"} and isinstance(self.content, list):
@@ -87,13 +87,15 @@ class TextFormat(StrictBody):
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
-    def structure(self) -> Structure | None:
+    def structure(self) -> StructuredOutput | None:
         """Raises InvalidRequest."""
         if (self.type == "json_schema") != (self.schema_ is not None):
             raise InvalidRequest("text.format: schema stands with type json_schema, and only there", param="text")
         if self.type not in ("text", "json_object", "json_schema"):
             raise InvalidRequest("text.format: type is one of text, json_object, json_schema", param="text")
-        return None if self.type == "text" else Structure(shape=Shape(self.type), value=self.schema_, param="text")
+        return (
+            None if self.type == "text" else StructuredOutput(shape=Shape(self.type), value=self.schema_, param="text")
+        )
 
 
 class TextConfig(StrictBody):
@@ -239,22 +241,22 @@ def _text(content: str | list[ContentPart] | None) -> str:
     return "\n".join(part.text for part in content)
 
 
-def _turns(parts: Sequence[Message | ToolCall]) -> Iterator[Message]:
+def _turns(parts: Sequence[Message | AssistantToolCall]) -> Iterator[Message]:
     """A call belongs to the assistant's turn before it, or makes one with those that follow it."""
     turn: Message | None = None
-    calls: list[ToolCall] = []
+    calls: list[AssistantToolCall] = []
     thought: str | None = None
     for part in (*parts, None):
         if isinstance(part, Message) and part.role == _THINKING:
             thought = part.content
             continue
-        if not isinstance(part, ToolCall) or turn is None or turn.role != "assistant" or thought is not None:
+        if not isinstance(part, AssistantToolCall) or turn is None or turn.role != "assistant" or thought is not None:
             if turn is not None:
                 yield replace(turn, tool_calls=(*turn.tool_calls, *calls)) if calls else turn
             calls = []
-            turn = Message(role="assistant", content="") if isinstance(part, ToolCall) else part
+            turn = Message(role="assistant", content="") if isinstance(part, AssistantToolCall) else part
             if turn is not None and turn.role == "assistant":
                 turn = replace(turn, reasoning=thought)
-        if isinstance(part, ToolCall):
+        if isinstance(part, AssistantToolCall):
             calls.append(part)
         thought = None

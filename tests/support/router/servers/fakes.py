@@ -16,8 +16,8 @@ from router.metrics.router_metrics import RouterMetrics
 from router.sandbox.grammar_check import GrammarChecker
 from router.text.chat_template import ChatTemplate
 from router.text.tokenizer import Tokenizer
-from router.types.prompt_scoring import PromptReading
-from router.types.requests import ChoiceDelta, ChoiceFinish, Reader, RoutedRequest
+from router.types.prompt_scoring import ScoredPrompt
+from router.types.requests import ChoiceDelta, ChoiceFinish, DeltaSink, RoutedRequest
 from tandem.config.cluster import RouterConfig
 from tandem.errors import ServingError
 from tandem.telemetry.tracing import Tracer
@@ -146,10 +146,10 @@ class FakeGenerator:
     def admitted(self, requests: Sequence[RoutedRequest]) -> AbstractContextManager[None]:
         return nullcontext()
 
-    async def run(self, request: RoutedRequest, reader: Reader) -> None:
+    async def run(self, request: RoutedRequest, reader: DeltaSink) -> None:
         async with aclosing(self.generate(request)) as deltas:
             async for delta in deltas:
-                if reader.take(delta):
+                if reader.on_delta(delta):
                     await reader.ready()
 
     def finish_choice(self, request_id: RequestId, choice_index: int) -> None:
@@ -162,13 +162,13 @@ class FakeGenerator:
         return SampledToken(token_id=token_id, logprob=-0.5, top_logprobs=top)
 
 
-def reading_of(request: RoutedRequest) -> PromptReading:
+def reading_of(request: RoutedRequest) -> ScoredPrompt:
     """Each token scores minus its id and is the third; the most likely are the first ids."""
     ask, prompt = request.reads, request.prompt_token_ids
     assert ask is not None
     if ask.num_top is None:
-        return PromptReading(mean=[3.0 * len(prompt), 0.0, -4.0 * len(prompt)], times=TIMES)
-    return PromptReading(
+        return ScoredPrompt(mean=[3.0 * len(prompt), 0.0, -4.0 * len(prompt)], times=TIMES)
+    return ScoredPrompt(
         num_top=ask.num_top,
         logprobs=[-float(token) for token in prompt[1:]],
         ranks=[3 for _ in prompt[1:]],

@@ -5,7 +5,7 @@ from typing import Any
 
 from router.api.request.named_caches import KeptPrompts, NamedCaches
 from router.text.tokenizer import Tokenizer
-from router.types.requests import Reader, RoutedRequest
+from router.types.requests import DeltaSink, RoutedRequest
 from router.types.worker_view import WorkerKey
 from router.workers.prefix_pins import PinRegistry, PinSite
 from tandem.config.cluster import RouterConfig
@@ -46,7 +46,7 @@ class PinningGenerator(fakes.FakeGenerator):
     meanwhile: Callable[[], Awaitable[Any]] | None = None
     """Done while a prompt is computed."""
 
-    async def run(self, request: RoutedRequest, reader: Reader) -> None:
+    async def run(self, request: RoutedRequest, reader: DeltaSink) -> None:
         if self.meanwhile is not None:
             await self.meanwhile()
         names: list[BlockHash] = []

@@ -4,24 +4,24 @@ from dataclasses import replace
 
 import pytest
 
-from router.admission.cluster_capacity import Lack
+from router.admission.cluster_capacity import Shortage
 from router.types.worker_view import WorkerLoad
 from tests.support.router.admission_world import Desk
 from tests.support.router.overload_world import snapshot
 from tests.support.router.worker_views import worker
 
 
-def _held(desk: Desk) -> dict[Lack, tuple[int, int]]:
+def _held(desk: Desk) -> dict[Shortage, tuple[int, int]]:
     sums = desk.admission.held()
     return {lack: (one.num_requests, one.num_tokens) for lack, one in sums.items() if one.num_requests}
 
 
 @pytest.mark.parametrize(
     ("prefill_backlog", "decoding", "lack"),
-    [(5000, 1, Lack.PREFILL), (0, 8, Lack.DECODE), (5000, 8, Lack.BOTH)],
+    [(5000, 1, Shortage.PREFILL), (0, 8, Shortage.DECODE), (5000, 8, Shortage.BOTH)],
     ids=lambda value: getattr(value, "value", value),
 )
-def test_the_line_says_which_pool_has_too_little(prefill_backlog: int, decoding: int, lack: Lack) -> None:
+def test_the_line_says_which_pool_has_too_little(prefill_backlog: int, decoding: int, lack: Shortage) -> None:
     desk = Desk()
     prefill = replace(worker("p0", backlog=prefill_backlog), load=WorkerLoad(prefill_tokens_per_s=1000.0))
     desk.workers = [prefill, snapshot(active=decoding)]
@@ -34,7 +34,7 @@ def test_without_a_prefill_pool_the_line_is_the_decode_workers() -> None:
     desk = Desk()
     desk.fill()
     desk.ask()
-    assert _held(desk) == {Lack.DECODE: (1, 100)}
+    assert _held(desk) == {Shortage.DECODE: (1, 100)}
 
 
 def test_who_is_behind_waits_for_what_those_before_it_lack() -> None:
@@ -42,16 +42,16 @@ def test_who_is_behind_waits_for_what_those_before_it_lack() -> None:
     desk.workers = [replace(snapshot(active=1), load=WorkerLoad(num_free_blocks=10))]
     large, small = desk.ask(tokens=1000), desk.ask(tokens=10)
     assert (large.waiting, small.waiting) == (True, True)
-    assert _held(desk) == {Lack.DECODE: (2, 1010)}
+    assert _held(desk) == {Shortage.DECODE: (2, 1010)}
 
 
 def test_places_are_the_routers_and_who_was_refused_is_the_decode_pools() -> None:
     desk = Desk()
     desk.places = 0
     desk.ask()
-    assert _held(desk) == {Lack.ROUTER: (1, 100)}
+    assert _held(desk) == {Shortage.ROUTER: (1, 100)}
     desk.num_refused = 1
-    assert _held(desk) == {Lack.DECODE: (1, 100)}
+    assert _held(desk) == {Shortage.DECODE: (1, 100)}
     desk.places = 10
     assert desk.turns() == []
     desk.num_refused = 0

@@ -7,7 +7,7 @@ import pytest
 
 from router.admission import continuations
 from router.admission.continuations import Continuations
-from router.dispatch.admission_queue import Gate
+from router.dispatch.admission_queue import AdmissionQueue
 from router.types.requests import ResumePoint, RoutedRequest
 from tandem.config.admission import LimitsConfig, TenantLimits
 from tandem.errors import Overloaded, StreamTaken
@@ -27,12 +27,12 @@ def again(stream: str, *, worker: int = 1, n: int = 1) -> RoutedRequest:
     return replace(asked, resume=(point,) * n, resumptions=1)
 
 
-def used(gate: Gate) -> tuple[int, float, int, int]:
+def used(gate: AdmissionQueue) -> tuple[int, float, int, int]:
     account = gate.admission._limiter._account("a")
     return account.requests_taken, account.tokens_taken, account.num_inflight, account.num_promised
 
 
-async def outcome(gate: Gate, request: RoutedRequest) -> str | None:
+async def outcome(gate: AdmissionQueue, request: RoutedRequest) -> str | None:
     """The limit that it was refused for, if it was."""
     try:
         assert await collect(gate.generate(request)) == {0: WHOLE}

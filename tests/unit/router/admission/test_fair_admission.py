@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from router.admission.cluster_capacity import DrainMeter, InTransit, RoomPolicy, look
+from router.admission.cluster_capacity import CapacityPolicy, DrainMeter, InTransit, measure_capacity
 from router.admission.counts import Rejection
-from router.admission.types import Wanted
+from router.admission.types import AdmissionRequest
 from router.tenants.rate_limits import TokenBucket
 from tandem.config.admission import LimitsConfig, TenantLimits
 from tandem.errors import DeadlineExceeded, Overloaded, Unavailable
@@ -53,12 +53,12 @@ def test_places_memory_and_running_requests_hold_back() -> None:
     assert desk.turns() == []
     desk.workers = [snapshot(active=1)]
     assert desk.turns() == [entry]
-    room = look(view_of([snapshot(active=1)]), RoomPolicy(), InTransit(), 0.0)
+    room = measure_capacity(view_of([snapshot(active=1)]), CapacityPolicy(), InTransit(), 0.0)
     assert room.takes(159_999)
     assert not room.takes(160_000)
     slow = view_of([snapshot(active=1, decode_step_s=0.2)])
-    assert look(slow, RoomPolicy(max_itl_s=0.1), InTransit(), 0.0).slots == 0
-    assert look(slow, RoomPolicy(max_itl_s=0.3), InTransit(), 0.0).slots > 0
+    assert measure_capacity(slow, CapacityPolicy(max_itl_s=0.1), InTransit(), 0.0).slots == 0
+    assert measure_capacity(slow, CapacityPolicy(max_itl_s=0.3), InTransit(), 0.0).slots > 0
 
 
 def test_who_fits_no_pool_neither_waits_nor_holds_anybody_up() -> None:
@@ -303,7 +303,9 @@ def test_limits_are_named_and_are_each_tenants_own(limits: TenantLimits, name: s
 
 def test_a_call_that_is_turned_away_counts_with_all_its_requests() -> None:
     desk = Desk(limits=LimitsConfig(default=TenantLimits(requests_per_minute=4)))
-    call = [Wanted(tenant="a", priority=0, num_tokens=9, max_output_tokens=1, deadline_s=None) for _ in range(3)]
+    call = [
+        AdmissionRequest(tenant="a", priority=0, num_tokens=9, max_output_tokens=1, deadline_s=None) for _ in range(3)
+    ]
     assert len(desk.admission.enter_call(call).entries) == 3
     with pytest.raises(Overloaded, match="requests_per_minute"):
         desk.admission.enter_call(call)
@@ -346,15 +348,17 @@ def test_a_bucket_lets_one_request_larger_than_itself_through_when_full() -> Non
 def test_drafts_penalties_and_pools_in_the_view() -> None:
     prefill = snapshot("p0", backlog=500)
     object.__setattr__(prefill, "info", info("p0", role=WorkerRole.PREFILL))
-    room = look(view_of([snapshot(), prefill]), RoomPolicy(), InTransit(), 0.0)
+    room = measure_capacity(view_of([snapshot(), prefill]), CapacityPolicy(), InTransit(), 0.0)
     assert room.least_wait_s == 0.0  # a prefill worker without an address computes for nobody
     hurt = snapshot("d1", backlog=0)
     object.__setattr__(hurt, "penalty_ms", 50.0)
-    assert look(view_of([snapshot(backlog=800), hurt]), RoomPolicy(), InTransit(), 0.0).least_wait_s == pytest.approx(
-        0.8
+    assert measure_capacity(
+        view_of([snapshot(backlog=800), hurt]), CapacityPolicy(), InTransit(), 0.0
+    ).least_wait_s == pytest.approx(0.8)
+    assert measure_capacity(view_of([hurt]), CapacityPolicy(), InTransit(), 0.0).slots > 0
+    unmeasured = measure_capacity(
+        view_of([snapshot(rate=0.0)]), CapacityPolicy(prior_prefill_tokens_per_s=7.0), InTransit(), 0.0
     )
-    assert look(view_of([hurt]), RoomPolicy(), InTransit(), 0.0).slots > 0
-    unmeasured = look(view_of([snapshot(rate=0.0)]), RoomPolicy(prior_prefill_tokens_per_s=7.0), InTransit(), 0.0)
     assert (unmeasured.prefill_tokens_per_s, unmeasured.measured_tokens_per_s) == (7.0, 0.0)
 
 

@@ -6,9 +6,9 @@ from random import Random
 import numpy as np
 import pytest
 
-from router.admission.cluster_capacity import Lack, RoomPolicy
-from router.admission.local_prefill_capacity import LocalRoom, local_room
-from router.admission.types import Wanted
+from router.admission.cluster_capacity import CapacityPolicy, Shortage
+from router.admission.local_prefill_capacity import LocalPrefillCapacity, local_prefill_capacity
+from router.admission.types import AdmissionRequest
 from router.placement.costs import CostModel
 from router.placement.place import place
 from router.types.worker_view import WorkerLoad, WorkerSnapshot
@@ -34,8 +34,10 @@ def writer(*, active: int = 1, backlog: int = 0, free_blocks: int = _MANY, link:
     return worker("d0", active=active, backlog=backlog, num_blocks=_MANY, load=load)
 
 
-def room_of(workers: list[WorkerSnapshot], model: CostModel) -> LocalRoom:
-    found = local_room(view_of(workers), model, np.array([0]), backlog_s=0.25, transit_tokens=0.0, now_s=0.0)
+def room_of(workers: list[WorkerSnapshot], model: CostModel) -> LocalPrefillCapacity:
+    found = local_prefill_capacity(
+        view_of(workers), model, np.array([0]), backlog_s=0.25, transit_tokens=0.0, now_s=0.0
+    )
     assert found is not None
     return found
 
@@ -69,7 +71,7 @@ def test_the_longest_prompt_is_the_longest_that_placement_gives_to_a_decode_work
 
 def desk(*workers: WorkerSnapshot, costs: CostModel | None = EXACT) -> Desk:
     """A tenth of a second of reading ahead of each worker, and eight requests at once."""
-    made = Desk(room=RoomPolicy(worker_backlog_s=0.1, max_running_per_worker=8, costs=costs), max_queue_s=100.0)
+    made = Desk(room=CapacityPolicy(worker_backlog_s=0.1, max_running_per_worker=8, costs=costs), max_queue_s=100.0)
     made.workers = list(workers)
     return made
 
@@ -80,7 +82,7 @@ def test_a_short_prompt_does_not_wait_behind_long_ones_for_a_pool_that_it_does_n
     short = [full.ask(tokens=40) for _ in range(2)]
     assert [entry.waiting for entry in (*long, *short)] == [True] * 3 + [False] * 2
     held = full.admission.held()
-    assert (held[Lack.PREFILL].num_requests, full.admission.num_waiting) == (3, 3)
+    assert (held[Shortage.PREFILL].num_requests, full.admission.num_waiting) == (3, 3)
     # Without placement's costs nobody knows which prompts these are.
     blind = desk(writer(), reader(5000), costs=None)
     assert [blind.ask(tokens=tokens).waiting for tokens in (9000, 40)] == [True, True]
@@ -90,7 +92,7 @@ def test_it_waits_for_the_decode_worker_that_reads_it_and_goes_before_the_long_o
     full = desk(writer(backlog=500), reader(5000))
     long, first, second = full.ask(tokens=9000), full.ask("b", tokens=40), full.ask("c", tokens=60)
     assert (long.waiting, first.waiting, second.waiting) == (True, True, True)
-    assert full.admission.held()[Lack.DECODE].num_requests == 2
+    assert full.admission.held()[Shortage.DECODE].num_requests == 2
     full.workers = [writer(), reader(5000)]
     assert full.turns() == [first, second]
     # On their way they count as reading of decode workers.
@@ -119,7 +121,7 @@ def test_who_is_first_in_line_for_another_reason_is_passed_by_nobody() -> None:
     assert full.ask(tokens=9000).waiting
     assert full.ask(tokens=40).waiting
     assert full.turns() == []
-    assert full.admission.held()[Lack.BOTH].num_requests == 2
+    assert full.admission.held()[Shortage.BOTH].num_requests == 2
 
 
 def test_its_wait_is_predicted_by_what_it_waits_for() -> None:
@@ -132,7 +134,7 @@ def test_its_wait_is_predicted_by_what_it_waits_for() -> None:
     assert all(full.ask(tokens=60, within_s=2.0).waiting for _ in range(2))
     with pytest.raises(Unavailable):
         full.ask(tokens=60, within_s=0.6)
-    wanted = Wanted(tenant="a", priority=0, num_tokens=60, max_output_tokens=1, deadline_s=None)
+    wanted = AdmissionRequest(tenant="a", priority=0, num_tokens=60, max_output_tokens=1, deadline_s=None)
     assert full.admission.predicted_first_token_s(wanted) == pytest.approx(0.5 + 0.12 + 0.06)
 
 
@@ -141,7 +143,7 @@ def test_who_cannot_pass_is_predicted_to_wait_as_long_as_the_first_one(lacks_dec
     """The first one has no room for its KV either, so the short one behind it is not read soon."""
     full = desk(writer(free_blocks=200 if lacks_decode else _MANY), reader(5000))
     assert full.ask(tokens=9000).waiting
-    wanted = Wanted(tenant="a", priority=0, num_tokens=40, max_output_tokens=1, deadline_s=None)
+    wanted = AdmissionRequest(tenant="a", priority=0, num_tokens=40, max_output_tokens=1, deadline_s=None)
     least_s = 5.0 + 9.0 if lacks_decode else 0.0
     assert least_s <= full.admission.predicted_first_token_s(wanted) < least_s + 1.0
     if lacks_decode:
@@ -152,7 +154,9 @@ def test_who_cannot_pass_is_predicted_to_wait_as_long_as_the_first_one(lacks_dec
 def test_a_decode_worker_that_pairs_with_nobody_makes_no_long_prompt_a_short_one() -> None:
     alone = worker("d1", layout=replace(LAYOUT, dtype="bfloat16"), num_blocks=_MANY, load=writer().load)
     pair = [writer(), reader(5000)]
-    found = local_room(view_of([*pair, alone]), EXACT, np.array([0, 1]), backlog_s=0.25, transit_tokens=0.0, now_s=0.0)
+    found = local_prefill_capacity(
+        view_of([*pair, alone]), EXACT, np.array([0, 1]), backlog_s=0.25, transit_tokens=0.0, now_s=0.0
+    )
     assert found is not None
     assert found.most_tokens == room_of(pair, EXACT).most_tokens
     full = desk(*pair, alone)
@@ -170,7 +174,7 @@ def test_who_passed_is_read_by_a_decode_worker_whatever_a_prefill_worker_has_cac
 
 @pytest.mark.parametrize("is_local", [False, True])
 async def test_dispatch_is_told_who_passed(is_local: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    room = LocalRoom(most_tokens=1e3, always_tokens=0, slack_tokens=1e6, tokens_per_s=1e3, wait_s=0.0)
+    room = LocalPrefillCapacity(most_tokens=1e3, always_tokens=0, slack_tokens=1e6, tokens_per_s=1e3, wait_s=0.0)
     async with gated(FakeWorker("d0"), FakeWorker("p0", role=WorkerRole.PREFILL)) as (gate, core):
         watch = gate.admission._watch
         look_around = watch.look

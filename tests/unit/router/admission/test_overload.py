@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from router.admission.cluster_capacity import RoomPolicy
+from router.admission.cluster_capacity import CapacityPolicy
 from router.admission.types import AdmissionPolicy
 from tandem.config.admission import LimitsConfig, TenantLimits
 from tests.support.router.overload_world import Served, World
@@ -19,7 +19,7 @@ MOST = WORKERS * RATE / PROMPT
 
 
 def world(*, limits: LimitsConfig | None = None, max_running: int = 64) -> World:
-    room = RoomPolicy(worker_backlog_s=0.05, max_running_per_worker=max_running)
+    room = CapacityPolicy(worker_backlog_s=0.05, max_running_per_worker=max_running)
     return World(policy=AdmissionPolicy(max_queue_s=1.0, room=room), limits=limits, workers=WORKERS, rate=RATE)
 
 

@@ -7,7 +7,7 @@ from router.api.request.client_request import ClientFields
 from router.http.anthropic.body import MessagesBody
 from router.http.openai.schemas import validate
 from router.text.conversation import Message, TemplateOptions
-from router.text.tools import ToolCall
+from router.text.tools import AssistantToolCall
 from tests.support.router.servers import fakes
 
 KEPT = {"type": "ephemeral"}
@@ -45,7 +45,7 @@ def test_calls_and_results_end_turns_and_marks_follow_them() -> None:
     talk = validate(MessagesBody, {"model": "m", "max_tokens": 1, "messages": turns}).conversation()
     shown = [(message.role, message.content) for message in talk.messages]
     assert shown == [("user", "hi"), ("assistant", "one\ntwo"), ("user", "before"), ("tool", "42"), ("user", "one")]
-    assert talk.messages[1].tool_calls == (ToolCall(id="a", name="f", arguments="{}"),)
+    assert talk.messages[1].tool_calls == (AssistantToolCall(id="a", name="f", arguments="{}"),)
     assert talk.marks == [Mark(2, 3, 300.0), Mark(4, 2, 300.0), Mark(5, 3, 300.0)]
 
 

@@ -3,8 +3,8 @@
 import asyncio
 from pathlib import Path
 
-from router.cluster_state.worker_directory import RedisDirectory, WorkerListing
-from router.fleet.configured_workers import StatedWorkers
+from router.cluster_state.worker_directory import KnownAddresses, RedisDirectory
+from router.fleet.configured_workers import ConfiguredWorkers
 from tandem.cluster_state.entries import Notice, Process
 from tandem.rpc.worker_directory import WorkerAddress
 from tandem.values.ids import Incarnation, WorkerId
@@ -21,7 +21,7 @@ def notice(address: str, incarnation: int = 1) -> Notice:
 
 
 def test_an_address_is_forgotten_only_after_it_has_been_missing_for_a_while() -> None:
-    listing = WorkerListing(frozenset({at("s:1")}), forget_s=30.0)
+    listing = KnownAddresses(frozenset({at("s:1")}), forget_s=30.0)
     assert listing.told([notice("a:1"), notice("b:1")], 0.0) == {at("s:1"), at("a:1"), at("b:1")}
     assert listing.told([], 100.0) == listing.addresses == {at("s:1"), at("a:1"), at("b:1")}, "flushed, perhaps"
     assert at("a:1") in listing.told([notice("b:1")], 129.0)
@@ -30,12 +30,12 @@ def test_an_address_is_forgotten_only_after_it_has_been_missing_for_a_while() ->
 
 
 def test_two_processes_of_one_address_are_one_address() -> None:
-    listing = WorkerListing(frozenset(), forget_s=1.0)
+    listing = KnownAddresses(frozenset(), forget_s=1.0)
     assert listing.told([notice("a:1", 1), notice("a:1", 2)], 0.0) == {at("a:1")}
 
 
 async def test_whoever_watches_hears_of_every_change() -> None:
-    directory = RedisDirectory(WorkerListing(frozenset({at("s:1")}), forget_s=1.0))
+    directory = RedisDirectory(KnownAddresses(frozenset({at("s:1")}), forget_s=1.0))
     watching = directory.watch()
     assert await anext(watching) == {at("s:1")}
     directory.told([notice("a:1")], 0.0)
@@ -53,11 +53,11 @@ async def test_whoever_watches_hears_of_every_change() -> None:
 async def test_a_file_that_is_read_again_changes_what_is_stated_and_not_what_redis_tells(tmp_path: Path) -> None:
     """SIGHUP of a router with Redis: it forgets nobody whom the file has never named."""
     path = tmp_path / "cluster.yaml"
-    directory = RedisDirectory(WorkerListing(frozenset({at("s:1")}), forget_s=30.0))
+    directory = RedisDirectory(KnownAddresses(frozenset({at("s:1")}), forget_s=30.0))
     directory.told([notice("a:1")], 0.0)
     watching = directory.watch()
     assert await anext(watching) == {at("s:1"), at("a:1")}
-    stated = StatedWorkers(path, directory.state)
+    stated = ConfiguredWorkers(path, directory.state)
     for named, expected in (('["t:1"]', {"t:1", "a:1"}), ('["t:1", "u:1"]', {"t:1", "u:1", "a:1"}), ("[]", {"a:1"})):
         path.write_text(f"decode: {{addresses: {named}}}")
         await asyncio.to_thread(stated.read)

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.admission.counts import Rejection
-from router.admission.types import Entry
+from router.admission.types import AdmissionEntry
 from router.metrics.admission import AdmissionMetrics
 from router.metrics.tenant_labels import MAX_TENANTS, TenantLabels
 from router.types.requests import MAX_PRIORITY
@@ -255,10 +255,10 @@ async def test_who_leaves_at_its_turn_pays_nothing() -> None:
         held = await worker.submissions.get()
         waiting = asyncio.create_task(collect(gate.generate(of("a", 0))))
         await asyncio.sleep(0)
-        turns: list[Entry] = []
+        turns: list[AdmissionEntry] = []
         pump = gate.admission.pump
 
-        def leave_at_the_turn() -> list[Entry]:
+        def leave_at_the_turn() -> list[AdmissionEntry]:
             if given := pump():
                 turns.extend(given)
                 waiting.cancel()

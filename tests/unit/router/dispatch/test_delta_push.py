@@ -78,8 +78,8 @@ async def test_a_reader_that_stays_slow_overflows_alone() -> None:
 @pytest.mark.parametrize("fails_at", [1, 3])
 async def test_what_a_reader_raises_ends_its_request_and_no_other(fails_at: int) -> None:
     class Failing(QuickReader):
-        def take(self, delta: object) -> bool:
-            super().take(delta)
+        def on_delta(self, delta: object) -> bool:
+            super().on_delta(delta)
             if len(self.taken) == fails_at:
                 raise InternalError("cannot show this")
             return False

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from router.dispatch.choices.context import DispatchSettings
-from router.placement.scoring_worker import choose_reader
-from router.types.prompt_scoring import PromptReading, ReadAsk
-from router.types.requests import BeamAsk, RoutedRequest
+from router.placement.scoring_worker import choose_scoring_worker
+from router.types.prompt_scoring import PromptScoringRequest, ScoredPrompt
+from router.types.requests import BeamSearchParams, RoutedRequest
 from tandem.errors import DeadlineExceeded, InternalError, InvariantError, Overloaded, ServingError, Unavailable
 from tandem.v1 import common_pb2 as common
 from tandem.v1 import session_pb2 as pb
@@ -20,14 +20,14 @@ from tests.support.router.delta_readers import QuickReader
 from tests.support.router.worker_views import worker
 
 WAIT_S = 20.0
-SCORES = ReadAsk(num_top=2)
+SCORES = PromptScoringRequest(num_top=2)
 
 
-def asked(ask: ReadAsk = SCORES, **fields: object) -> RoutedRequest:
+def asked(ask: PromptScoringRequest = SCORES, **fields: object) -> RoutedRequest:
     return replace(routed(), reads=ask, **fields)
 
 
-async def run(router: Cluster, request: RoutedRequest) -> tuple[PromptReading, QuickReader]:
+async def run(router: Cluster, request: RoutedRequest) -> tuple[ScoredPrompt, QuickReader]:
     reader = QuickReader()
     async with asyncio.timeout(WAIT_S):
         await router.dispatcher.run(request, reader)
@@ -37,7 +37,7 @@ async def run(router: Cluster, request: RoutedRequest) -> tuple[PromptReading, Q
     return first, reader
 
 
-def assert_whole(reading: PromptReading) -> None:
+def assert_whole(reading: ScoredPrompt) -> None:
     assert list(reading.logprobs) == [-float(token) for token in PROMPT[1:]]
     assert list(reading.ranks) == list(range(1, len(PROMPT)))
     assert [reading.top(i) for i in range(len(reading))] == [[(0, 0.0), (1, -1.0)]] * (len(PROMPT) - 1)
@@ -67,7 +67,7 @@ async def test_a_prefill_worker_reads_and_then_the_answer_comes_as_ever() -> Non
 async def test_without_a_prefill_pool_a_decode_worker_reads_and_nothing_need_be_generated() -> None:
     decode = FakeWorker("d0")
     async with cluster(decode) as router:
-        reading, reader = await run(router, asked(ReadAsk(num_top=None, only=True), num_choices=2))
+        reading, reader = await run(router, asked(PromptScoringRequest(num_top=None, only=True), num_choices=2))
         assert list(reading.mean) == [len(PROMPT), 3.0, 4.0]
         assert [(d.choice_index, d.finish.reason) for d in reader.taken[1:] if d.finish] == [
             (0, FinishReason.LENGTH),
@@ -174,7 +174,7 @@ async def test_who_leaves_or_runs_out_of_time_is_cancelled_at_the_worker() -> No
         task.cancel()
         await asyncio.wait_for(reading.cancelled.wait(), WAIT_S)
         await asyncio.gather(task, return_exceptions=True)
-        now_s = router.dispatcher._around.clock()
+        now_s = router.dispatcher._context.clock()
         with pytest.raises(DeadlineExceeded):
             await run(router, asked(deadline_s=now_s + 0.05))
         reading = await asyncio.wait_for(slow.reads.get(), WAIT_S)
@@ -204,7 +204,7 @@ def test_the_prefill_worker_that_is_done_first_reads() -> None:
     everybody = [busy, idle, decode]
 
     def chosen(num_tokens: int = 100, **avoid: object) -> str | None:
-        found = choose_reader(everybody, num_tokens, **{"excluded": (), "shunned": (), **avoid})
+        found = choose_scoring_worker(everybody, num_tokens, **{"excluded": (), "shunned": (), **avoid})
         return None if found is None else found.info.key.worker_id
 
     assert chosen() == "p0"
@@ -213,7 +213,7 @@ def test_the_prefill_worker_that_is_done_first_reads() -> None:
     assert chosen(shunned=[one.info.key for one in everybody]) == "p0"
     assert chosen(excluded=[one.info.key for one in everybody]) is None
     assert chosen(num_tokens=10**6) is None
-    assert choose_reader([replace(idle, draining=True)], 5, excluded=(), shunned=()) is None
+    assert choose_scoring_worker([replace(idle, draining=True)], 5, excluded=(), shunned=()) is None
 
 
 async def test_a_beam_search_asks_one_worker_for_what_may_follow_and_survives_its_loss() -> None:
@@ -241,7 +241,7 @@ async def test_a_beam_search_asks_one_worker_for_what_may_follow_and_survives_it
 
     workers = {name: prefill(name, follow(name)) for name in asked_of}
     async with cluster(FakeWorker("d0"), *workers.values()) as router:
-        beams = BeamAsk(num_beams=2, end_ids=frozenset({900}), early_stopping="never", length_penalty=0.0)
+        beams = BeamSearchParams(num_beams=2, end_ids=frozenset({900}), early_stopping="never", length_penalty=0.0)
         request = replace(routed(max_tokens=3, n=2), beams=beams)
         reader = QuickReader()
         async with asyncio.timeout(WAIT_S):

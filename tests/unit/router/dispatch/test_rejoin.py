@@ -182,4 +182,4 @@ def test_the_limit_is_the_one_that_is_configured() -> None:
     metrics, decisions = RouterMetrics("m"), DecisionLog(1, clock=lambda: 0.0)
     admission = Admission(max_inflight=1, clock=lambda: 0.0)
     made = make_dispatcher(config, registry, metrics, SECRET, decisions, admission)
-    assert made._around.settings.rejoin_s == 7.5
+    assert made._context.settings.rejoin_s == 7.5

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from router.admission.counts import Rejection
-from router.admission.types import Wanted
+from router.admission.types import AdmissionRequest
 from router.http.app import create_app
 from tandem.config.admission import LimitsConfig, TenantLimits
 from tandem.errors import InvalidRequest, Overloaded, Unavailable
@@ -21,8 +21,8 @@ from tests.support.router.servers.http_client import PLAIN, error_of
 WAIT_S = 20.0
 
 
-def wanted(tenant: str = "a", *, tokens: int = 100) -> Wanted:
-    return Wanted(tenant=tenant, priority=0, num_tokens=tokens, max_output_tokens=1, deadline_s=None)
+def wanted(tenant: str = "a", *, tokens: int = 100) -> AdmissionRequest:
+    return AdmissionRequest(tenant=tenant, priority=0, num_tokens=tokens, max_output_tokens=1, deadline_s=None)
 
 
 def limits(**bounds: int) -> LimitsConfig:

@@ -1,4 +1,4 @@
-"""Breakers, quarantine and hedging as dispatch applies them: real sessions, fake workers."""
+"""WorkerBreakers, quarantine and hedging as dispatch applies them: real sessions, fake workers."""
 
 import asyncio
 import time

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from router.fleet.canary import Canary, CanarySchedule, CanarySettings
-from router.fleet.readiness import Readiness
+from router.fleet.readiness import ReadinessCheck
 from router.metrics.router_metrics import RouterMetrics
 from router.types.requests import ChoiceDelta, RoutedRequest
 from tandem.values.block_hash import root_hash
@@ -24,10 +24,10 @@ CANARY_ROOT = root_hash(secret=SECRET, model_fingerprint="model-a", salt="canary
 @contextlib.asynccontextmanager
 async def _canary(
     router: Cluster, *, timeout_s: float = 20.0, silence_s: float = 0.0
-) -> AsyncIterator[tuple[Canary, Readiness]]:
+) -> AsyncIterator[tuple[Canary, ReadinessCheck]]:
     settings = CanarySettings(silence_s=silence_s, timeout_s=timeout_s, interval_s=0.01)
     canary = Canary(router.registry, router.dispatcher, hash_root=CANARY_ROOT, settings=settings)
-    yield canary, Readiness(router.registry, RouterMetrics("m"), canary.answering)
+    yield canary, ReadinessCheck(router.registry, RouterMetrics("m"), canary.answering)
 
 
 async def test_a_dead_engine_behind_a_live_session_is_not_ready_until_a_token_comes() -> None:
@@ -48,7 +48,7 @@ async def test_load_balancers_hear_that_no_key_is_good() -> None:
     parts, why = fakes.make_doors(fakes.make_tokenizer()), "no API key is good: the file was not read for 300 s"
     told: list[str | None] = [None]
     async with cluster(FakeWorker("d0")) as router:
-        parts.ready = Readiness(router.registry, RouterMetrics("m"), lambda _: True, lambda: told[0])
+        parts.ready = ReadinessCheck(router.registry, RouterMetrics("m"), lambda _: True, lambda: told[0])
         async with client_of(parts) as client:
             assert (await client.get("/readyz")).status_code == 200
             told[0] = why

@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any
 
-from router.fleet.pending_pin_orders import WaitingPins
+from router.fleet.pending_pin_orders import PendingPinOrders
 from router.fleet.session_wire import hello_from_pb
 from router.fleet.worker_session import SessionSettings, WorkerSession
 from tandem.v1 import session_pb2 as pb
@@ -23,7 +23,7 @@ def _order(name: object, ttl_s: float) -> PinOrder:
 
 
 def test_only_the_newest_word_on_a_pin_waits() -> None:
-    pins = WaitingPins[str](most=10)
+    pins = PendingPinOrders[str](most=10)
     for order in ("made", "renewed", "renewed again"):
         pins.put(_key("a"), order)
         pins.put(_key("b"), order)
@@ -34,7 +34,7 @@ def test_only_the_newest_word_on_a_pin_waits() -> None:
 
 
 def test_beyond_the_bound_the_oldest_is_dropped() -> None:
-    pins = WaitingPins[int](most=3)
+    pins = PendingPinOrders[int](most=3)
     for number in range(5):
         pins.put(_key(number), number)
     pins.put(_key(2), 22)

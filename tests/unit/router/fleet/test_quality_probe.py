@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from router.fleet.quality_probe import ProbeSchedule, QualityProbe, loss_of
-from router.types.prompt_scoring import PromptReading
+from router.types.prompt_scoring import ScoredPrompt
 from tandem.config.cluster import load
 from tandem.errors import ConfigError
 from tandem.values.block_hash import root_hash
@@ -46,7 +46,7 @@ def test_each_worker_reads_as_it_joins_and_then_once_a_period() -> None:
 
 
 def test_the_loss_is_a_mean_of_what_was_read() -> None:
-    assert loss_of(PromptReading(logprobs=array("f", [-1.0, -2.0, -6.0]))) == 3.0
+    assert loss_of(ScoredPrompt(logprobs=array("f", [-1.0, -2.0, -6.0]))) == 3.0
 
 
 async def test_every_worker_of_both_pools_reads_it_and_is_told_apart() -> None:

@@ -5,8 +5,8 @@ import logging
 from dataclasses import replace
 
 from router.fleet import reachable_workers
-from router.fleet.configured_workers import StatedWorkers
-from router.fleet.reachable_workers import ReachedWorkers
+from router.fleet.configured_workers import ConfiguredWorkers
+from router.fleet.reachable_workers import ReachableWorkers
 from tandem.rpc.worker_directory import ChangingDirectory, stated_addresses
 from tests.support.router.worker_views import worker
 
@@ -58,7 +58,7 @@ def reached_workers(registry, canary, told):
     def addresses():
         return {key: f"{key.worker_id}:1" for key in registry.workers}
 
-    return ReachedWorkers(registry, canary, addresses=addresses, tell=lambda news: told.put_nowait(news["reaches"]))
+    return ReachableWorkers(registry, canary, addresses=addresses, tell=lambda news: told.put_nowait(news["reaches"]))
 
 
 async def test_a_decode_worker_that_joins_is_reached_when_it_has_given_a_token(monkeypatch):
@@ -133,7 +133,7 @@ async def test_stated_workers_are_those_of_the_file_and_what_makes_no_sense_chan
         heard.set()
 
     path.write_text('decode: {addresses: ["a:1", "b:2"]}\nprefill: {addresses: ["c:3"]}\n')
-    workers = StatedWorkers(path, apply)
+    workers = ConfiguredWorkers(path, apply)
     await asyncio.to_thread(workers.read)
     await heard.wait()
     assert applied == [stated_addresses(prefill=["c:3"], decode=["a:1", "b:2"])]
@@ -145,7 +145,7 @@ async def test_stated_workers_are_those_of_the_file_and_what_makes_no_sense_chan
     await asyncio.to_thread(workers.read)
     assert len(applied) == 1
     assert len(caplog.records) == 3
-    await asyncio.to_thread(StatedWorkers(None, apply).read)
+    await asyncio.to_thread(ConfiguredWorkers(None, apply).read)
 
 
 async def test_who_watches_a_directory_late_sees_the_newest():

@@ -3,8 +3,8 @@
 import asyncio
 from pathlib import Path
 
-from router.fleet.configured_workers import StatedPools
-from router.fleet.readiness import Readiness
+from router.fleet.configured_workers import ConfiguredPoolSizes
+from router.fleet.readiness import ReadinessCheck
 from router.metrics.router_metrics import RouterMetrics
 from router.types.session_events import CLOSED_HERE
 from router.workers.prefix_map import PrefixMap
@@ -22,7 +22,7 @@ def _shown(metrics: RouterMetrics, name: str, role: str) -> float | None:
 
 def test_who_was_told_to_go_is_not_lost() -> None:
     registry, metrics = WorkerRegistry(prefix_map=PrefixMap(), clock=lambda: 0.0), RouterMetrics("m")
-    Readiness(registry, metrics, lambda _: True)
+    ReadinessCheck(registry, metrics, lambda _: True)
     assert _shown(metrics, "tandem_workers_lost_total", "decode") == 0
     for name in ("d0", "d1", "d2", "p0"):
         registry.joined(worker(name).info, port())
@@ -38,7 +38,7 @@ def test_who_was_told_to_go_is_not_lost() -> None:
 async def test_a_pool_that_is_not_meant_to_be_is_told_apart(tmp_path: Path) -> None:
     path, metrics = tmp_path / "cluster.yaml", RouterMetrics("m")
     path.write_text("prefill: {replicas: 2}\n")
-    pools = StatedPools(path, load(path), metrics.stated_workers)
+    pools = ConfiguredPoolSizes(path, load(path), metrics.stated_workers)
     assert [_shown(metrics, _STATED, role) for role in ("prefill", "decode")] == [2, 1]
     for text in ("prefill: {replicas: 0}\n", "nonsense: 1\n"):
         path.write_text(text)

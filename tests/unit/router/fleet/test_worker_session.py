@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from router.fleet.session_wire import ProtocolError, hello_from_pb, submit_to_pb, take_together, tokens_from_pb
+from router.fleet.session_wire import ProtocolError, batch_orders, hello_from_pb, submit_to_pb, tokens_from_pb
 from router.fleet.worker_session import SessionSettings
 from router.types.session_events import PrefillRoute, SubmitOrder
 from router.types.worker_view import WorkerKey
@@ -124,7 +124,7 @@ def test_orders_together_stay_far_below_the_bound_of_a_message() -> None:
     waiting = deque([short, short, long, long, long, short])
     sizes = []
     while waiting:
-        sizes.append(len(orders_of(take_together(waiting))))
+        sizes.append(len(orders_of(batch_orders(waiting))))
     assert sizes == [5, 1]
     assert orders_of(short) == (short,)
 

@@ -4,7 +4,7 @@ from math import inf, nan
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from router.metrics.exposition import exposition
+from router.metrics.exposition import render_exposition
 from router.metrics.router_metrics import RouterMetrics
 
 
@@ -16,8 +16,8 @@ def test_it_is_what_the_library_says() -> None:
     for value, number in (("infinite", inf), ("none", nan), ("negative", -1e-9), ("large", 1e22)):
         Gauge(f"gauge_{value}", "A number", registry=registry).set(number)
     Histogram("seconds", "Time", ("kind",), buckets=(0.1, 1.0), registry=registry).labels("a").observe(0.5)
-    assert exposition(registry) == generate_latest(registry)
-    assert b"ended_created" in exposition(registry)
+    assert render_exposition(registry) == generate_latest(registry)
+    assert b"ended_created" in render_exposition(registry)
 
 
 def test_so_is_what_a_router_tells() -> None:

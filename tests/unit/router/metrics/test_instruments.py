@@ -4,7 +4,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from router.metrics.instruments import Spread, Total, Totals
+from router.metrics.instruments import LabelledCounter, LocalHistogram, SingleValue
 
 LABELS = {"model_name": "m", "engine": "router"}
 
@@ -18,7 +18,7 @@ def samples(registry: CollectorRegistry) -> list[str]:
 def test_a_histogram_is_the_librarys(finer: tuple[float, ...]) -> None:
     bounds = (0.015625, 0.5, 1.0, 500000.0, 2e7)
     ours, theirs = CollectorRegistry(), CollectorRegistry()
-    plain = Spread("tandem_x", "some", bounds, LABELS, finer=finer)
+    plain = LocalHistogram("tandem_x", "some", bounds, LABELS, finer=finer)
     ours.register(plain)
     library = Histogram("tandem_x", "some", tuple(LABELS), buckets=bounds, registry=theirs).labels(*LABELS.values())
     for value in (0.0, 0.015625, 0.03125, 0.5, 3.0, 1e9):
@@ -32,8 +32,8 @@ def test_a_histogram_is_the_librarys(finer: tuple[float, ...]) -> None:
 
 def test_totals() -> None:
     registry = CollectorRegistry()
-    count = Total("tandem_c", "some", CounterMetricFamily, LABELS)
-    level = Total("tandem_g", "some", GaugeMetricFamily, LABELS)
+    count = SingleValue("tandem_c", "some", CounterMetricFamily, LABELS)
+    level = SingleValue("tandem_g", "some", GaugeMetricFamily, LABELS)
     registry.register(count)
     registry.register(level)
     count.inc()
@@ -46,7 +46,7 @@ def test_totals() -> None:
 
 def test_totals_by_label_are_the_librarys() -> None:
     ours, theirs = CollectorRegistry(), CollectorRegistry()
-    plain = Totals("tandem_c", "some", ("a", "b"))
+    plain = LabelledCounter("tandem_c", "some", ("a", "b"))
     ours.register(plain)
     library = Counter("tandem_c", "some", ("a", "b"), registry=theirs)
     for values in (("1", 'q"uote'), ("2", "y"), ("1", 'q"uote')):
@@ -58,7 +58,7 @@ def test_totals_by_label_are_the_librarys() -> None:
 
 
 def test_totals_by_label_are_added_up() -> None:
-    counts = Totals("tandem_t", "some", ("code",))
+    counts = LabelledCounter("tandem_t", "some", ("code",))
     counts.inc("a", amount=2)
     counts.inc("b")
     assert (counts.sum(), counts.sum(without="a")) == (3, 1)

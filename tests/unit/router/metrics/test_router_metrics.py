@@ -9,7 +9,7 @@ from engine.types.tier_counts import TierCounts
 from router.api.request_meter import RequestMeter
 from router.dispatch.choices.retry import RetryReason
 from router.fleet.session_wire import load_from_pb
-from router.metrics.objectives import Verdict
+from router.metrics.objectives import RequestVerdict
 from router.metrics.router_metrics import RouterMetrics
 from router.types.requests import ChoiceFinish
 from router.types.worker_view import WorkerLoad
@@ -196,5 +196,7 @@ def test_goodput_is_of_requests_that_went_well_in_all(
                 meter.tokens(0, num_tokens)
         if error is not None:
             raise error
-    counted = {one: value(metrics, "tandem_judged_requests_total", verdict=one) for one in (v.value for v in Verdict)}
+    counted = {
+        one: value(metrics, "tandem_judged_requests_total", verdict=one) for one in (v.value for v in RequestVerdict)
+    }
     assert {one for one, count in counted.items() if count} == ({verdict} if verdict else set())

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from router.placement import place as placing
 from router.placement.costs import CostModel
-from router.placement.place import Affinity, Demand, NoDecodeWorker, Placement, PlacementReason
+from router.placement.place import Affinity, NoDecodeWorker, Placement, PlacementDemand, PlacementReason
 from router.placement.prefix_holders import best_holder
 from router.types.worker_view import WorkerKey, WorkerLoad, WorkerSnapshot
 from tandem.errors import RequestTooLarge
@@ -35,7 +35,7 @@ def place_prefill(
     return None if found is None else found[0].info.key.worker_id
 
 
-def chosen(wanted: Demand, *workers: WorkerSnapshot, seed: int = 0) -> tuple[str, str | None]:
+def chosen(wanted: PlacementDemand, *workers: WorkerSnapshot, seed: int = 0) -> tuple[str, str | None]:
     placement = place(wanted, workers, MODEL, Random(seed))
     prefill = placement.prefill
     return placement.decode.info.key.worker_id, prefill.info.key.worker_id if prefill else None

@@ -11,7 +11,7 @@ import pytest
 
 from router.sandbox import grammar_check
 from router.sandbox.grammar_check import GrammarProcess
-from router.text.grammars.structured_output import Shape, Structure
+from router.text.grammars.structured_output import Shape, StructuredOutput
 from tandem.errors import InvalidRequest, Overloaded
 from tandem.model_path import model_directory
 
@@ -32,7 +32,7 @@ async def checker() -> AsyncIterator[GrammarProcess]:
 
 
 def asked(shape: Shape, value: object) -> str:
-    return Structure(shape=shape, value=value, param="field").grammar()
+    return StructuredOutput(shape=shape, value=value, param="field").grammar()
 
 
 LARGE = {"type": "object", "properties": {f"p{i}": {"enum": [f"{i}-{j}" for j in range(40)]} for i in range(100)}}

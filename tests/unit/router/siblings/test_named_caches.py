@@ -11,7 +11,7 @@ from router.api.request.named_caches import NamedCache, NamedCaches
 from router.api.request.shared_named_caches import NameNews, SharedNames
 from router.siblings.named_caches import NamedSiblings, _decoded, _encoded
 from router.text.conversation import Message
-from router.text.tools import ToolCall
+from router.text.tools import AssistantToolCall
 from router.types.worker_view import WorkerKey
 from router.workers.prefix_pins import PinRecord, PinRegistry, PinSite
 from tandem.errors import CacheNotFound
@@ -43,7 +43,7 @@ class Process:
 
     def make(self, name: str, tenant: str = "t", ttl_s: float = 100.0) -> NamedCache:
         now_s = self.caches.clock()
-        call = ToolCall(id="c", name="f", arguments="{}")
+        call = AssistantToolCall(id="c", name="f", arguments="{}")
         cache = NamedCache(
             name=name,
             messages=(

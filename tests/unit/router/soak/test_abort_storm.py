@@ -4,8 +4,8 @@ from random import Random
 
 import pytest
 
-from router.admission.cluster_capacity import RoomPolicy
-from router.admission.types import AdmissionPolicy, Entry
+from router.admission.cluster_capacity import CapacityPolicy
+from router.admission.types import AdmissionEntry, AdmissionPolicy
 from tests.support.router.overload_world import Served, World
 from tests.support.router.whole_router import MAX_INFLIGHT, Fate, WholeRouter
 
@@ -78,7 +78,7 @@ class LeavingWorld(World):
 
     def __init__(self, **settings: object) -> None:
         super().__init__(**settings)
-        self._left: set[Entry] = set()
+        self._left: set[AdmissionEntry] = set()
         self.first_tokens_s: list[float] = []
 
     def leaves(self, served: Served, when_s: float) -> None:
@@ -120,7 +120,7 @@ RATE = 18.0
 
 def served_afterwards(*, stormy: bool) -> int:
     """First tokens in the seconds that begin `RECOVERS_S` after a storm, or after just as much calm."""
-    policy = AdmissionPolicy(max_queue_s=2.0, room=RoomPolicy(worker_backlog_s=0.25, max_running_per_worker=32))
+    policy = AdmissionPolicy(max_queue_s=2.0, room=CapacityPolicy(worker_backlog_s=0.25, max_running_per_worker=32))
     world, rng = LeavingWorld(policy=policy), Random(4)
     now_s = 0.0
     while now_s < STORM_S + RECOVERS_S + WATCHED_S:

@@ -13,8 +13,8 @@ import orjson
 import pytest
 
 from router.http.app import Extras, create_app
-from router.workers.circuit_breaker import Breakers
-from router.workers.poison_request import Suspicion
+from router.workers.circuit_breaker import WorkerBreakers
+from router.workers.poison_request import PoisonRequestTracker
 from router.workers.prefix_map import PrefixMap
 from tests.support.router.kept_objects import Meter
 from tests.support.router.servers import fakes
@@ -168,8 +168,8 @@ def forgetting_nothing(*_: object, **__: object) -> None:
 @pytest.mark.parametrize(
     ("owner", "forgets", "keeper"),
     [
-        (Suspicion, "gone", "_standings"),
-        (Breakers, "keep", "_breakers"),
+        (PoisonRequestTracker, "gone", "_standings"),
+        (WorkerBreakers, "keep", "_breakers"),
         (PrefixMap, "expire", "_lapses"),
     ],
 )

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.text.reasoning import FAMILIES, Marks, Reasoning, ReasoningParser, ReasoningTokens, marks_of
+from router.text.reasoning import FAMILIES, Reasoning, ReasoningParser, ReasoningTokens, ThinkingMarks, marks_of
 
 THINK = FAMILIES["think"]
 WHITE = " \t\r\n"
@@ -27,7 +27,7 @@ def whole(text: str, *, is_open: bool) -> tuple[str, str]:
     return thought.strip(WHITE), answer.lstrip(WHITE)
 
 
-def read(pieces: Sequence[str], *, is_open: bool, marks: Marks = THINK) -> tuple[str, str]:
+def read(pieces: Sequence[str], *, is_open: bool, marks: ThinkingMarks = THINK) -> tuple[str, str]:
     parser = ReasoningParser(marks, is_open=is_open)
     parts = [part for piece in pieces for part in parser.feed(piece)] + parser.flush()
     assert all(part.text for part in parts)
@@ -59,7 +59,7 @@ def test_tokens_up_to_the_end_of_thinking(text: str, is_open: bool) -> None:
 
 
 @pytest.mark.parametrize("marks", FAMILIES.values(), ids=FAMILIES)
-def test_every_family(marks: Marks) -> None:
+def test_every_family(marks: ThinkingMarks) -> None:
     text = f"\n{marks.begin}\nLet me see.\n{marks.end}\n\nIt is 4."
     assert read(list(text), is_open=False, marks=marks) == ("Let me see.", "It is 4.")
     assert marks_of(f"{{{{ x }}}}{marks.end}") == marks

@@ -9,10 +9,10 @@ import pytest
 
 from router.text.chat_template import ChatTemplate, Message, check_template
 from router.text.conversation import ToolForm, in_plain_words
-from router.text.grammars.structured_output import Shape, Structure
-from router.text.grammars.tool_calling import Tooling
+from router.text.grammars.structured_output import Shape, StructuredOutput
+from router.text.grammars.tool_calling import ToolCallSupport
 from router.text.tokenizer import Tokenizer
-from router.text.tools import Tool, ToolCall, ToolUse
+from router.text.tools import AssistantToolCall, ToolDefinition, ToolUse
 from tandem.errors import InvalidRequest
 from tests.support.router.servers import fakes
 
@@ -33,10 +33,10 @@ MISTRAL = """{% for m in messages %}{% if m.role == 'user' %}[AVAILABLE_TOOLS]{{
 {{ (call.function | tojson)[:-1] }}, "id": "{{ call.id }}"}{% endfor %}]{% elif m.role == 'tool' %}
 [TOOL_RESULTS]{"content": {{ m.content }}, "call_id": "{{ m.tool_call_id }}"}[/TOOL_RESULTS]
 {% else %}{{ m.content }}{% endif %}{% endfor %}"""
-TOOL = Tool(
+TOOL = ToolDefinition(
     name="weather", description="Of a <|end|> place", parameters={"type": "object", "properties": {"<|user|>": {}}}
 )
-CALL = ToolCall(id="aB3dE6gH9", name="weather", arguments='{"city": "<|end|>\\n"}')
+CALL = AssistantToolCall(id="aB3dE6gH9", name="weather", arguments='{"city": "<|end|>\\n"}')
 TALK = [
     Message(role="user", content="hello"),
     Message(role="assistant", content="", tool_calls=(CALL,)),
@@ -89,8 +89,8 @@ def test_the_family_is_known_by_the_template(signs: str, name: str) -> None:
     assert type(parser).__name__ == name
 
 
-def tooling(source: str, forced: str | None, form: ToolForm | None = ToolForm()) -> Tooling:  # noqa: B008  # frozen
-    return Tooling(Tokenizer(fakes.byte_level_spec(), ChatTemplate(source, {}, form=form)), forced)
+def tooling(source: str, forced: str | None, form: ToolForm | None = ToolForm()) -> ToolCallSupport:  # noqa: B008  # frozen
+    return ToolCallSupport(Tokenizer(fakes.byte_level_spec(), ChatTemplate(source, {}, form=form)), forced)
 
 
 def test_an_unknown_way_of_writing_is_refused_unless_it_is_stated() -> None:
@@ -110,7 +110,7 @@ def test_a_template_that_knows_no_tools_is_told_in_words_and_read_likewise() -> 
 
 def test_calls_that_a_grammar_writes_are_read_as_it_writes_them() -> None:
     pythonic, use = tooling("[func_name1(", None), ToolUse(tools=(TOOL,))
-    answer = Structure(shape=Shape.JSON_OBJECT, value=None, param="response_format")
+    answer = StructuredOutput(shape=Shape.JSON_OBJECT, value=None, param="response_format")
     for forced in (pythonic.structure(replace(use, must_call=True), None), pythonic.structure(use, answer)):
         assert forced is not None
         assert "<tool_call>" in forced.value
@@ -120,7 +120,7 @@ def test_calls_that_a_grammar_writes_are_read_as_it_writes_them() -> None:
 
 
 def test_strict_is_refused_where_it_cannot_be_kept() -> None:
-    strict = ToolUse(tools=(Tool(name="f", strict=True),))
+    strict = ToolUse(tools=(ToolDefinition(name="f", strict=True),))
     with pytest.raises(InvalidRequest, match="strict"):
         tooling("[func_name1(", None).structure(strict, None)
 

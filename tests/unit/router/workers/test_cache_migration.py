@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from router.types.session_events import Bequest, Inheritance
+from router.types.session_events import CacheOffer, MigrationPlan
 from router.types.worker_view import WorkerKey, WorkerLoad, WorkerSnapshot
-from router.workers.cache_migration import Successions, share_of, successor_of
+from router.workers.cache_migration import CacheMigrations, choose_migration_target, plan_migration
 from tandem.values.cached_chain import CachedChain
 from tandem.values.ids import BlockHash, Incarnation, WorkerId
 from tests.support.router.worker_views import LAYOUT, worker
@@ -30,7 +30,7 @@ CHAINS = (
 
 
 def chosen(leaving: WorkerSnapshot, *workers: WorkerSnapshot) -> str | None:
-    successor = successor_of(leaving, [leaving, *workers])
+    successor = choose_migration_target(leaving, [leaving, *workers])
     return None if successor is None else successor.info.key.worker_id
 
 
@@ -68,19 +68,19 @@ def test_a_worker_that_lends_to_nobody_has_no_successor() -> None:
 
 def test_no_more_is_named_than_has_room() -> None:
     leaving = made("d0", block_size=16)
-    share = share_of(CHAINS, leaving, made("d1", free=7, block_size=32))
+    share = plan_migration(CHAINS, leaving, made("d1", free=7, block_size=32))
     assert share is not None
     assert [len(chain.names) for chain in share.chains] == [10, 4]
     assert (share.block_size, share.holder.worker_id, share.holder.address) == (16, "d0", "d0:1")
-    assert share_of(CHAINS, leaving, made("d1", free=0)) is None
+    assert plan_migration(CHAINS, leaving, made("d1", free=0)) is None
 
 
 class Port:
     def __init__(self) -> None:
-        self.inherited: list[tuple[Inheritance, float, float]] = []
+        self.inherited: list[tuple[MigrationPlan, float, float]] = []
         self.num_settled = 0
 
-    def inherit(self, share: Inheritance, *, within_s: float, prefill_tokens_per_s: float) -> None:
+    def inherit(self, share: MigrationPlan, *, within_s: float, prefill_tokens_per_s: float) -> None:
         self.inherited.append((share, within_s, prefill_tokens_per_s))
 
     def settle(self) -> None:
@@ -93,13 +93,13 @@ class World:
         self.ports = {key: Port() for key in self.workers}
         self.now_s = 100.0
         ports: Any = self.ports
-        self.successions = Successions(
+        self.successions = CacheMigrations(
             snapshots=lambda: list(self.workers.values()), port=ports.get, clock=lambda: self.now_s
         )
 
     def bequeath(self, name: str, lends_s: float = 5.0) -> None:
         self.workers[key(name)] = replace(self.workers[key(name)], draining=True)
-        self.successions.bequeathed(key(name), Bequest(chains=CHAINS, lends_s=lends_s))
+        self.successions.bequeathed(key(name), CacheOffer(chains=CHAINS, lends_s=lends_s))
 
     def leave(self, name: str) -> None:
         del self.workers[key(name)]
@@ -194,7 +194,7 @@ def test_a_successor_that_is_told_to_go_has_a_successor_while_there_is_time() ->
 def test_who_does_not_drain_bequeaths_nothing() -> None:
     world = World(made("d0"), made("d1"))
     for _ in range(3):
-        world.successions.bequeathed(key("d0"), Bequest(chains=CHAINS, lends_s=5.0))
+        world.successions.bequeathed(key("d0"), CacheOffer(chains=CHAINS, lends_s=5.0))
     assert not world.asked()
     assert not len(world.successions)
 

@@ -1,15 +1,15 @@
 """A failing worker is left alone, tried with one request at a time, and taken back."""
 
 from router.types.worker_view import WorkerKey
-from router.workers.circuit_breaker import BreakerPolicy, Breakers, BreakerState, CircuitBreaker
+from router.workers.circuit_breaker import BreakerState, WorkerBreakerPolicy, WorkerBreakers, WorkerCircuitBreaker
 from tandem.values.ids import Incarnation, WorkerId
 
-POLICY = BreakerPolicy(most_in_a_row=3, open_s=2.0, longest_open_s=6.0, probe_s=10.0)
+POLICY = WorkerBreakerPolicy(most_in_a_row=3, open_s=2.0, longest_open_s=6.0, probe_s=10.0)
 KEY = WorkerKey(WorkerId("d0"), Incarnation(1))
 
 
-def tripped() -> CircuitBreaker:
-    breaker = CircuitBreaker(POLICY)
+def tripped() -> WorkerCircuitBreaker:
+    breaker = WorkerCircuitBreaker(POLICY)
     for _ in range(3):
         assert breaker.allows(0.0)
         breaker.failed(0.0)
@@ -17,7 +17,7 @@ def tripped() -> CircuitBreaker:
 
 
 def test_failures_in_a_row_open_it() -> None:
-    breaker = CircuitBreaker(POLICY)
+    breaker = WorkerCircuitBreaker(POLICY)
     for _ in range(20):
         for _ in range(3):
             breaker.succeeded(0.0)
@@ -28,7 +28,7 @@ def test_failures_in_a_row_open_it() -> None:
 
 
 def test_a_share_of_failures_opens_it() -> None:
-    breaker = CircuitBreaker(POLICY)
+    breaker = WorkerCircuitBreaker(POLICY)
     for number in range(12):
         (breaker.failed if number % 2 else breaker.succeeded)(float(number))
     assert breaker.state(12.0) is BreakerState.OPEN
@@ -71,7 +71,7 @@ def test_old_requests_say_nothing_of_an_open_one() -> None:
 
 
 def test_workers_have_their_own_and_the_gone_are_forgotten() -> None:
-    breakers, other = Breakers(POLICY), WorkerKey(WorkerId("d1"), Incarnation(1))
+    breakers, other = WorkerBreakers(POLICY), WorkerKey(WorkerId("d1"), Incarnation(1))
     for _ in range(3):
         breakers.failed(KEY, 0.0)
     breakers.failed(other, 0.0)

@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from router.types.worker_view import WorkerKey
-from router.workers.log_positions import RETRY_S, BoardView, Reload, Verdict
+from router.workers.log_positions import RETRY_S, LogEntryAction, LogPositions, Reload
 from router.workers.prefix_map import PrefixMap
 from tandem.cluster_state.entries import MAX_CHANGES, CacheState, Changes, Footprint
 from tandem.values.ids import BlockHash, Incarnation, WorkerId
@@ -29,19 +29,19 @@ def head(next_sequence: int) -> Footprint:
     return Footprint(next_sequence=next_sequence, state_sequence=0, num_entries=0)
 
 
-def followed(at: int = 10) -> BoardView:
-    view = BoardView()
+def followed(at: int = 10) -> LogPositions:
+    view = LogPositions()
     view.follow(ME)
     list(view.load(ME, state(at, 1, 2), 0.0))
     return view
 
 
 def test_a_worker_is_followed_from_its_state() -> None:
-    view = BoardView()
+    view = LogPositions()
     view.follow(ME)
     assert view.due(0.0) == [(ME, Reload.START)]
     assert view.positions() == {}
-    assert view.entry(ME, "3-0", changes(0, 1)) == (Verdict.IGNORE, None), "before the state"
+    assert view.entry(ME, "3-0", changes(0, 1)) == (LogEntryAction.IGNORE, None), "before the state"
     assert list(view.load(ME, None, 0.0)) == []
     assert view.due(RETRY_S / 2) == [], "not in a busy loop"
     assert view.due(RETRY_S) == [(ME, Reload.START)]
@@ -53,12 +53,12 @@ def test_a_worker_is_followed_from_its_state() -> None:
 def test_what_continues_is_applied_and_what_is_known_is_not() -> None:
     view = followed()
     verdict, change = view.entry(ME, "12-0", changes(10, 3, 4))
-    assert verdict is Verdict.APPLY
+    assert verdict is LogEntryAction.APPLY
     assert change is not None
     assert (change.first_sequence, len(change.changes), change.snapshot) == (10, 2, False)
-    assert view.entry(ME, "12-0", changes(10, 3, 4)) == (Verdict.IGNORE, None)
+    assert view.entry(ME, "12-0", changes(10, 3, 4)) == (LogEntryAction.IGNORE, None)
     verdict, change = view.entry(ME, "14-0", changes(11, 4, 5, 6))
-    assert verdict is Verdict.APPLY
+    assert verdict is LogEntryAction.APPLY
     assert change is not None
     assert (change.first_sequence, [n for n, _ in change.changes]) == (12, [name(5), name(6)])
     assert view.positions() == {ME: "14-0"}
@@ -66,29 +66,29 @@ def test_what_continues_is_applied_and_what_is_known_is_not() -> None:
 
 def test_a_gap_means_the_state_again() -> None:
     view = followed()
-    assert view.entry(ME, "13-0", changes(12, 3)) == (Verdict.RELOAD, None)
+    assert view.entry(ME, "13-0", changes(12, 3)) == (LogEntryAction.RELOAD, None)
     assert view.due(RETRY_S) == [(ME, Reload.GAP)]
-    assert view.entry(ME, "14-0", changes(13, 4)) == (Verdict.IGNORE, None)
+    assert view.entry(ME, "14-0", changes(13, 4)) == (LogEntryAction.IGNORE, None)
     list(view.load(ME, state(14, 3, 4), RETRY_S))
     assert view.positions() == {ME: "14-0"}
 
 
 def test_what_cannot_be_believed_is_passed_over() -> None:
     view = followed()
-    assert view.entry(ME, "99999-7", None) == (Verdict.IGNORE, None)
+    assert view.entry(ME, "99999-7", None) == (LogEntryAction.IGNORE, None)
     assert view.positions() == {ME: "99999-7"}, "it is not read again"
-    assert view.entry(ME, "11-0", changes(10, 3))[0] is Verdict.APPLY
+    assert view.entry(ME, "11-0", changes(10, 3))[0] is LogEntryAction.APPLY
 
 
 def test_a_head_that_stays_ahead_means_the_state_again() -> None:
     view = followed()
-    assert view.head(ME, head(10)) is Verdict.IGNORE
-    assert view.head(ME, head(12)) is Verdict.IGNORE, "its entry may be on the way"
-    assert view.entry(ME, "11-0", changes(10, 3))[0] is Verdict.APPLY
-    assert view.head(ME, head(12)) is Verdict.IGNORE, "something came"
-    assert view.head(ME, head(12)) is Verdict.RELOAD
+    assert view.head(ME, head(10)) is LogEntryAction.IGNORE
+    assert view.head(ME, head(12)) is LogEntryAction.IGNORE, "its entry may be on the way"
+    assert view.entry(ME, "11-0", changes(10, 3))[0] is LogEntryAction.APPLY
+    assert view.head(ME, head(12)) is LogEntryAction.IGNORE, "something came"
+    assert view.head(ME, head(12)) is LogEntryAction.RELOAD
     assert view.due(RETRY_S) == [(ME, Reload.BEHIND)]
-    assert followed().head(ME, head(3)) is Verdict.IGNORE, "an older backup: the worker will see to it"
+    assert followed().head(ME, head(3)) is LogEntryAction.IGNORE, "an older backup: the worker will see to it"
 
 
 def test_a_log_that_cannot_be_read_is_left_alone_for_a_while() -> None:
@@ -106,8 +106,8 @@ def test_a_restarted_worker_is_another_and_one_that_left_is_nobody() -> None:
     view.follow(reborn)
     assert ME not in view
     assert reborn in view
-    assert view.entry(ME, "11-0", changes(10, 3)) == (Verdict.IGNORE, None)
-    assert view.head(ME, head(99)) is Verdict.IGNORE
+    assert view.entry(ME, "11-0", changes(10, 3)) == (LogEntryAction.IGNORE, None)
+    assert view.head(ME, head(99)) is LogEntryAction.IGNORE
     assert list(view.load(ME, state(1, 1), 0.0)) == []
     view.set_aside(ME, 0.0)
     assert view.due(0.0) == [(reborn, Reload.START)]
@@ -116,7 +116,7 @@ def test_a_restarted_worker_is_another_and_one_that_left_is_nobody() -> None:
 @pytest.mark.parametrize("count", [0, 1, MAX_CHANGES, MAX_CHANGES + 1, 3 * MAX_CHANGES + 5])
 @pytest.mark.parametrize("sequence", [0, 7, 10**9])
 def test_a_state_comes_in_pieces_that_the_map_takes_for_one(count: int, sequence: int) -> None:
-    view, prefix_map = BoardView(), PrefixMap()
+    view, prefix_map = LogPositions(), PrefixMap()
     view.follow(ME)
     prefix_map.add_worker(ME.worker_id, capacity=10**6)
     for piece in view.load(ME, state(sequence, *range(count)), 0.0):
@@ -140,7 +140,7 @@ class Life:
         self.log: list[Changes] = []
         self.state = CacheState(next_sequence=0, names=b"")
         self.sequence = 0
-        self.view, self.prefix_map = BoardView(), PrefixMap()
+        self.view, self.prefix_map = LogPositions(), PrefixMap()
         self.view.follow(ME)
         self.prefix_map.add_worker(ME.worker_id, capacity=1000)
 

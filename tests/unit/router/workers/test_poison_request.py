@@ -7,7 +7,7 @@ import pytest
 
 from router.dispatch.choices.hedging import Hedging
 from router.types.worker_view import WorkerKey
-from router.workers.poison_request import MAX_SUSPECTS, Suspicion
+from router.workers.poison_request import MAX_SUSPECTS, PoisonRequestTracker
 from tandem.values.ids import Incarnation, RequestId, WorkerId
 
 P = RequestId("poison")
@@ -25,7 +25,7 @@ def names(number: int) -> list[RequestId]:
 
 
 def test_two_lonely_losses_in_a_row_condemn() -> None:
-    book = Suspicion()
+    book = PoisonRequestTracker()
     book.placed(P, (A,))
     assert not book.lost(P, A, 0.0)
     book.placed(P, (B,))
@@ -34,7 +34,7 @@ def test_two_lonely_losses_in_a_row_condemn() -> None:
 
 
 def test_a_token_in_between_acquits() -> None:
-    book = Suspicion()
+    book = PoisonRequestTracker()
     for number in range(5):
         worker = key("w", number)
         book.placed(P, (worker,))
@@ -43,7 +43,7 @@ def test_a_token_in_between_acquits() -> None:
 
 
 def test_what_has_run_once_is_believed_longer() -> None:
-    book = Suspicion()
+    book = PoisonRequestTracker()
     for number, condemned in enumerate((False, False, True)):
         worker = key("w", number)
         book.placed(P, (worker,))
@@ -55,7 +55,7 @@ def test_what_has_run_once_is_believed_longer() -> None:
 
 
 def test_innocents_that_shared_the_worker_go_alone_and_are_acquitted() -> None:
-    book = Suspicion()
+    book = PoisonRequestTracker()
     others = names(3)
     for one in (P, *others):
         book.placed(one, (A,))
@@ -82,7 +82,7 @@ def test_innocents_that_shared_the_worker_go_alone_and_are_acquitted() -> None:
 
 
 def test_a_second_loss_in_company_condemns_nobody() -> None:
-    book = Suspicion()
+    book = PoisonRequestTracker()
     stream, other = names(2)
     book.placed(stream, (A,))
     assert not book.lost(stream, A, 0.0)
@@ -93,7 +93,7 @@ def test_a_second_loss_in_company_condemns_nobody() -> None:
 
 
 def test_other_deaths_call_for_one_more() -> None:
-    book = Suspicion()
+    book = PoisonRequestTracker()
     book.placed(RequestId("x"), (C,))
     book.lost(RequestId("x"), C, 0.0)
     book.gone(RequestId("x"))
@@ -109,7 +109,7 @@ def test_other_deaths_call_for_one_more() -> None:
 
 
 def test_established_streams_go_on_anywhere_at_once() -> None:
-    book = Suspicion()
+    book = PoisonRequestTracker()
     streams = names(32)
     for one in streams:
         book.placed(one, (A,))
@@ -127,7 +127,7 @@ def test_established_streams_go_on_anywhere_at_once() -> None:
 
 
 def test_a_crowd_is_not_suspected_at_first() -> None:
-    book = Suspicion()
+    book = PoisonRequestTracker()
     crowd = names(MAX_SUSPECTS + 1)
     for one in crowd:
         book.placed(one, (A,))
@@ -138,7 +138,7 @@ def test_a_crowd_is_not_suspected_at_first() -> None:
 
 
 def test_waiting_for_a_worker_of_ones_own_has_an_end_and_keeps_others_away() -> None:
-    book = Suspicion()
+    book = PoisonRequestTracker()
     other = RequestId("other")
     book.placed(P, (A,))
     book.lost(P, A, 0.0)
@@ -152,7 +152,7 @@ def test_waiting_for_a_worker_of_ones_own_has_an_end_and_keeps_others_away() -> 
 
 
 def test_a_prompt_that_ends_whoever_computes_it() -> None:
-    book = Suspicion()
+    book = PoisonRequestTracker()
     book.placed(P, (A, B))
     assert not book.lost(P, B, 0.0)
     book.placed(P, (A, C))
@@ -160,7 +160,7 @@ def test_a_prompt_that_ends_whoever_computes_it() -> None:
 
 
 def test_the_like_is_refused_for_a_while() -> None:
-    book, asked = Suspicion(remembered_s=60.0), []
+    book, asked = PoisonRequestTracker(remembered_s=60.0), []
 
     def is_condemned(num_tokens: int, digest: bytes, now_s: float) -> bool:
         return book.is_condemned(num_tokens, lambda: asked.append(digest) or digest, now_s)
@@ -180,7 +180,7 @@ def test_the_like_is_refused_for_a_while() -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_a_campaign_of_kills_condemns_nobody(seed: int) -> None:
     """Random kills under 32 streams, each with a token in nine of ten attempts before the next kill."""
-    rng, book, numbers = Random(seed), Suspicion(), count()
+    rng, book, numbers = Random(seed), PoisonRequestTracker(), count()
     live = [key(f"w{i}") for i in range(4)]
     on = {one: rng.choice(live) for one in names(32)}
     for one, worker in on.items():
@@ -216,7 +216,7 @@ def test_hedging_learns_a_quantile_and_keeps_its_budget() -> None:
 
 
 def test_a_worker_that_comes_back_soon_did_not_die() -> None:
-    book = Suspicion(return_s=2.0)
+    book = PoisonRequestTracker(return_s=2.0)
     for now_s in (0.0, 1.0, 2.0):
         book.placed(P, (A,))
         assert not book.lost(P, A, now_s)
@@ -229,7 +229,7 @@ def test_a_worker_that_comes_back_soon_did_not_die() -> None:
 
 def test_nothing_is_begun_for_it_while_a_worker_may_come_back() -> None:
     for comes_back in (True, False):
-        book = Suspicion(return_s=2.0)
+        book = PoisonRequestTracker(return_s=2.0)
         for worker, now_s in ((A, 0.0), (B, 1.0)):
             book.placed(P, (worker,))
             assert not book.lost(P, worker, now_s)
@@ -242,7 +242,7 @@ def test_nothing_is_begun_for_it_while_a_worker_may_come_back() -> None:
 
 
 def test_one_that_was_away_for_long_was_frozen() -> None:
-    book = Suspicion(return_s=2.0)
+    book = PoisonRequestTracker(return_s=2.0)
     for now_s in (0.0, 10.0):
         book.placed(P, (A,))
         assert not book.lost(P, A, now_s)

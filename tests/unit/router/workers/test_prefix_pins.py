@@ -2,7 +2,7 @@
 
 import pytest
 
-from router.types.requests import PinWish
+from router.types.requests import PinRequest
 from router.types.worker_view import WorkerKey
 from router.workers.prefix_pins import PinRegistry, PinSite
 from tandem.values.ids import BlockHash, Incarnation, WorkerId
@@ -40,7 +40,7 @@ class World:
         return PinSite(port=port, block_size=self.block_size, is_leaving=key in self.leaving)  # type: ignore[arg-type]
 
     def use(self, worker: WorkerKey, name: str = "x", *, num_tokens: int = 50, ttl_s: float = 300.0) -> None:
-        self.pins.used("t", [PinWish(name=name, num_tokens=num_tokens, ttl_s=ttl_s)], worker, NAMES)
+        self.pins.used("t", [PinRequest(name=name, num_tokens=num_tokens, ttl_s=ttl_s)], worker, NAMES)
 
     def told(self, worker: WorkerKey, outcome: PinOutcome) -> None:
         self.pins.told(worker, PinTold(key=PinKey("t", "x"), outcome=outcome, num_tokens=48))
@@ -120,7 +120,7 @@ def test_time_ends_a_pin_here_as_there() -> None:
 
 def test_a_wish_that_ends_at_a_time_is_not_prolonged_by_use() -> None:
     world = World()
-    wish = PinWish(name="n", num_tokens=16, find_end_s=lambda: 1100.0)
+    wish = PinRequest(name="n", num_tokens=16, find_end_s=lambda: 1100.0)
     world.pins.used("t", [wish], P0, NAMES)
     world.now_s += 60.0
     world.pins.used("t", [wish], P0, NAMES)
@@ -132,7 +132,7 @@ def test_a_wish_that_ends_at_a_time_is_not_prolonged_by_use() -> None:
 
 def test_what_is_not_wanted_any_more_once_it_is_computed_is_not_made() -> None:
     world = World()
-    world.pins.used("t", [PinWish(name="n", num_tokens=16, find_end_s=lambda: None)], P0, NAMES)
+    world.pins.used("t", [PinRequest(name="n", num_tokens=16, find_end_s=lambda: None)], P0, NAMES)
     assert (world.ports[P0].pins, len(world.pins)) == ([], 0)
 
 
@@ -177,7 +177,7 @@ def test_whoever_asks_for_very_many_pins_forgets_its_own() -> None:
     world = World(max_pins=8)
     world.use(P0, "mine")
     for number in range(50):
-        wish = PinWish(name=f"theirs {number}", num_tokens=16, ttl_s=300.0)
+        wish = PinRequest(name=f"theirs {number}", num_tokens=16, ttl_s=300.0)
         world.pins.used("flood", [wish], P0, NAMES)
     assert len(world.pins) == 8
     assert world.pins.find("t", "mine") is not None

@@ -10,7 +10,7 @@ from cluster.simulator.model.request import SimRequest
 from cluster.simulator.model.settings import open_door
 from cluster.simulator.model.simulation import Choosing, Simulation
 from cluster.simulator.studies.capacity import what_breaks
-from router.admission.cluster_capacity import Lack, RoomPolicy
+from router.admission.cluster_capacity import CapacityPolicy, Shortage
 from router.admission.counts import Rejection
 from router.admission.types import AdmissionPolicy
 from tests.support.cluster.bound_clusters import QUEUE, Bottleneck, at_the_queue, held
@@ -26,7 +26,7 @@ def simulated(policy: AdmissionPolicy | None, *, sizes: tuple[int, int] = (1, 1)
 
 @pytest.mark.parametrize("sizes", [(1, 1), (0, 1)], ids=["disaggregated", "colocated"])
 def test_who_finds_no_room_waits_here_and_has_a_turn(sizes: tuple[int, int]) -> None:
-    simulation = simulated(AdmissionPolicy(room=RoomPolicy(max_running_per_worker=4)), sizes=sizes)
+    simulation = simulated(AdmissionPolicy(room=CapacityPolicy(max_running_per_worker=4)), sizes=sizes)
     counts = simulation.router.gate.admission.counts
     assert len(simulation.router.outcomes.finished) == counts.num_turns == 60
     assert counts.waited_s > 1.0
@@ -37,7 +37,7 @@ def test_who_finds_no_room_waits_here_and_has_a_turn(sizes: tuple[int, int]) -> 
 def test_whoever_has_its_turn_because_a_decode_worker_reads_it_is_read_there() -> None:
     """As behind a real gate: others wait for the prefill pool."""
     pools = cluster(1, 4, num_blocks=1000)
-    spec = replace(pools, admission=AdmissionPolicy(room=RoomPolicy(worker_backlog_s=0.05)))
+    spec = replace(pools, admission=AdmissionPolicy(room=CapacityPolicy(worker_backlog_s=0.05)))
     simulation = Simulation(spec, load(rate=60.0, requests=100, prefix=192, prompt=300.0), Choosing(), seed=1)
     placed: list[tuple[bool, bool]] = []
     submit = simulation.router._send
@@ -55,7 +55,7 @@ def test_whoever_has_its_turn_because_a_decode_worker_reads_it_is_read_there() -
 
 
 def test_a_long_wait_is_refused_by_its_prediction() -> None:
-    policy = AdmissionPolicy(max_queue_s=0.2, room=RoomPolicy(max_running_per_worker=2, worker_backlog_s=0.05))
+    policy = AdmissionPolicy(max_queue_s=0.2, room=CapacityPolicy(max_running_per_worker=2, worker_backlog_s=0.05))
     simulation = simulated(policy)
     outcomes, counts = simulation.router.outcomes, simulation.router.gate.admission.counts
     assert 0 < outcomes.num_rejected == counts.rejections[Rejection.QUEUE_TIME] + counts.rejections[Rejection.HOPELESS]
@@ -64,7 +64,7 @@ def test_a_long_wait_is_refused_by_its_prediction() -> None:
 
 
 def test_who_is_refused_counts_as_one_without_a_first_token_in_time() -> None:
-    policy = AdmissionPolicy(max_queue_s=0.2, room=RoomPolicy(max_running_per_worker=2, worker_backlog_s=0.05))
+    policy = AdmissionPolicy(max_queue_s=0.2, room=CapacityPolicy(max_running_per_worker=2, worker_backlog_s=0.05))
     simulation = simulated(policy)
     report = report_on(simulation, Slo(ttft_s=1e3, itl_s=1e3), policy="tandem", seed=1)
     assert report.num_rejected > 1
@@ -74,7 +74,7 @@ def test_who_is_refused_counts_as_one_without_a_first_token_in_time() -> None:
 
 
 def test_a_full_line_turns_the_next_one_away() -> None:
-    simulation = simulated(AdmissionPolicy(max_requests=3, room=RoomPolicy(max_running_per_worker=2)))
+    simulation = simulated(AdmissionPolicy(max_requests=3, room=CapacityPolicy(max_running_per_worker=2)))
     counts = simulation.router.gate.admission.counts
     assert 0 < simulation.router.outcomes.num_rejected == counts.rejections[Rejection.QUEUE_FULL]
 
@@ -86,7 +86,7 @@ def test_before_an_open_door_nobody_waits_where_nobody_decodes() -> None:
 
 
 def test_those_that_wait_outlive_the_worker() -> None:
-    spec = replace(cluster(0, 2), admission=AdmissionPolicy(room=RoomPolicy(max_running_per_worker=4)))
+    spec = replace(cluster(0, 2), admission=AdmissionPolicy(room=CapacityPolicy(max_running_per_worker=4)))
     trace = load(rate=60.0)
     simulation = Simulation(spec, trace, Choosing(), seed=1)
     for fault in draw_faults(FaultSpec.parse("crash=3,restart=1"), spec, trace.span_s, 1):
@@ -99,7 +99,7 @@ def test_those_that_wait_outlive_the_worker() -> None:
 
 @pytest.mark.parametrize("bottleneck", ["prefill", "decode"])
 def test_who_waits_is_known_to_wait_for_the_pool_that_is_full(bottleneck: Bottleneck) -> None:
-    seen: dict[Lack, int] = {}
+    seen: dict[Shortage, int] = {}
     at_the_queue(bottleneck, lambda simulation: seen.update(held(simulation)))
-    assert seen.keys() == {Lack(bottleneck)}
-    assert seen[Lack(bottleneck)] >= QUEUE
+    assert seen.keys() == {Shortage(bottleneck)}
+    assert seen[Shortage(bottleneck)] >= QUEUE

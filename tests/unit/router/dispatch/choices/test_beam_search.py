@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from router.dispatch.choices.beam_search import BeamSearch
-from router.types.requests import BeamAsk
+from router.types.requests import BeamSearchParams
 from tandem.values.outputs import FinishReason, SampledToken
 from tests.support.engine.paged_harness import reference_model
 
@@ -37,7 +37,7 @@ class Toy:
         return self._rows[(-1, -1, *tokens)[-2:]]
 
 
-def search(ask: BeamAsk, max_tokens: int, logprobs) -> BeamSearch:
+def search(ask: BeamSearchParams, max_tokens: int, logprobs) -> BeamSearch:
     found = BeamSearch(ask, max_tokens=max_tokens)
     while not found.is_over:
         steps = []
@@ -63,7 +63,7 @@ def test_as_many_beams_as_there_are_answers_find_the_best_of_all(seed: int) -> N
                 total = sum(toy(tokens[:i])[token] for i, token in enumerate(tokens))
                 answers[tokens] = total / size**0.7
     best = sorted(answers, key=lambda tokens: -answers[tokens])
-    ask = BeamAsk(num_beams=256, length_penalty=0.7, early_stopping="never", end_ids=frozenset({END}))
+    ask = BeamSearchParams(num_beams=256, length_penalty=0.7, early_stopping="never", end_ids=frozenset({END}))
     found = search(ask, length, toy)
     assert [tuple(one) for one in ids(found)][:20] == best[:20]
     assert [one.score for one in found.ended[:20]] == pytest.approx([answers[tokens] for tokens in best[:20]])
@@ -107,7 +107,7 @@ def test_what_transformers_finds(model, early_stopping, length_penalty: float, n
         def row(tokens: tuple[int, ...], prompt: list[int] = prompt) -> list[float]:
             return model(torch.tensor([[*prompt, *tokens]])).logits[0, -1].log_softmax(-1).tolist()
 
-        ask = BeamAsk(
+        ask = BeamSearchParams(
             num_beams=num_beams,
             length_penalty=length_penalty,
             early_stopping=early_stopping,

@@ -9,7 +9,7 @@ import pytest
 
 from router.dispatch.choices.context import DispatchSettings
 from router.dispatch.choices.retry import ChoiceProgress
-from router.dispatch.choices.waiting_choices import WaitingRoom
+from router.dispatch.choices.waiting_choices import WaitingChoices
 from tandem.errors import DeadlineExceeded, Overloaded, Unavailable
 from tandem.v1 import session_pb2 as pb
 from tests.support.fake_worker import FakeWorker, Submission, answer, expected_tokens
@@ -47,7 +47,7 @@ async def _until_refused(pool: _Pool, times: int) -> None:
 
 
 async def _until_it_waits(router: Cluster) -> None:
-    while not router.dispatcher._around.room._waiters:  # noqa: ASYNC110 - nothing tells that the refusal was read
+    while not router.dispatcher._context.room._waiters:  # noqa: ASYNC110 - nothing tells that the refusal was read
         await asyncio.sleep(0)
 
 
@@ -83,7 +83,7 @@ async def test_a_load_report_that_shows_room_ends_the_wait() -> None:
         pool.full = False
         full.send(_room(64))
         assert (await client)[0] == expected_tokens(PROMPT, count=8, seed=3)
-        assert not router.dispatcher._around.room._waiters
+        assert not router.dispatcher._context.room._waiters
         router.assert_idle()
 
 
@@ -93,7 +93,7 @@ async def test_waiting_ends_with_the_deadline() -> None:
         with pytest.raises(DeadlineExceeded):
             await collect(router.generate(routed(deadline_s=time.monotonic() + 0.2)))
         assert pool.num_refused == 1
-        assert not router.dispatcher._around.room._waiters
+        assert not router.dispatcher._context.room._waiters
         router.assert_idle()
 
 
@@ -159,7 +159,7 @@ def test_waits_grow_and_are_never_shorter_than_asked() -> None:
 
 
 def test_room_goes_to_the_first_that_fit() -> None:
-    room, woken = WaitingRoom(), list[str]()
+    room, woken = WaitingChoices(), list[str]()
     places = {name: room.new_place(priority) for name, priority in (("a", 0), ("b", 0), ("urgent", -1), ("c", 0))}
     for name, num_tokens in (("c", 16), ("b", 48), ("a", 17), ("urgent", 16)):
         room.enter(places[name], num_tokens, lambda name=name: woken.append(name))

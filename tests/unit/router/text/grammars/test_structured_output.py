@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from router.text.grammars.structured_output import MAX_CHOICES, Shape, Structure
+from router.text.grammars.structured_output import MAX_CHOICES, Shape, StructuredOutput
 from router.text.tokenizer import Tokenizer
 from tandem.errors import InvalidRequest
 from tests.support.router.servers import fakes
@@ -63,7 +63,7 @@ async def test_every_way_reaches_the_workers(
     client: httpx.AsyncClient, parts: fakes.Doors, field: dict[str, Any], shape: Shape, value: object
 ) -> None:
     parts.say("hello")
-    expected = Structure(shape=shape, value=value, param="x").grammar() + " as checked"
+    expected = StructuredOutput(shape=shape, value=value, param="x").grammar() + " as checked"
     for path, body in ((CHAT, HELLO), (PLAIN, {"prompt": "x"})):
         assert (await client.post(path, json=body | field)).status_code == 200
         assert parts.generator.requests[-1].sampling.grammar == expected

@@ -14,13 +14,13 @@ from tokenizers import Tokenizer as Library
 from engine.sampling.grammar import LlGuides
 from engine.types.token_guide import follow, num_words
 from router.text.chat_template import ChatTemplate
-from router.text.grammars.structured_output import Shape, Structure
-from router.text.grammars.thinking import Thinking, with_thinking
+from router.text.grammars.structured_output import Shape, StructuredOutput
+from router.text.grammars.thinking import ThinkingSupport, with_thinking
 from router.text.grammars.tool_calls import CallGrammar
-from router.text.reasoning import FAMILIES, Marks, ReasoningParser
+from router.text.reasoning import FAMILIES, ReasoningParser, ThinkingMarks
 from router.text.tokenizer import Tokenizer
 from router.text.tool_parsers.families import HERMES
-from router.text.tools import Tool, ToolUse
+from router.text.tools import ToolDefinition, ToolUse
 from tandem.errors import InvalidRequest
 from tests.support.router.servers import fakes
 
@@ -31,12 +31,12 @@ PERSON = {
     "required": ["a"],
     "additionalProperties": False,
 }
-USE = ToolUse(tools=(Tool(name="add", parameters=PERSON, strict=True),))
+USE = ToolUse(tools=(ToolDefinition(name="add", parameters=PERSON, strict=True),))
 ANSWER, CALL = '{"a":4}', '<tool_call>\n{"name": "add", "arguments": {"a":4}}\n</tool_call>'
 BOUND = 400
 
 
-def spec_of(marks: Marks | None, *, special: bool) -> str:
+def spec_of(marks: ThinkingMarks | None, *, special: bool) -> str:
     """`marks`: those that are tokens of their own."""
     library = Library.from_str(fakes.byte_level_spec())
     library.add_tokens([AddedToken(mark, special=special, normalized=False) for mark in marks or ()])
@@ -81,7 +81,7 @@ def follower(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 def grammar_of(shape: Shape, value: Any) -> str:
-    return Structure(shape=shape, value=value, param="x").grammar()
+    return StructuredOutput(shape=shape, value=value, param="x").grammar()
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_strict_calls_beside_text_come_behind_the_thinking(follower: Follower) -
 def test_where_a_prompt_leaves_room_for_thinking(
     follower: Follower, tail: str, begins_turn: bool, kinds: tuple[bool, bool]
 ) -> None:
-    thinking = Thinking(follower.tokenizer)
+    thinking = ThinkingSupport(follower.tokenizer)
     prompt = follower.library.encode(f"what?{tail}").ids
     reasoning = thinking.reasoning(prompt, begins_turn=begins_turn)
     assert reasoning is not None

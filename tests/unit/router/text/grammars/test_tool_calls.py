@@ -10,11 +10,11 @@ import llguidance.numpy
 import numpy as np
 import pytest
 
-from router.text.grammars.structured_output import Shape, Structure
+from router.text.grammars.structured_output import Shape, StructuredOutput
 from router.text.grammars.tool_calls import CallGrammar
-from router.text.tool_parsers.events import CallArguments, CallBegan, Content
+from router.text.tool_parsers.events import CallArguments, CallBegan, TextContent
 from router.text.tool_parsers.families import Family, family_of
-from router.text.tools import Tool, ToolUse
+from router.text.tools import ToolDefinition, ToolUse
 from tandem.model_path import model_directory
 from tests.support.router.servers.tool_calls import FAMILIES
 
@@ -33,7 +33,7 @@ PERSON = {
     "description": 'says "::=" and </tool_call>',
 }
 PERSON["$defs"]["leaf"]["additionalProperties"] = False  # type: ignore[index]
-TOOLS = (Tool(name="person", parameters=PERSON, strict=True), Tool(name="now-1"))
+TOOLS = (ToolDefinition(name="person", parameters=PERSON, strict=True), ToolDefinition(name="now-1"))
 SIGNS = [("", name) for name in FAMILIES] + [
     ("[TOOL_CALLS] [ARGS]", "mistral"),
     ("<｜tool▁call▁begin｜> ```json", "deepseek"),
@@ -53,7 +53,7 @@ def family(signs: tuple[str, str]) -> Family:
 
 
 def matcher(tokens: Any, lark: str) -> Any:
-    grammar = Structure(shape=Shape.LARK, value=lark, param="tools").grammar()
+    grammar = StructuredOutput(shape=Shape.LARK, value=lark, param="tools").grammar()
     made = llguidance.LLMatcher(tokens, grammar, log_level=0)
     assert not made.is_error(), made.get_error()
     return made
@@ -77,7 +77,7 @@ def read(which: Family, text: str) -> tuple[str, list[list[str]]]:
     content, calls = "", list[list[str]]()
     for event in [*parser.feed(text), *parser.flush()]:
         match event:
-            case Content():
+            case TextContent():
                 content += event.text
             case CallBegan():
                 calls.append([event.name, ""])
@@ -162,10 +162,10 @@ def test_calls_or_an_answer_of_a_schema(tokens: Any) -> None:
 
 
 def test_a_keyword_that_cannot_be_kept_is_an_error_not_left_out(tokens: Any) -> None:
-    tool = Tool(
+    tool = ToolDefinition(
         name="f",
         parameters={"properties": {"x": {"type": "array", "uniqueItems": True}}, "x-guidance": {"lenient": True}},
     )
     lark = CallGrammar(family(("", "hermes")).form, {}).calls_only(ToolUse(tools=(tool,), must_call=True))
-    grammar = Structure(shape=Shape.LARK, value=lark, param="tools").grammar()
+    grammar = StructuredOutput(shape=Shape.LARK, value=lark, param="tools").grammar()
     assert "uniqueItems" in llguidance.LLMatcher(tokens, grammar, log_level=0).get_error()

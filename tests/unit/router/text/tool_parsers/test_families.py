@@ -8,20 +8,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.text.tool_parsers.events import CallArguments, CallBegan, Content, ToolEvent
+from router.text.tool_parsers.events import CallArguments, CallBegan, TextContent, ToolEvent
 from router.text.tool_parsers.families import family_of
 from router.text.tool_parsers.text_machine import MAX_HEAD_CHARS
-from router.text.tools import Tool
+from router.text.tools import ToolDefinition
 from tests.support.router.servers.tool_calls import FAMILIES
 
-WEATHER = Tool(
+WEATHER = ToolDefinition(
     name="get_weather",
     parameters={
         "type": "object",
         "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "at": {}, "opts": {"type": "object"}},
     },
 )
-CLOCK = Tool(name="clock")
+CLOCK = ToolDefinition(name="clock")
 TOOLS = (WEATHER, CLOCK)
 
 Found = tuple[str, list[tuple[str, str]]]
@@ -32,8 +32,8 @@ def merged(events: Sequence[ToolEvent]) -> list[ToolEvent]:
     out: list[ToolEvent] = []
     for event in events:
         last = out[-1] if out else None
-        if isinstance(event, Content) and isinstance(last, Content):
-            out[-1] = Content(last.text + event.text)
+        if isinstance(event, TextContent) and isinstance(last, TextContent):
+            out[-1] = TextContent(last.text + event.text)
         elif isinstance(event, CallArguments) and isinstance(last, CallArguments) and last.call == event.call:
             out[-1] = CallArguments(event.call, last.text + event.text)
         else:
@@ -53,7 +53,7 @@ def read(family: str, text: str) -> Found:
     content, calls = "", list[tuple[str, str]]()
     for event in parse(family, text):
         match event:
-            case Content():
+            case TextContent():
                 content += event.text
             case CallBegan():
                 assert event.call == len(calls)
