@@ -13,7 +13,7 @@ from prometheus_client.core import Metric
 from cluster.autoscaler.report import PlannerMetrics
 from router.access.audit_file import AuditFile
 from router.access.watched_files import LiveFiles
-from router.cluster_state.redis_metrics import BoardMetrics
+from router.cluster_state.redis_metrics import ClusterStateMetrics
 from router.fleet.quality_probe import QualityProbe
 from router.metrics.admission import AdmissionMetrics
 from router.metrics.router_metrics import RouterMetrics
@@ -91,7 +91,7 @@ def render() -> str:
 def _router() -> Iterator[_Row]:
     idle = cast(Any, _Idle())
     yield from _registered(RouterMetrics("model").registry)
-    for collector in (AdmissionMetrics(idle, idle), HealthMetrics(idle, None, idle), BoardMetrics(idle)):
+    for collector in (AdmissionMetrics(idle, idle), HealthMetrics(idle, None, idle), ClusterStateMetrics(idle)):
         yield from _collected(collector.collect())
     # These open files or follow workers: their figures are asked of none of them.
     for show in (AuditFile.collect, LiveFiles.collect, QualityProbe.collect):

@@ -220,7 +220,8 @@ def test_the_fast_checksum_is_zlibs() -> None:
 
 
 def test_without_the_fast_one_zlibs_is_taken() -> None:
-    code = "import sys; sys.modules['isal'] = None; from kv_transfer.memory import checksum as c; print(c.crc32.__module__)"
+    code = "import sys; sys.modules['isal'] = None\nfrom kv_transfer.memory import checksum\n"
+    code += "print(checksum.crc32.__module__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "zlib\n"
 
