@@ -15,7 +15,7 @@ from typing import Any
 from engine.types.token_guide import Bits
 from tandem.config.source.regular_file import read_regular_text
 from tandem.errors import ConfigError, InvalidRequest
-from tandem.values.grammar_bounds import LIMITS, fault_on_the_way, most_bytes
+from tandem.values.grammar_bounds import LIMITS, fault_on_the_way, most_bytes, unforced
 
 _MAX_CACHE_BYTES = 1 << 30
 _CACHE_SHARE = 8
@@ -155,7 +155,8 @@ class LlGuides:
         except ImportError:
             raise InvalidRequest("grammar: this worker has no llguidance", param="grammar") from None
         limits = llguidance.LLParserLimits(**LIMITS)
-        matcher = llguidance.LLMatcher(self._loaded(llguidance), grammar, log_level=_SILENT, limits=limits)
+        text = unforced(grammar)
+        matcher = llguidance.LLMatcher(self._loaded(llguidance), text, log_level=_SILENT, limits=limits)
         if matcher.is_error():
             raise InvalidRequest("grammar: it cannot be compiled", param="grammar")
         if fault_on_the_way(matcher, self._end_token_ids, num_paths=_NUM_PATHS, num_tokens=_NUM_TOKENS):

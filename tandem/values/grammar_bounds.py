@@ -5,6 +5,7 @@ and a quarter of a second for the first mask of `a{900000000}`. These are what s
 choices by the thousand, stay far below. They hold of all copies of a matcher together: what one learns, all have.
 """
 
+import json
 from collections.abc import Collection, Mapping
 from random import Random
 from types import MappingProxyType
@@ -34,6 +35,26 @@ def most_bytes(grammar: str) -> int:
     Measured with llguidance 1.9 (docs/extend/measurements.md): 34 MB learnt, 60 bytes for each character of a schema.
     """
     return _LEARNT_BYTES + _BYTES_PER_CHAR * len(grammar)
+
+
+_UNFORCED = {"lark_grammar": '%llguidance {"no_forcing": true}\nstart: "a"'}
+"""Nobody refers to it, but what one grammar of a list sets holds for the lexer of all, whatever the others say."""
+
+
+def unforced(grammar: str) -> str:
+    """The same grammar, without a loop of llguidance 1.9 that nothing bounds.
+
+    Before each mask it follows the bytes that must come next, to allow their usual tokens alone: for ever where no
+    other byte can ever come, as after `/a+/ "a"`, whose first lexeme takes every `a`. Without that, each token costs
+    what its own bytes do, within the limits above, and the model chooses among all tokens that fit.
+    """
+    try:
+        said = json.loads(grammar)
+    except (ValueError, RecursionError):
+        return grammar
+    if not isinstance(said, dict) or not isinstance(said.get("grammars"), list):
+        return grammar
+    return json.dumps({**said, "grammars": [*said["grammars"], _UNFORCED]})
 
 
 def fault_on_the_way(matcher: Any, end_token_ids: Collection[int], *, num_paths: int, num_tokens: int) -> str:
