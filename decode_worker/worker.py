@@ -15,10 +15,9 @@ from decode_worker.handoffs import Handoffs
 from decode_worker.orders import holder_of, request_from_pb, route_from_pb
 from decode_worker.phase_times import admitted, computed_here, fetched
 from decode_worker.reports import StepReports, ask_for_route, refuse, refuse_order
-from decode_worker.sent_tokens import ToldTokens
 from decode_worker.spans import begin_span, trace_first_step, trace_own_prefill
 from decode_worker.takeover import Takeovers
-from decode_worker.task import DecodeTask, TaskPhase
+from decode_worker.task import DecodeTask, TaskPhase, ToldTokens
 from decode_worker.task_index import TaskBook
 from engine.scheduler.scheduler import Scheduler
 from engine.types.request import Request, SampledToken, TokenEvent

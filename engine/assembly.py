@@ -20,8 +20,7 @@ from engine.kv_cache.lower_tiers import HostTier
 from engine.kv_cache.pins import PinBounds
 from engine.kv_storage.block_file import cache_identity
 from engine.kv_storage.disk_store import DiskStore, check_path
-from engine.kv_storage.free_memory import free_memory_bytes, memory_capacity_bytes
-from engine.kv_storage.host_room import HostRoom
+from engine.kv_storage.free_memory import HostRoom, free_memory_bytes, memory_capacity_bytes
 from engine.kv_storage.paged_cache import PagedKVCache
 from engine.model.config import ModelConfig, load_model_config
 from engine.model.decoder import Decoder

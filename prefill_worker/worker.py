@@ -7,6 +7,7 @@ first token → sealed → released. Its blocks stay pinned from the job to the 
 import logging
 import time
 from array import array
+from dataclasses import dataclass, field
 
 from engine.scheduler.scheduler import Scheduler
 from engine.types.request import Request, TokenEvent
@@ -14,12 +15,11 @@ from engine.types.step_output import LayersDone, PrefillProgress, StepOutput
 from engine.types.token_guide import unusable
 from kv_transfer.protocol.messages import PrefillJob
 from kv_transfer.session.sender_hub import SenderHub
-from prefill_worker.task import PrefillTask
 from tandem.errors import DeadlineExceeded, InvalidRequest
 from tandem.protocol.wire import failure_to_pb
 from tandem.v1 import session_pb2 as pb
-from tandem.values.ids import RequestId, TransferId
-from tandem.values.outputs import FinishReason
+from tandem.values.ids import BlockHash, BlockId, RequestId, TransferId
+from tandem.values.outputs import NO_CACHED_TOKENS, CachedTokens, FinishReason, PhaseTimes
 from tandem.values.worker_identity import WorkerIdentity
 from worker.drain import Legator
 from worker.engine_host import EngineHost
@@ -28,6 +28,38 @@ from worker.prefix_pins import PinDesk
 from worker.prompt_scoring import ReadOrders
 from worker.session_port import SessionPort
 from worker.wire import hello_to_pb
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class PrefillTask:
+    """Touched by the event loop only; `request` belongs to the engine thread until its prompt is computed."""
+
+    job: PrefillJob
+    request: Request
+    blocks: list[BlockId] = field(default_factory=list)
+    """Source blocks that have their final content, in the order of the request's table."""
+    queued_s: float = 0.0
+    admitted_s: float = 0.0
+    fetched_tokens: int = 0
+    """Brought from a peer before it was queued."""
+    fetch_s: float = 0.0
+    """What that took."""
+    cached: CachedTokens = NO_CACHED_TOKENS
+
+    def times(self, now_s: float, *, block_bytes: int) -> PhaseTimes:
+        """Where the time went until now, and what was held."""
+        return PhaseTimes(
+            prefill_queue_s=self.queued_s,
+            prefill_s=now_s - self.admitted_s if self.admitted_s else 0.0,
+            transfer_s=self.fetch_s,
+            kv_byte_s=self.request.held.until(now_s) * block_bytes,
+            cached=self.cached,
+        )
+
+    def tail_hash(self) -> BlockHash | None:
+        """Name of the prompt's last full hash block; None when it is shorter than one."""
+        return self.request.block_hashes[-1] if self.request.block_hashes else None
+
 
 _log = logging.getLogger(__name__)
 

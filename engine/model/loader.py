@@ -3,7 +3,7 @@
 A rank of several reads its own parts of the tensors and nothing else of them (the fingerprint's samples apart).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
 from typing import Protocol
@@ -11,13 +11,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.kv_storage.heap import return_freed_memory
+from engine.kv_storage.free_memory import return_freed_memory
 from engine.model.backend import Backend, Closing, Embedding, Norm, Projection, Role
 from engine.model.checkpoint import Checkpoint
 from engine.model.config import ModelConfig, load_model_config
 from engine.model.decoder import Decoder, DecoderLayer, DecoderWeights
 from engine.model.files import ModelDirectory
-from engine.model.kv_scales import all_scale_names, kv_scales
 from engine.model.layers.norm import HeadNorm
 from engine.model.parallel_group import ParallelGroup, SoloGroup
 from engine.model.parallel_layers import GatheredHead, RowParallel, VocabParallelEmbedding
@@ -259,3 +258,40 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             if has_bias:
                 shapes[f"{prefix}{name}.bias"] = (rows,)
     return shapes
+
+
+_PLANES = "kv"
+
+
+def scale_names(attention: str, plane: str) -> tuple[str, str]:
+    """What the scale of `plane`, "k" or "v", may be called in the layer whose attention has this prefix."""
+    return f"{attention}{plane}_scale", f"{attention}{plane}_proj.{plane}_scale"
+
+
+def all_scale_names(attention: str) -> frozenset[str]:
+    """Of one layer."""
+    return frozenset(name for plane in _PLANES for name in scale_names(attention, plane))
+
+
+def kv_scales(stored: Mapping[str, Tensor], attention: str, num_kv_heads: int) -> Tensor | None:
+    """Float32 `[2, num_kv_heads]` of one layer, K's first and 1 where only the other is stored; None without any.
+
+    Raises ConfigError for a scale that is not positive and finite, or for other than one or every head.
+    """
+    scales = torch.ones(len(_PLANES), num_kv_heads)
+    found = False
+    for row, plane in enumerate(_PLANES):
+        for name in scale_names(attention, plane):
+            if name in stored:
+                scales[row] = _checked(name, stored[name], num_kv_heads)
+                found = True
+    return scales if found else None
+
+
+def _checked(name: str, stored: Tensor, num_kv_heads: int) -> Tensor:
+    scale = stored.to("cpu", torch.float32).flatten()
+    if scale.numel() not in (1, num_kv_heads) or not (scale.isfinite() & (scale > 0.0)).all():
+        raise ConfigError(
+            f"checkpoint: {name} must be one positive number, or one for each of {num_kv_heads} key-value heads"
+        )
+    return scale.clone()  # the file is unmapped after loading

@@ -13,8 +13,7 @@ import torch
 
 from engine.kv_cache.tiers.costs import CopyRates
 from engine.kv_storage.paged_cache import PagedKVCache
-from engine.runner.device_queue import device_queue
-from engine.runner.staging import Staging
+from engine.runner.device_queue import Staging, device_queue
 from engine.types.block_moves import BlockLoad, BlockOffload
 from engine.types.step_inputs import IntArray, StepInputs
 from engine.types.tier_counts import Traffic

@@ -15,10 +15,9 @@ from engine.model.backend import StepGraphs
 from engine.model.decoder import Decoder
 from engine.model.layers.attention import AttentionBackend
 from engine.runner.block_mover import BlockMover
-from engine.runner.device_queue import device_queue
+from engine.runner.device_queue import Staging, device_queue
 from engine.runner.pending_samples import ComingKeys, ComingTokens
 from engine.runner.prompt_scoring import ComingRows, RowsRead, read_rows
-from engine.runner.staging import Staging
 from engine.runner.step_input_builder import StepInputBuilder
 from engine.sampling.sampler import Sampler, SampleRow
 from engine.types.request import Batch, SampledToken

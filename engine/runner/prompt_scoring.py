@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.model.decoder import Decoder
-from engine.runner.device_queue import DeviceQueue
-from engine.runner.staging import Staging
+from engine.runner.device_queue import DeviceQueue, Staging
 from engine.types.prompt_scoring import Reading
 from engine.types.request import Batch, SampledToken
 from engine.types.runner import LaunchedStep

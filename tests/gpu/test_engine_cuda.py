@@ -10,7 +10,7 @@ from engine.backends.select import select_backend
 from engine.model.loader import load_model
 from engine.runner.device_queue import CudaQueue
 from engine.runner.pending_samples import ComingTokens
-from engine.sampling.philox import gumbel_noise
+from engine.sampling.backend import gumbel_noise
 from engine.sampling.sampler import Sampler, SampleRow
 from tandem.values.sampling import SamplingParams
 from tests.support.engine import ledger

@@ -19,8 +19,7 @@ from engine.distributed.torch_group import OverNodes, TorchGroup
 from engine.distributed.wire.mirrored_blocks import Planes, content, decode_blocks, put
 from engine.distributed.wire.steps import decode_step
 from engine.kernels.cpu.threads import threads_of_one
-from engine.kv_storage.free_memory import free_memory_bytes
-from engine.kv_storage.host_room import HostRoom
+from engine.kv_storage.free_memory import HostRoom, free_memory_bytes
 from engine.kv_storage.paged_cache import PagedKVCache
 from engine.model.decoder import Decoder
 from engine.model.gpu_memory import gpu_limit_bytes

@@ -17,8 +17,7 @@ from engine.distributed.links.channel import Kind
 from engine.distributed.links.heartbeat import START_S
 from engine.distributed.links.lost import RankLost
 from engine.distributed.links.node_group import NodeGroup
-from engine.distributed.ranks.arrivals import Arrivals
-from engine.distributed.ranks.channels import Channels
+from engine.distributed.ranks.channels import Arrivals, Channels
 from engine.distributed.ranks.group_end import GroupEnd
 from engine.distributed.ranks.messages import PoolMemory, PoolPlan, RankFacts, RankSetup, tightest
 from engine.distributed.ranks.mirror import Mirror

@@ -1,8 +1,7 @@
 import pytest
 
 from decode_worker.orders import request_from_pb, route_from_pb
-from decode_worker.sent_tokens import ToldTokens
-from decode_worker.task import DecodeTask, TaskPhase
+from decode_worker.task import DecodeTask, TaskPhase, ToldTokens
 from decode_worker.task_index import TaskBook
 from tandem.errors import InvalidRequest, InvariantError
 from tandem.v1 import common_pb2 as common

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from decode_worker.orphaned_streams import Orphanage
+from decode_worker.takeover import Orphanage
 from decode_worker.task import DecodeTask, TaskPhase
 from decode_worker.worker import DecodeWorker
 from engine.types.request import Batch

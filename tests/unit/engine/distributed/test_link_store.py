@@ -7,11 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from engine.distributed.interfaces import interface_of
 from engine.distributed.link_store import LinkStore
 from engine.distributed.links.lost import RankLost
 from engine.distributed.links.rendezvous import KeyBoard
-from engine.distributed.torch_group import OverNodes, TorchGroup
+from engine.distributed.torch_group import OverNodes, TorchGroup, interface_of
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 30.0

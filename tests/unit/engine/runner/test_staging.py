@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.runner.device_queue import Download, HostQueue, device_queue
+from engine.runner.device_queue import Download, HostQueue, Staging, device_queue
 from engine.runner.pending_samples import ComingKeys
-from engine.runner.staging import Staging
 
 
 class LateMark:
