@@ -20,7 +20,7 @@ from tandem.values.ids import WorkerId
 from tandem.values.roles import WorkerRole
 from tandem.values.worker_identity import WorkerIdentity, draw_incarnation
 from worker.cluster_state.publisher import make_publisher, publish
-from worker.drain import Legator, leave
+from worker.drain import MigrationSource, leave
 from worker.engine_host import EngineHost
 from worker.engine_spec import engine_spec
 from worker.gpus import take_gpus
@@ -61,7 +61,7 @@ async def serve(config: ClusterConfig, place: WorkerPlace, lifetime: Lifetime) -
         worker = DecodeWorker(identity, host, tasks, tracer, takeover_s=config.router.takeover_s)
         publisher = make_publisher(config.redis, cluster_secret(config), identity)
         sessions = WorkerSessions(worker, publisher)
-        worker.legator = Legator(host, lambda: sessions.ports)
+        worker.migration_source = MigrationSource(host, lambda: sessions.ports)
         host.start(on_output=worker.on_output, ports=lambda: sessions.event_sinks)
         stack.push_async_callback(host.stop)
         await _with_fabric(stack, server, worker, host, config, tcp, tasks.create_task)

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from decode_worker.reports import refuse_order, tell_all
+from decode_worker.reports import refuse_order, send_all
 from decode_worker.task import DecodeTask, TaskPhase
-from decode_worker.task_index import TaskBook
+from decode_worker.task_index import TaskIndex
 from tandem.errors import ServingError, StreamTaken, Unavailable
 from tandem.telemetry.logs import about
 from tandem.v1 import session_pb2 as pb
@@ -23,7 +23,7 @@ class _Orphan:
     lapses_s: float
 
 
-class Orphanage:
+class OrphanedStreams:
     """Tasks without a router, by the name of their choice. Without I/O; `now_s` is the worker's monotonic clock.
 
     A choice may have several: the router that began it anew after the first one has gone, too.
@@ -76,7 +76,7 @@ class Takeovers:
 
     def __init__(
         self,
-        book: TaskBook,
+        book: TaskIndex,
         *,
         keep_s: float,
         cancel: Callable[[DecodeTask], None],
@@ -84,7 +84,7 @@ class Takeovers:
     ) -> None:
         """`go_on_here` is told of tasks that wait for a router's word on who computes their prompt."""
         self._book = book
-        self._orphans = Orphanage(keep_s=keep_s)
+        self._orphans = OrphanedStreams(keep_s=keep_s)
         self._ports: set[SessionPort] = set()
         """Of routers that are here."""
         self._cancel = cancel
@@ -126,12 +126,12 @@ class Takeovers:
             return
         refuse_order(*former, StreamTaken("the client has taken this stream elsewhere"))
         if task is not None:
-            tell_all(task)
+            send_all(task)
 
     def _pass_on(self, task: DecodeTask | None, port: SessionPort, adopt: pb.Adopt) -> tuple[SessionPort, str, int]:
         """Whose it was."""
         with_logprobs = task is not None and task.request.params.num_logprobs is not None
-        if task is None or not task.told.can_tell_from(adopt.num_shown, with_logprobs=with_logprobs):
+        if task is None or not task.sent.can_send_from(adopt.num_shown, with_logprobs=with_logprobs):
             raise Unavailable("this answer is not here")
         former = (task.port, adopt.request_id, task.attempt)
         self._book.pass_on(task, port, adopt.attempt)

@@ -17,7 +17,7 @@ from tandem.values.prefix_holder import PrefixHolder
 from worker.session_port import SessionPort
 
 
-class ToldTokens:
+class SentTokens:
     """An answer's tokens from its first one. Four bytes each, and their logprobs only if the request asked for them."""
 
     __slots__ = ("_ids", "_measured", "_num_given")
@@ -34,7 +34,7 @@ class ToldTokens:
         if token.logprob is not None:
             self._measured.append(token)
 
-    def can_tell_from(self, index: int, *, with_logprobs: bool) -> bool:
+    def can_send_from(self, index: int, *, with_logprobs: bool) -> bool:
         """Whether nothing is missing for a client that has the first `index` tokens."""
         return index <= len(self._ids) and (index >= self._num_given or not with_logprobs)
 
@@ -73,7 +73,7 @@ class DecodeTask:
     holder: PrefixHolder | None
     """Who is thought to hold more of the prompt than whoever computes it."""
     arrived_s: float
-    told: ToldTokens
+    sent: SentTokens
     tokens_per_message: int = 1
     """That may be told together, behind the first."""
     held: list[SampledToken] = field(default_factory=list)

@@ -88,7 +88,7 @@ class BlockMover:
     def _copy(self, moves: IntArray) -> None:
         """Of each `[source, target]`, within the pool; what says which is read by the device when it comes to it."""
         with self._staging.step():
-            sources, targets = self._staging.put(moves.T).unbind(0)
+            sources, targets = self._staging.upload(moves.T).unbind(0)
             self._cache.copy_blocks(sources, targets)
 
     def _save(self, moves: IntArray) -> None:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 
-class Mark(Protocol):
+class QueueMark(Protocol):
     """A point in a device's work."""
 
     def wait(self) -> None:
@@ -33,7 +33,7 @@ class Download:
     """A tensor on its way to the host."""
 
     _here: Tensor
-    _done: Mark
+    _done: QueueMark
     _source: Tensor = field(repr=False)
     """Held: its memory may not be given to anybody else while it is being read."""
 
@@ -62,7 +62,7 @@ class DeviceQueue(Protocol):
         """Bring a tensor to the host when the work asked for so far is done; later work does not wait for it."""
         ...
 
-    def mark(self) -> Mark:
+    def mark(self) -> QueueMark:
         """The end of everything asked for so far."""
         ...
 
@@ -93,7 +93,7 @@ class HostQueue:
         """See DeviceQueue."""
         return Download(tensor, _Passed(), tensor)
 
-    def mark(self) -> Mark:
+    def mark(self) -> QueueMark:
         """See DeviceQueue."""
         return _Passed()
 
@@ -136,7 +136,7 @@ class CudaQueue:
             here.copy_(tensor, non_blocking=True)
             return Download(here, self.mark(), tensor)
 
-    def mark(self) -> Mark:
+    def mark(self) -> QueueMark:
         """See DeviceQueue."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
@@ -161,7 +161,7 @@ class _Piece:
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory  # uint8
         self.used = 0
-        self.done: Mark | None = None
+        self.done: QueueMark | None = None
         self.outgrown: list[Tensor] = []
         """Pieces that were too small, in which copies may still be under way."""
 
@@ -188,7 +188,7 @@ class Staging:
         finally:  # copies may be under way even if the step was given up
             piece.done = self._queue.mark()
 
-    def put(self, array: NDArray[Any]) -> Tensor:
+    def upload(self, array: NDArray[Any]) -> Tensor:
         """The array on the device, for work asked for from now on; the array itself may change at once."""
         piece = self._pieces[self._turn]
         end = piece.used + array.nbytes

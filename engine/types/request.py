@@ -12,7 +12,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from engine.types.block_moves import BlockCopy, BlockLoad, BlockOffload
-from engine.types.prompt_scoring import Reading
+from engine.types.prompt_scoring import PromptScoringState
 from engine.types.token_guide import TokenGuide
 from tandem.errors import InvariantError
 from tandem.values.ids import BlockHash, BlockId, RequestId
@@ -156,7 +156,7 @@ class Request:
     finish_reason: FinishReason | None = None
     guide: TokenGuide | None = None
     """Follows the answer's grammar, if it has one."""
-    reading: Reading | None = None
+    reading: PromptScoringState | None = None
     """What is asked of the prompt's own tokens; such a request samples one token, which nobody wants."""
     end_rule: EndRule | None = None
     """The scheduler's, from `params` and the model; None before it has seen the request."""

@@ -89,7 +89,7 @@ class BoardPublisher:
 
     def send_events(self, first: int, events: Sequence[pb.KVEvent]) -> bool:
         """Changes numbered from `first`. False when some are missing: a snapshot must follow."""
-        taken = self._journal.take(first, [(BlockHash(event.block_hash), event.stored) for event in events])
+        taken = self._journal.apply(first, [(BlockHash(event.block_hash), event.stored) for event in events])
         self._changed()
         return taken
 

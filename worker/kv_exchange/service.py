@@ -29,8 +29,8 @@ from worker.engine_host import EngineHost
 from worker.kv_exchange.fetch import FetchStats
 from worker.kv_exchange.fetcher import Fetcher
 from worker.kv_exchange.lender import Lender
-from worker.kv_exchange.migration_target import Heir
-from worker.kv_exchange.owners import Arrivals, Departures
+from worker.kv_exchange.migration_target import MigrationTarget
+from worker.kv_exchange.owners import IncomingTransfers, OutgoingTransfers
 
 Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 
@@ -43,7 +43,7 @@ class Fabric:
     receiver_hub: ReceiverHub
     fetcher: Fetcher
     lender: Lender
-    heir: Heir
+    migration_target: MigrationTarget
     transports: tuple[str, ...]
     """It can use, best first."""
 
@@ -54,7 +54,7 @@ class Fabric:
             self.sender_hub,
             self.receiver_hub,
             self.fetcher.stats,
-            inherited=self.heir.report(),
+            inherited=self.migration_target.report(),
             num_loans=lender.num_loans,
             num_lent_tokens=lender.num_lent_tokens,
         )
@@ -123,13 +123,13 @@ async def open_fabric(stack: AsyncExitStack, server: Any, plan: FabricPlan) -> F
     lender = Lender(plan.host)
     receiver_hub = ReceiverHub(
         local,
-        owner=Arrivals(fetcher, plan.handoffs),
+        owner=IncomingTransfers(fetcher, plan.handoffs),
         receivers=receivers,
         dialer=Dialer(open_channel=open_channel, metadata=plan.auth.client_metadata()),
         settings=plan.settings,
         tracer=plan.tracer,
     )
-    departures = Departures(lender, plan.prompts, fetcher)
+    departures = OutgoingTransfers(lender, plan.prompts, fetcher)
     sender_hub = SenderHub(local, owner=departures, senders=senders, settings=plan.settings, tracer=plan.tracer)
     fetcher.hub = await stack.enter_async_context(receiver_hub)
     lender.hub = await stack.enter_async_context(sender_hub)
@@ -140,7 +140,7 @@ async def open_fabric(stack: AsyncExitStack, server: Any, plan: FabricPlan) -> F
         receiver_hub=receiver_hub,
         fetcher=fetcher,
         lender=lender,
-        heir=Heir(plan.host, fetcher, spawn=plan.spawn),
+        migration_target=MigrationTarget(plan.host, fetcher, spawn=plan.spawn),
         transports=tuple(sender.name for sender in senders),
     )
 

@@ -126,7 +126,7 @@ class PortWorker:
         if (known := self.live.get(request_id)) is not None and known[0].attempt == attempt:
             del self.live[request_id]
 
-    def inherit(self, share: Inheritance, *, within_s: float, prefill_tokens_per_s: float) -> None:
+    def migrate(self, share: Inheritance, *, within_s: float, prefill_tokens_per_s: float) -> None:
         """Nothing is bequeathed."""
 
     def settle(self) -> None:
