@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.model.config import ModelConfig, load_model_config, parse_model_config
+from engine.model.config import ModelArchitecture, load_model_config, parse_model_config
 from engine.model.memory_budget import estimate_workspace_bytes, kv_layout
 from tandem.config.cluster import EngineConfig
 from tandem.config.source.regular_file import read_regular_text
@@ -76,7 +76,7 @@ class WorkerRoom:
         ]
 
 
-def num_parameters(model: ModelConfig) -> int:
+def num_parameters(model: ModelArchitecture) -> int:
     """Weights of the model, counted from its geometry."""
     queries, values = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     attention = model.hidden_size * (2 * queries + 2 * values)
@@ -88,7 +88,7 @@ def num_parameters(model: ModelConfig) -> int:
     return embeddings + model.num_layers * (attention + biases + mlp + norms) + model.hidden_size
 
 
-def layout_of(model: ModelConfig, asked: Asked) -> KVLayout:
+def layout_of(model: ModelArchitecture, asked: Asked) -> KVLayout:
     """The geometry that the engine would choose."""
     return kv_layout(
         model,
@@ -100,7 +100,7 @@ def layout_of(model: ModelConfig, asked: Asked) -> KVLayout:
     )
 
 
-def room(model: ModelConfig, asked: Asked) -> WorkerRoom:
+def room(model: ModelArchitecture, asked: Asked) -> WorkerRoom:
     """The figures. Raises ConfigError when weights and workspace alone are too much."""
     layout, defaults, ranks = layout_of(model, asked), EngineConfig(), asked.tensor_parallel_size
     context = min(model.max_context, asked.context)
@@ -132,7 +132,7 @@ def room(model: ModelConfig, asked: Asked) -> WorkerRoom:
     )
 
 
-def read_model(text: str) -> ModelConfig:
+def read_model(text: str) -> ModelArchitecture:
     """Of `builtin`, a model's directory, or a `config.json` alone. Raises ConfigError."""
     path = Path(text)
     if text == BUILTIN or path.is_dir():
@@ -162,7 +162,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def _computed_in(model: ModelConfig, options: argparse.Namespace) -> str:
+def _computed_in(model: ModelArchitecture, options: argparse.Namespace) -> str:
     if options.dtype != AUTO_DTYPE:
         return str(options.dtype)
     return BUILTIN_DTYPE if options.model == BUILTIN else model.stored_dtype or Asked().dtype

@@ -16,13 +16,14 @@ from typing import Any
 
 from cluster.simulator.inputs.latency import StepLatency, StepWork, work_of
 from cluster.simulator.inputs.latency_files import fit_steps
-from decode_worker.config import engine_spec
 from engine.assembly import EngineParts, assemble
 from engine.types.request import Request
 from tandem.config.cluster import load
 from tandem.values.block_hash import root_hash
 from tandem.values.ids import RequestId
+from tandem.values.roles import WorkerRole
 from tandem.values.sampling import SamplingParams
+from worker.engine_spec import engine_spec
 
 _SECRET = "profile-profile-"  # noqa: S105  # of nobody's cache
 _ROUNDS = 3
@@ -36,7 +37,7 @@ _STEPS = 6
 def measure(overrides: dict[str, Any]) -> StepLatency:
     """Dotted names of the cluster's configuration say which model and engine. Raises ConfigError."""
     lone = {"prefill.replicas": 0, "decode.replicas": 1, "secret": _SECRET}
-    parts = assemble(engine_spec(load(None, lone | overrides)))
+    parts = assemble(engine_spec(load(None, lone | overrides), WorkerRole.DECODE))
     parts.runner.bind_thread()
     fastest: dict[StepWork, float] = {}
     most = parts.config.max_sequence_tokens - _STEPS - 2

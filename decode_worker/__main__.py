@@ -6,7 +6,6 @@ import time
 from contextlib import AsyncExitStack
 from typing import Any
 
-from decode_worker.config import engine_spec
 from decode_worker.worker import DecodeWorker
 from engine.assembly import assemble
 from kv_transfer.memory.shared_memory import SharedPool
@@ -20,13 +19,13 @@ from tandem.telemetry.setup import open_tracer
 from tandem.values.ids import WorkerId
 from tandem.values.roles import WorkerRole
 from tandem.values.worker_identity import WorkerIdentity, draw_incarnation
-from worker.cluster_state.assembly import make_publisher, publish
-from worker.drain import Legator, leave
+from worker.cluster_state.publisher import make_publisher, publish
+from worker.drain import MigrationSource, leave
 from worker.engine_host import EngineHost
+from worker.engine_spec import engine_spec
 from worker.gpus import take_gpus
 from worker.kv_exchange.config import tcp_settings, transfer_settings
-from worker.kv_exchange.region import region_of
-from worker.kv_exchange.service import FabricPlan, Spawn, open_fabric
+from worker.kv_exchange.service import FabricPlan, Spawn, open_fabric, region_of
 from worker.node_group import node_group
 from worker.sessions import WorkerSessions
 from worker.trace_service import serve_traces
@@ -43,7 +42,9 @@ async def serve(config: ClusterConfig, place: WorkerPlace, lifetime: Lifetime) -
     progress = load_progress(place.ready_fd)
     nodes = node_group(config, WorkerRole.DECODE, place.index, host_name)
     seat = take_gpus(config, WorkerRole.DECODE, place)
-    parts = await asyncio.to_thread(assemble, engine_spec(config, nodes, seat), pool=SharedPool, progress=progress)
+    parts = await asyncio.to_thread(
+        assemble, engine_spec(config, WorkerRole.DECODE, nodes, seat), pool=SharedPool, progress=progress
+    )
     async with AsyncExitStack() as stack:
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         server = make_server(auth)
@@ -60,7 +61,7 @@ async def serve(config: ClusterConfig, place: WorkerPlace, lifetime: Lifetime) -
         worker = DecodeWorker(identity, host, tasks, tracer, takeover_s=config.router.takeover_s)
         publisher = make_publisher(config.redis, cluster_secret(config), identity)
         sessions = WorkerSessions(worker, publisher)
-        worker.legator = Legator(host, lambda: sessions.ports)
+        worker.migration_source = MigrationSource(host, lambda: sessions.ports)
         host.start(on_output=worker.on_output, ports=lambda: sessions.event_sinks)
         stack.push_async_callback(host.stop)
         await _with_fabric(stack, server, worker, host, config, tcp, tasks.create_task)

@@ -13,8 +13,8 @@ from typing import Any
 from decode_worker.phase_times import entered, first_token_came, landed
 from decode_worker.reports import StepReports
 from decode_worker.task import DecodeTask, TaskPhase
-from decode_worker.task_index import TaskBook
-from engine.kv_cache.reservations import Grant
+from decode_worker.task_index import TaskIndex
+from engine.kv_cache.reservations import ReservationGrant
 from engine.scheduler.request_limits import finish_reason
 from engine.scheduler.scheduler import Scheduler
 from engine.types.request import Request
@@ -31,13 +31,13 @@ from worker.engine_host import EngineHost
 _log = logging.getLogger(__name__)
 
 
-class Handoffs:
+class HandoffReceiver:
     """Implements kv_transfer's ReceiverOwner over the engine. On the event loop's thread."""
 
     def __init__(
         self,
         host: EngineHost,
-        tasks: TaskBook,
+        tasks: TaskIndex,
         reports: StepReports,
         *,
         spawn: Callable[[Coroutine[Any, Any, None]], object],
@@ -143,7 +143,7 @@ class Handoffs:
         task.destinations = ()
         new, held_tokens = task.next_reservation(), task.held_tokens
 
-        def reserve_again(scheduler: Scheduler) -> Grant | None:
+        def reserve_again(scheduler: Scheduler) -> ReservationGrant | None:
             request = scheduler.reservations.salvage(old, held_tokens, writer_is_quiet=writer_is_quiet)
             try:
                 return scheduler.reservations.reserve(new, request, max_held_tokens=held_tokens)
@@ -154,7 +154,7 @@ class Handoffs:
         self._spawn(self._ask_for_route(task, new, self._host.call(reserve_again), error))
 
     async def _ask_for_route(
-        self, task: DecodeTask, new: TransferId, kept: Awaitable[Grant | None], why: ServingError
+        self, task: DecodeTask, new: TransferId, kept: Awaitable[ReservationGrant | None], why: ServingError
     ) -> None:
         try:
             grant = await kept

@@ -28,7 +28,7 @@ class StepReports:
         """A token, an end, or both: a last token and its end travel together."""
         task.next_index = index + (token is not None)
         if token is not None:
-            task.told.add(token)
+            task.sent.add(token)
             task.held.append(token)
         if task.started and reason is None and len(task.held) < task.tokens_per_message:
             return
@@ -62,9 +62,9 @@ class StepReports:
         return pb.Finish(reason=finish_reason_to_pb(reason), cached_tokens=task.cached_tokens or 0, times=times)
 
 
-def tell_all(task: DecodeTask) -> None:
+def send_all(task: DecodeTask) -> None:
     """The answer so far, to a router that has just taken it over."""
-    delta = task.told.delta(task.request_id, task.attempt)
+    delta = task.sent.delta(task.request_id, task.attempt)
     task.held.clear()
     if task.started:
         delta.started.CopyFrom(_started(task))

@@ -4,16 +4,69 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from decode_worker.orphaned_streams import Orphanage
-from decode_worker.reports import refuse_order, tell_all
+from decode_worker.reports import refuse_order, send_all
 from decode_worker.task import DecodeTask, TaskPhase
-from decode_worker.task_index import TaskBook
+from decode_worker.task_index import TaskIndex
 from tandem.errors import ServingError, StreamTaken, Unavailable
 from tandem.telemetry.logs import about
 from tandem.v1 import session_pb2 as pb
-from tandem.values.ids import RequestId
+from tandem.values.ids import Incarnation, RequestId
 from worker.session_port import SessionPort
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Orphan:
+    task: DecodeTask
+    router: Incarnation
+    lapses_s: float
+
+
+class OrphanedStreams:
+    """Tasks without a router, by the name of their choice. Without I/O; `now_s` is the worker's monotonic clock.
+
+    A choice may have several: the router that began it anew after the first one has gone, too.
+    """
+
+    def __init__(self, *, keep_s: float) -> None:
+        self.keep_s = keep_s
+        self._orphans: dict[RequestId, list[_Orphan]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._orphans.values()))
+
+    def take_in(self, task: DecodeTask, *, now_s: float) -> None:
+        """Its router has gone."""
+        orphan = _Orphan(task=task, router=task.port.router, lapses_s=now_s + self.keep_s)
+        self._orphans.setdefault(task.request_id, []).append(orphan)
+
+    def give_away(self, request_id: RequestId) -> tuple[DecodeTask | None, list[DecodeTask]]:
+        """The latest to a router that asks for it, and others of its choice, which nobody needs any more.
+
+        None: it is not here, or came to no good end.
+        """
+        tasks = [orphan.task for orphan in self._orphans.pop(request_id, [])]
+        given = next((task for task in reversed(tasks) if not task.is_over or task.finish is not None), None)
+        return given, [task for task in tasks if task is not given]
+
+    def lapsed(self, now_s: float) -> list[DecodeTask]:
+        """Those that nobody has asked for in time; they are not here any more."""
+        return self._let_go(lambda orphan: orphan.lapses_s <= now_s)
+
+    def of_router(self, router: Incarnation) -> list[DecodeTask]:
+        """Those that a router which is back has long continued elsewhere; they are not here any more."""
+        return self._let_go(lambda orphan: orphan.router == router)
+
+    def _let_go(self, wanted: Callable[[_Orphan], bool]) -> list[DecodeTask]:
+        gone = [orphan for orphans in self._orphans.values() for orphan in orphans if wanted(orphan)]
+        for orphan in gone:
+            left = self._orphans[orphan.task.request_id]
+            left.remove(orphan)
+            if not left:
+                del self._orphans[orphan.task.request_id]
+        return [orphan.task for orphan in gone]
+
 
 _log = logging.getLogger(__name__)
 
@@ -23,7 +76,7 @@ class Takeovers:
 
     def __init__(
         self,
-        book: TaskBook,
+        book: TaskIndex,
         *,
         keep_s: float,
         cancel: Callable[[DecodeTask], None],
@@ -31,7 +84,7 @@ class Takeovers:
     ) -> None:
         """`go_on_here` is told of tasks that wait for a router's word on who computes their prompt."""
         self._book = book
-        self._orphans = Orphanage(keep_s=keep_s)
+        self._orphans = OrphanedStreams(keep_s=keep_s)
         self._ports: set[SessionPort] = set()
         """Of routers that are here."""
         self._cancel = cancel
@@ -73,12 +126,12 @@ class Takeovers:
             return
         refuse_order(*former, StreamTaken("the client has taken this stream elsewhere"))
         if task is not None:
-            tell_all(task)
+            send_all(task)
 
     def _pass_on(self, task: DecodeTask | None, port: SessionPort, adopt: pb.Adopt) -> tuple[SessionPort, str, int]:
         """Whose it was."""
         with_logprobs = task is not None and task.request.params.num_logprobs is not None
-        if task is None or not task.told.can_tell_from(adopt.num_shown, with_logprobs=with_logprobs):
+        if task is None or not task.sent.can_send_from(adopt.num_shown, with_logprobs=with_logprobs):
             raise Unavailable("this answer is not here")
         former = (task.port, adopt.request_id, task.attempt)
         self._book.pass_on(task, port, adopt.attempt)

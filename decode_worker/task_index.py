@@ -9,7 +9,7 @@ from tandem.values.ids import RequestId, TransferId
 from worker.session_port import SessionPort
 
 
-class TaskBook:
+class TaskIndex:
     """Live tasks; one that is removed is DONE and nothing reaches it any more."""
 
     def __init__(self, on_empty: Callable[[], None]) -> None:

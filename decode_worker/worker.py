@@ -11,15 +11,14 @@ from collections.abc import Awaitable, Coroutine
 from itertools import count
 from typing import Any
 
-from decode_worker.handoffs import Handoffs
+from decode_worker.handoffs import HandoffReceiver
 from decode_worker.orders import holder_of, request_from_pb, route_from_pb
 from decode_worker.phase_times import admitted, computed_here, fetched
 from decode_worker.reports import StepReports, ask_for_route, refuse, refuse_order
-from decode_worker.sent_tokens import ToldTokens
 from decode_worker.spans import begin_span, trace_first_step, trace_own_prefill
 from decode_worker.takeover import Takeovers
-from decode_worker.task import DecodeTask, TaskPhase
-from decode_worker.task_index import TaskBook
+from decode_worker.task import DecodeTask, SentTokens, TaskPhase
+from decode_worker.task_index import TaskIndex
 from engine.scheduler.scheduler import Scheduler
 from engine.types.request import Request, SampledToken, TokenEvent
 from engine.types.step_output import StepOutput
@@ -34,11 +33,11 @@ from tandem.values.block_hash import HASH_BLOCK_TOKENS
 from tandem.values.ids import BlockHash, RequestId
 from tandem.values.outputs import FinishReason, PhaseTimes
 from tandem.values.worker_identity import WorkerIdentity
-from worker.drain import Legator
+from worker.drain import MigrationSource
 from worker.engine_host import EngineHost
 from worker.kv_exchange.service import Fabric
-from worker.prefix_pins import PinDesk
-from worker.prompt_scoring import ReadOrders
+from worker.prefix_pins import PinService
+from worker.prompt_scoring import PromptScoringOrders
 from worker.session_port import SessionPort
 from worker.wire import hello_to_pb
 
@@ -61,19 +60,19 @@ class DecodeWorker:
         self.identity = identity
         self.tracer = tracer or NoTracer()
         self.fabric: Fabric | None = None
-        self.legator: Legator | None = None
+        self.migration_source: MigrationSource | None = None
         self._host = host
-        self._pins = PinDesk(host)
+        self._pins = PinService(host)
         self._group = tasks
         self._serial = count(1)
         self._reports = StepReports(time.monotonic, block_bytes=host.parts.layout.worker_block_bytes)
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
-        self._book = TaskBook(self._idle.set)
-        self._reads = ReadOrders(host, in_prefill_pool=False)
+        self._book = TaskIndex(self._idle.set)
+        self._scoring = PromptScoringOrders(host, in_prefill_pool=False)
         self._takeovers = Takeovers(self._book, keep_s=takeover_s, cancel=self._cancel, go_on_here=self._go_on_here)
-        self.handoffs = Handoffs(
+        self.handoffs = HandoffReceiver(
             host,
             self._book,
             self._reports,
@@ -105,7 +104,7 @@ class DecodeWorker:
 
     def order(self, port: SessionPort, message: pb.RouterMessage) -> None:
         """About a request, a cache that is left by somebody, or what is cached here."""
-        if self._reads.take(port, message):
+        if self._scoring.handle(port, message):
             return
         kind = message.WhichOneof("kind")
         if kind == "submit":
@@ -119,9 +118,9 @@ class DecodeWorker:
         elif kind == "reroute":
             self._reroute(port, message.reroute)
         elif kind == "inherit" and self.fabric is not None:
-            self.fabric.heir.inherit(port, message.inherit)
-        elif kind == "settled" and self.legator is not None:
-            self.legator.settled(port)
+            self.fabric.migration_target.migrate(port, message.inherit)
+        elif kind == "settled" and self.migration_source is not None:
+            self.migration_source.settled(port)
         elif kind == "resync":
             self._host.send_snapshot(port)
         else:
@@ -131,7 +130,7 @@ class DecodeWorker:
         """A router left: its requests go on for a while, in case that another one takes them over."""
         self._pins.closed(port)
         self._takeovers.router_left(port)
-        self._reads.closed(port)
+        self._scoring.closed(port)
 
     async def load(self) -> pb.LoadSnapshot:
         """How busy this worker is."""
@@ -162,7 +161,7 @@ class DecodeWorker:
                 transfer_id=transfer_id,
                 holder=holder_of(submit),
                 arrived_s=now_s,
-                told=ToldTokens(submit.generated_token_ids),
+                sent=SentTokens(submit.generated_token_ids),
                 tokens_per_message=max(1, submit.tokens_per_message),
                 next_index=len(submit.generated_token_ids),
                 span=begin_span(self.tracer, submit, now_s),
@@ -323,7 +322,7 @@ class DecodeWorker:
 
     def on_output(self, output: StepOutput) -> None:
         """One engine step."""
-        self._reads.on_output(output)
+        self._scoring.on_output(output)
         now_s = time.monotonic()
         for admission in output.admissions:
             task = self._book.of_engine(admission.request_id)
@@ -360,7 +359,7 @@ class DecodeWorker:
     async def finish(self) -> None:
         """Take no new work; wait for what is here."""
         self._draining = True
-        await self._reads.finish()
+        await self._scoring.finish()
         await self._idle.wait()
         if self.fabric is not None:
             await self.fabric.finish()

@@ -20,10 +20,9 @@ from engine.kv_cache.lower_tiers import HostTier
 from engine.kv_cache.pins import PinBounds
 from engine.kv_storage.block_file import cache_identity
 from engine.kv_storage.disk_store import DiskStore, check_path
-from engine.kv_storage.free_memory import free_memory_bytes, memory_capacity_bytes
-from engine.kv_storage.host_room import HostRoom
+from engine.kv_storage.free_memory import HostRoom, free_memory_bytes, memory_capacity_bytes
 from engine.kv_storage.paged_cache import PagedKVCache
-from engine.model.config import ModelConfig, load_model_config
+from engine.model.config import ModelArchitecture, load_model_config
 from engine.model.decoder import Decoder
 from engine.model.gpu_memory import GpuWish, gpu_limit_bytes
 from engine.model.loader import Progress, load_model
@@ -43,7 +42,7 @@ from engine.sampling.grammar import LlGuides, grammar_cache_bytes
 from engine.scheduler.scheduler import Scheduler
 from engine.spec import EngineSpec
 from engine.tier_assembly import HostSlots, TierSizes, host_slots, open_disk, tier_spec
-from engine.types.config import EngineConfig
+from engine.types.config import SchedulerConfig
 from engine.types.token_guide import Guides
 from tandem.errors import ConfigError
 from tandem.telemetry.logs import configured_style
@@ -65,8 +64,8 @@ class EngineParts:
 
     scheduler: Scheduler
     runner: ModelRunner
-    config: EngineConfig
-    model: ModelConfig
+    config: SchedulerConfig
+    model: ModelArchitecture
     layout: KVLayout
     budget: MemoryBudget
     """Of each rank."""
@@ -151,7 +150,7 @@ def assemble(spec: EngineSpec, *, pool: Pool | None = None, progress: Progress |
     return parts
 
 
-def _open_ranks(spec: EngineSpec, config: ModelConfig, options: BackendOptions) -> Ranks:
+def _open_ranks(spec: EngineSpec, config: ModelArchitecture, options: BackendOptions) -> Ranks:
     Shard(config, rank=0, size=spec.tensor_parallel_size)  # what cannot be split is refused before anything starts
     return open_ranks(
         RankSetup(
@@ -174,7 +173,7 @@ def _open_ranks(spec: EngineSpec, config: ModelConfig, options: BackendOptions) 
 
 
 def _parts(
-    spec: EngineSpec, config: ModelConfig, model: Decoder, ranks: Ranks, limit_bytes: int, pool: Pool | None
+    spec: EngineSpec, config: ModelArchitecture, model: Decoder, ranks: Ranks, limit_bytes: int, pool: Pool | None
 ) -> EngineParts:
     size, device = spec.tensor_parallel_size, model.device
     tightest = ranks.wait_loaded(RankFacts(weights_bytes=model.weights_bytes, fingerprint=model.fingerprint))
@@ -231,7 +230,7 @@ def _parts(
     )
 
 
-def _guides(spec: EngineSpec, config: ModelConfig, limit_bytes: int) -> LlGuides:
+def _guides(spec: EngineSpec, config: ModelArchitecture, limit_bytes: int) -> LlGuides:
     return LlGuides(
         spec.model_path / "tokenizer.json",
         vocab_size=config.vocab_size,
@@ -289,10 +288,10 @@ def _budget(
 
 
 def _scheduler(
-    spec: EngineSpec, config: EngineConfig, hasher: BlockHasher, runner: ModelRunner, slots: HostSlots
+    spec: EngineSpec, config: SchedulerConfig, hasher: BlockHasher, runner: ModelRunner, slots: HostSlots
 ) -> tuple[Scheduler, DiskStore | None]:
     """With the tiers that have room: what copying takes is measured here, computing as the worker runs."""
-    pins = PinBounds.of(config.num_blocks, share=spec.pinned_share, tenant_share=spec.pinned_tenant_share)
+    pins = PinBounds.from_shares(config.num_blocks, share=spec.pinned_share, tenant_share=spec.pinned_tenant_share)
     if not slots.num_slots:
         return Scheduler(config, hasher, pins=pins, clock=time.monotonic), None
     layout, mover = runner.kv_cache.layout, runner.blocks
@@ -366,10 +365,10 @@ def _workspace_bytes(
     )
 
 
-def _engine_config(spec: EngineSpec, context: int, num_blocks: int, eos: frozenset[int]) -> EngineConfig:
-    shared = {f.name for f in fields(EngineConfig)} & {f.name for f in fields(EngineSpec)}
+def _engine_config(spec: EngineSpec, context: int, num_blocks: int, eos: frozenset[int]) -> SchedulerConfig:
+    shared = {f.name for f in fields(SchedulerConfig)} & {f.name for f in fields(EngineSpec)}
     given = {name: getattr(spec, name) for name in shared - {"num_blocks", "max_model_len"}}
-    return EngineConfig(
+    return SchedulerConfig(
         **given,
         num_blocks=num_blocks,
         max_model_len=context,

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from engine.scheduler.scheduler import Scheduler
-from engine.stall import Turn
+from engine.stall import EngineTurn
 from engine.types.request import Batch
 from engine.types.runner import LaunchedStep, Runner
-from engine.types.step_output import ComingPrompt, LayersDone, StepOutput, StepTimings
+from engine.types.step_output import LayersDone, PromptInStep, StepOutput, StepTimings
 from tandem.errors import InternalError, ServingError, Unavailable
 
 _log = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ class Engine:
         self._is_idle = True
         self._is_woken = False
         self._num_turns = 0
-        self.turn: Turn | None = None
+        self.turn: EngineTurn | None = None
         """What the thread is at, for any thread to read; None while it sleeps."""
         self._thread = threading.Thread(target=self._run, name="tandem-engine", daemon=True)
 
@@ -154,7 +154,7 @@ class Engine:
             self._runner.bind_thread()
             while self._wait():
                 self._num_turns += 1
-                self.turn = Turn(self._num_turns)
+                self.turn = EngineTurn(self._num_turns)
                 # Those here now; later ones wait for the next turn, or a storm of calls would stop all steps.
                 for _ in range(len(self._calls)):
                     self._calls.popleft().run(self._scheduler)
@@ -193,7 +193,7 @@ class Engine:
         batch = scheduler.schedule(started_s)
         if batch is None:
             if self._launched is None:
-                if scheduler.has_notices:
+                if scheduler.has_output:
                     self._on_step(scheduler.drain())
                 return False
             self._settle()
@@ -211,7 +211,7 @@ class Engine:
     def _launch(self, batch: Batch, schedule_s: float) -> _Launched:
         num_tokens = batch.num_tokens
         before = 0 if self._launched is None else self._launched.num_tokens
-        self.turn = Turn(self._num_turns, before + num_tokens)
+        self.turn = EngineTurn(self._num_turns, before + num_tokens)
         launched_s = self._clock()
         step = self._runner.launch(batch, self._layers_listener(batch))
         ended_s = self._clock() if self._pipelined and step.is_over() else None
@@ -229,7 +229,7 @@ class Engine:
         if listener is None:
             return None
         prompts = tuple(
-            ComingPrompt(request.request_id, start, start + num_tokens, tuple(request.block_table))
+            PromptInStep(request.request_id, start, start + num_tokens, tuple(request.block_table))
             for request, start, num_tokens, _ in batch.items
             if request.prefill_only
         )

@@ -14,7 +14,7 @@ _FIRST_PATIENCE = 10.0
 """How many times the bound the first steps may take, of which nobody knows what to expect: kernels may be compiled."""
 
 
-class Turn(NamedTuple):
+class EngineTurn(NamedTuple):
     """What the engine's thread does between two looks at what waits for it."""
 
     number: int
@@ -30,7 +30,7 @@ class StallWatch:
     """Asked regularly. Time in which this process itself did not run counts for nothing."""
 
     def __init__(self, *, stall_s: float | None, period_s: float, now_s: float) -> None:
-        """`stall_s`: what any turn may take; None: no bound. `period_s`: how often `look` is meant to be called."""
+        """`stall_s`: what any turn may take; None: no bound. `period_s`: how often `check` is meant to be called."""
         self._stall_s = stall_s
         self._period_s = period_s
         self._looked_s = now_s
@@ -38,7 +38,7 @@ class StallWatch:
         self.age_s = 0.0
         """For how long the present turn has been seen to last."""
 
-    def look(self, turn: Turn | None, rates: RateMeter, now_s: float) -> None:
+    def check(self, turn: EngineTurn | None, rates: RateMeter, now_s: float) -> None:
         """`turn`: the one under way, if the thread does not sleep. Raises EngineStalled."""
         passed_s, self._looked_s = min(now_s - self._looked_s, 2 * self._period_s), now_s
         if turn is None or turn.number != self._number:
@@ -50,7 +50,7 @@ class StallWatch:
             raise EngineStalled(told)
 
     @staticmethod
-    def _allowed_s(turn: Turn, rates: RateMeter, stall_s: float) -> float:
+    def _allowed_s(turn: EngineTurn, rates: RateMeter, stall_s: float) -> float:
         # Without a rate of prompts: no token takes longer than a whole step of decodes.
         token_s = 1.0 / rates.prefill_tokens_per_s if rates.prefill_tokens_per_s else rates.decode_step_s
         if turn.num_tokens and not token_s:

@@ -9,7 +9,6 @@ from engine.assembly import EngineParts, assemble
 from engine.spec import EngineSpec
 from kv_transfer.memory.region import KVRegion
 from kv_transfer.memory.shared_memory import SharedPool
-from prefill_worker.config import engine_spec
 from prefill_worker.worker import PrefillWorker
 from tandem.config.cluster import ClusterConfig
 from tandem.config.worker import cluster_secret, free_address
@@ -21,13 +20,13 @@ from tandem.telemetry.setup import open_tracer
 from tandem.values.ids import WorkerId
 from tandem.values.roles import WorkerRole
 from tandem.values.worker_identity import WorkerIdentity, draw_incarnation
-from worker.cluster_state.assembly import make_publisher, publish
-from worker.drain import Legator, leave
+from worker.cluster_state.publisher import make_publisher, publish
+from worker.drain import MigrationSource, leave
 from worker.engine_host import EngineHost
+from worker.engine_spec import engine_spec
 from worker.gpus import take_gpus
 from worker.kv_exchange.config import tcp_settings, transfer_settings
-from worker.kv_exchange.region import region_of
-from worker.kv_exchange.service import FabricPlan, open_fabric
+from worker.kv_exchange.service import FabricPlan, open_fabric, region_of
 from worker.node_group import node_group
 from worker.sessions import WorkerSessions
 from worker.trace_service import serve_traces
@@ -42,7 +41,7 @@ async def serve(config: ClusterConfig, place: WorkerPlace, lifetime: Lifetime) -
     auth, tcp = ClusterAuth(cluster_secret(config)), tcp_settings(config.transfer, host_name)
     nodes = node_group(config, WorkerRole.PREFILL, place.index, host_name)
     seat = take_gpus(config, WorkerRole.PREFILL, place)
-    parts = await asyncio.to_thread(_parts, engine_spec(config, nodes, seat), place.ready_fd)
+    parts = await asyncio.to_thread(_parts, engine_spec(config, WorkerRole.PREFILL, nodes, seat), place.ready_fd)
     async with AsyncExitStack() as stack:
         region = _region(parts, stack)
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
@@ -53,7 +52,7 @@ async def serve(config: ClusterConfig, place: WorkerPlace, lifetime: Lifetime) -
         worker = PrefillWorker(identity, host)
         publisher = make_publisher(config.redis, cluster_secret(config), identity)
         sessions = WorkerSessions(worker, publisher)
-        worker.legator = Legator(host, lambda: sessions.ports)
+        worker.migration_source = MigrationSource(host, lambda: sessions.ports)
         host.start(on_output=worker.on_output, on_layers=worker.on_layers, ports=lambda: sessions.event_sinks)
         stack.push_async_callback(host.stop)
         plan = FabricPlan(

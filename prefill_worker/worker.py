@@ -7,6 +7,7 @@ first token → sealed → released. Its blocks stay pinned from the job to the 
 import logging
 import time
 from array import array
+from dataclasses import dataclass, field
 
 from engine.scheduler.scheduler import Scheduler
 from engine.types.request import Request, TokenEvent
@@ -14,20 +15,51 @@ from engine.types.step_output import LayersDone, PrefillProgress, StepOutput
 from engine.types.token_guide import unusable
 from kv_transfer.protocol.messages import PrefillJob
 from kv_transfer.session.sender_hub import SenderHub
-from prefill_worker.task import PrefillTask
 from tandem.errors import DeadlineExceeded, InvalidRequest
 from tandem.protocol.wire import failure_to_pb
 from tandem.v1 import session_pb2 as pb
-from tandem.values.ids import RequestId, TransferId
-from tandem.values.outputs import FinishReason
+from tandem.values.ids import BlockHash, BlockId, RequestId, TransferId
+from tandem.values.outputs import NO_CACHED_TOKENS, CachedTokens, FinishReason, PhaseTimes
 from tandem.values.worker_identity import WorkerIdentity
-from worker.drain import Legator
+from worker.drain import MigrationSource
 from worker.engine_host import EngineHost
 from worker.kv_exchange.service import Fabric
-from worker.prefix_pins import PinDesk
-from worker.prompt_scoring import ReadOrders
+from worker.prefix_pins import PinService
+from worker.prompt_scoring import PromptScoringOrders
 from worker.session_port import SessionPort
 from worker.wire import hello_to_pb
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class PrefillTask:
+    """Touched by the event loop only; `request` belongs to the engine thread until its prompt is computed."""
+
+    job: PrefillJob
+    request: Request
+    blocks: list[BlockId] = field(default_factory=list)
+    """Source blocks that have their final content, in the order of the request's table."""
+    queued_s: float = 0.0
+    admitted_s: float = 0.0
+    fetched_tokens: int = 0
+    """Brought from a peer before it was queued."""
+    fetch_s: float = 0.0
+    """What that took."""
+    cached: CachedTokens = NO_CACHED_TOKENS
+
+    def times(self, now_s: float, *, block_bytes: int) -> PhaseTimes:
+        """Where the time went until now, and what was held."""
+        return PhaseTimes(
+            prefill_queue_s=self.queued_s,
+            prefill_s=now_s - self.admitted_s if self.admitted_s else 0.0,
+            transfer_s=self.fetch_s,
+            kv_byte_s=self.request.held.until(now_s) * block_bytes,
+            cached=self.cached,
+        )
+
+    def tail_hash(self) -> BlockHash | None:
+        """Name of the prompt's last full hash block; None when it is shorter than one."""
+        return self.request.block_hashes[-1] if self.request.block_hashes else None
+
 
 _log = logging.getLogger(__name__)
 
@@ -38,11 +70,11 @@ class PrefillWorker:
     def __init__(self, identity: WorkerIdentity, host: EngineHost) -> None:
         self.identity = identity
         self.fabric: Fabric | None = None
-        self.legator: Legator | None = None
+        self.migration_source: MigrationSource | None = None
         self._host = host
-        self._pins = PinDesk(host)
+        self._pins = PinService(host)
         self._tasks: dict[TransferId, PrefillTask] = {}
-        self._reads = ReadOrders(host, in_prefill_pool=True)
+        self._scoring = PromptScoringOrders(host, in_prefill_pool=True)
 
     # SessionHandler
 
@@ -58,7 +90,7 @@ class PrefillWorker:
 
     def order(self, port: SessionPort, message: pb.RouterMessage) -> None:
         """Routers order answers from decode workers, and prompts from those; here only prompts that are read."""
-        if self._reads.take(port, message):
+        if self._scoring.handle(port, message):
             return
         if message.HasField("submit"):
             error = InvalidRequest("this is a prefill worker: submit to a decode worker")
@@ -66,9 +98,9 @@ class PrefillWorker:
             refused = pb.Refused(request_id=submit.request_id, attempt=submit.attempt, failure=failure_to_pb(error))
             port.send(pb.WorkerMessage(refused=refused))
         elif message.HasField("inherit") and self.fabric is not None:
-            self.fabric.heir.inherit(port, message.inherit)
-        elif message.HasField("settled") and self.legator is not None:
-            self.legator.settled(port)
+            self.fabric.migration_target.migrate(port, message.inherit)
+        elif message.HasField("settled") and self.migration_source is not None:
+            self.migration_source.settled(port)
         elif message.HasField("resync"):
             self._host.send_snapshot(port)
         else:
@@ -76,7 +108,7 @@ class PrefillWorker:
 
     def closed(self, port: SessionPort) -> None:
         """A router left; its requests end with their decode workers."""
-        self._reads.closed(port)
+        self._scoring.closed(port)
         self._pins.closed(port)
 
     async def load(self) -> pb.LoadSnapshot:
@@ -150,7 +182,7 @@ class PrefillWorker:
 
     def on_output(self, output: StepOutput) -> None:
         """One engine step."""
-        self._reads.on_output(output)
+        self._scoring.on_output(output)
         self._pins.lost(output.lost_pins)
         if self.fabric is None:
             return
@@ -212,6 +244,6 @@ class PrefillWorker:
 
     async def finish(self) -> None:
         """Take no new prompts; serve what is outstanding."""
-        await self._reads.finish()
+        await self._scoring.finish()
         if self.fabric is not None:
             await self.fabric.finish()

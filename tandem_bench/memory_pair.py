@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 import grpc.aio
 
-from decode_worker.config import engine_spec
 from decode_worker.worker import DecodeWorker
 from engine.assembly import EngineParts, assemble
 from kv_transfer.memory.region import KVRegion
@@ -28,6 +27,7 @@ from tandem.values.ids import WorkerId
 from tandem.values.roles import WorkerRole
 from tandem.values.worker_identity import WorkerIdentity, draw_incarnation
 from worker.engine_host import EngineHost
+from worker.engine_spec import engine_spec
 from worker.kv_exchange.config import transfer_settings
 from worker.kv_exchange.service import FabricPlan, open_fabric
 from worker.sessions import WorkerSessions
@@ -91,7 +91,7 @@ class Pair:
         )
 
     async def _open(self, role: WorkerRole) -> tuple[EngineParts, WorkerIdentity, grpc.aio.Server]:
-        parts = await asyncio.to_thread(assemble, engine_spec(self.config))
+        parts = await asyncio.to_thread(assemble, engine_spec(self.config, WorkerRole.DECODE))
         pool = self.config.prefill if role is WorkerRole.PREFILL else self.config.decode
         host, port = listen_address(pool, role.value, 0)
         server = make_server(self.auth)

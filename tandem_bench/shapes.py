@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.model.config import ModelConfig, parse_model_config
+from engine.model.config import ModelArchitecture, parse_model_config
 from engine.model.loader import expected_shapes
 
 _QWEN3 = "Qwen3ForCausalLM"
@@ -65,7 +65,7 @@ class Shape:
             "torch_dtype": dtype,
         }
 
-    def model_config(self, dtype: str = "bfloat16") -> ModelConfig:
+    def model_config(self, dtype: str = "bfloat16") -> ModelArchitecture:
         """As the engine reads it."""
         return parse_model_config(self.hf_config(dtype), {})
 

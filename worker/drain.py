@@ -13,7 +13,7 @@ from worker.kv_exchange.service import Fabric
 from worker.session_port import SessionPort
 
 
-class Legator:
+class MigrationSource:
     """Offers a worker's cache to routers, one after another, until one has found whoever wants it."""
 
     def __init__(self, host: EngineHost, ports: Callable[[], Iterable[SessionPort]]) -> None:
@@ -26,7 +26,7 @@ class Legator:
         if (settled := self._asked.get(port)) is not None:
             settled.set()
 
-    async def bequeath(self, within_s: float) -> None:
+    async def offer_cache(self, within_s: float) -> None:
         """Return when no more of the cache is fetched, or after so long. At once where nobody could be asked.
 
         Which blocks matter most only the pool itself knows; routers have no more than their names, without order.
@@ -65,31 +65,31 @@ async def _first(one: Awaitable[object], other: Awaitable[object]) -> bool:
             task.cancel()
 
 
-class Leaver(Protocol):
+class DrainingWorker(Protocol):
     """A worker."""
 
     fabric: Fabric | None
-    legator: Legator | None
+    migration_source: MigrationSource | None
 
     async def finish(self) -> None:
         """Take no new work; wait for what is here."""
 
 
-async def leave(worker: Leaver, *, drain_s: float, succession_s: float) -> None:
+async def leave(worker: DrainingWorker, *, drain_s: float, succession_s: float) -> None:
     """A worker was told to stop, and has told so: return within `drain_s`, when nobody needs it any more.
 
     Its cache is passed on when its work is done, or earlier if there would be no time left.
     """
     fabric = worker.fabric
     if fabric is not None:
-        fabric.heir.close()
+        fabric.migration_target.close()
     with suppress(TimeoutError):
         async with asyncio.timeout(drain_s):
             finishing = asyncio.ensure_future(worker.finish())
             try:
                 await asyncio.wait({finishing}, timeout=max(0.0, drain_s - succession_s))
-                if fabric is not None and worker.legator is not None:
-                    await worker.legator.bequeath(succession_s)
+                if fabric is not None and worker.migration_source is not None:
+                    await worker.migration_source.offer_cache(succession_s)
                 await finishing
                 if fabric is not None:
                     await fabric.drain()

@@ -183,7 +183,7 @@ class EngineHost:
 
     async def load(self) -> pb.LoadSnapshot:
         """A report for routers: of now, or of the last step while a long one runs. Sees whether the engine hangs."""
-        self._look_for_stall()
+        self._check_for_stall()
         with suppress(TimeoutError):
             async with asyncio.timeout(_LOAD_WAIT_S):
                 self._load = await self.call(lambda scheduler: scheduler.load())
@@ -196,11 +196,11 @@ class EngineHost:
             work=work_to_pb(self._work, self.parts, resident_bytes=resident_bytes()),
         )
 
-    def _look_for_stall(self) -> None:
+    def _check_for_stall(self) -> None:
         if self._has_failed:
             return
         try:
-            self._stall_watch.look(self._engine.turn, self.rates, time.monotonic())
+            self._stall_watch.check(self._engine.turn, self.rates, time.monotonic())
         except EngineStalled as stalled:
             _log.critical("the engine hangs: %s", stalled)
             self._has_failed = True

@@ -10,7 +10,7 @@ from worker.engine_host import EngineHost
 from worker.session_port import SessionPort
 
 
-class PinDesk:
+class PinService:
     """Takes orders to the engine; whoever asked hears what became of it, every router what gives way later."""
 
     def __init__(self, host: EngineHost) -> None:

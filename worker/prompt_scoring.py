@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import count
 
-from engine.types.prompt_scoring import Reading
+from engine.types.prompt_scoring import PromptScoringState
 from engine.types.request import FinishReason, Request, SampledToken
 from engine.types.step_output import StepOutput
 from engine.types.token_guide import unusable
@@ -56,7 +56,7 @@ class _Task:
         return self.port, self.request_id, self.attempt
 
 
-class ReadOrders:
+class PromptScoringOrders:
     """One worker's. On the event loop's thread."""
 
     def __init__(self, host: EngineHost, *, in_prefill_pool: bool) -> None:
@@ -73,7 +73,7 @@ class ReadOrders:
     def __len__(self) -> int:
         return len(self._tasks)
 
-    def take(self, port: SessionPort, message: pb.RouterMessage) -> bool:
+    def handle(self, port: SessionPort, message: pb.RouterMessage) -> bool:
         """Whether an order was about a reading; then it has been seen to."""
         if message.HasField("read"):
             self._begin(port, message.read)
@@ -131,7 +131,7 @@ class ReadOrders:
         added = asyncio.ensure_future(self._host.call(lambda scheduler: scheduler.add(request)))
         added.add_done_callback(lambda future: self._added(task, future))
 
-    def _reading(self, order: pb.Read) -> Reading | None:
+    def _reading(self, order: pb.Read) -> PromptScoringState | None:
         """None: continuations are wanted, which are sampled as ever."""
         if order.HasField("num_next"):
             if not 1 <= order.num_next <= min(MAX_CONTINUATIONS, self._host.parts.model.vocab_size):
@@ -140,7 +140,7 @@ class ReadOrders:
         num_top = order.num_top if order.HasField("num_top") else None
         if num_top is not None and num_top > min(MAX_TOP_LOGPROBS, self._host.parts.model.vocab_size):
             raise InvalidRequest(f"num_top must be at most {MAX_TOP_LOGPROBS}", param="num_top")
-        return Reading(num_prompt_tokens=len(order.prompt_token_ids), num_top=num_top)
+        return PromptScoringState(num_prompt_tokens=len(order.prompt_token_ids), num_top=num_top)
 
     def _request(self, order: pb.Read) -> Request:
         num_next = order.num_next if order.HasField("num_next") else None

@@ -8,7 +8,7 @@ from tandem.values.step_sizes import STEP_SIZES
 
 
 @dataclass(slots=True)
-class StepTotals:
+class StepKindTotals:
     """Steps of one kind."""
 
     steps: int = 0
@@ -31,9 +31,9 @@ class WorkMeter:
     __slots__ = ("decode", "preemptions", "prefill", "sizes")
 
     def __init__(self) -> None:
-        self.prefill = StepTotals()
+        self.prefill = StepKindTotals()
         """Steps that computed prompts, whatever else was in them."""
-        self.decode = StepTotals()
+        self.decode = StepKindTotals()
         """Steps that only made one token for each request."""
         self.preemptions = 0
         self.sizes = [0] * (len(STEP_SIZES) + 1)

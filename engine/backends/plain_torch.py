@@ -6,7 +6,7 @@ from torch import Tensor
 from engine.backends.deferred_projection import LaterAdded
 from engine.backends.thread_priority import step_back
 from engine.kv_storage.paged_cache import PagedKVCache
-from engine.model.backend import RecordableModel, Role
+from engine.model.backend import ProjectionRole, RecordableModel
 from engine.model.layers.attention import AttentionBackend, AttentionSpec
 from engine.model.layers.linear import GatedLinear, HeadLinear, Linear, TokenEmbedding
 from engine.model.layers.norm import RMSNorm
@@ -23,11 +23,11 @@ class TorchBackend:
         self.device = torch.device(device)
         self.dtype = dtype
 
-    def projection(self, weight: Tensor, bias: Tensor | None, role: Role) -> Linear:
+    def projection(self, weight: Tensor, bias: Tensor | None, role: ProjectionRole) -> Linear:
         """See Backend."""
         return Linear(weight, bias)
 
-    def closing(self, weight: Tensor, bias: Tensor | None, role: Role) -> LaterAdded:
+    def closing(self, weight: Tensor, bias: Tensor | None, role: ProjectionRole) -> LaterAdded:
         """See Backend."""
         return LaterAdded(self.projection(weight, bias, role))
 

@@ -22,7 +22,7 @@ from tandem.values.ids import BlockHash, BlockId
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Entry:
+class IndexedBlock:
     """One findable block."""
 
     name: BlockHash
@@ -44,15 +44,15 @@ class Entry:
 class EvictionPolicy(Protocol):
     """An order of the parked entries in which a child always comes before its parent."""
 
-    def park(self, entry: Entry) -> None:
+    def park(self, entry: IndexedBlock) -> None:
         """The entry lost its last reference. The tail of a table is parked before its head."""
         ...
 
-    def unpark(self, entry: Entry) -> None:
+    def unpark(self, entry: IndexedBlock) -> None:
         """A parked entry is referenced again."""
         ...
 
-    def became_leaf(self, entry: Entry) -> None:
+    def became_leaf(self, entry: IndexedBlock) -> None:
         """A parked entry's last child was evicted."""
         ...
 
@@ -68,7 +68,7 @@ class EvictionPolicy(Protocol):
         """Every parked leaf, and perhaps others, those that would be evicted last first; O(n log n) at most."""
         ...
 
-    def check(self, parked: Mapping[BlockHash, Entry]) -> None:
+    def check(self, parked: Mapping[BlockHash, IndexedBlock]) -> None:
         """InvariantError unless exactly these are known and a child would always go before its parent."""
         ...
 
@@ -82,15 +82,15 @@ class LeastRecentlyUsed:
         # A dict would do but for its front: finding the oldest after many removals is O(n) there.
         self._order: OrderedDict[BlockHash, None] = OrderedDict()
 
-    def park(self, entry: Entry) -> None:
+    def park(self, entry: IndexedBlock) -> None:
         """See EvictionPolicy."""
         self._order[entry.name] = None
 
-    def unpark(self, entry: Entry) -> None:
+    def unpark(self, entry: IndexedBlock) -> None:
         """See EvictionPolicy."""
         del self._order[entry.name]
 
-    def became_leaf(self, entry: Entry) -> None:
+    def became_leaf(self, entry: IndexedBlock) -> None:
         """See EvictionPolicy. Its place in the order is right already."""
 
     def evict(self) -> BlockHash:
@@ -107,7 +107,7 @@ class LeastRecentlyUsed:
         """See EvictionPolicy."""
         return reversed(self._order)
 
-    def check(self, parked: Mapping[BlockHash, Entry]) -> None:
+    def check(self, parked: Mapping[BlockHash, IndexedBlock]) -> None:
         """See EvictionPolicy."""
         age = {name: position for position, name in enumerate(self._order)}
         if age.keys() != parked.keys():
@@ -117,7 +117,7 @@ class LeastRecentlyUsed:
                 raise InvariantError(f"block {entry.block} would be evicted after its parent")
 
 
-Worth = Callable[[Entry], float]
+Worth = Callable[[IndexedBlock], float]
 """How much a parked leaf is worth keeping; only its own history decides."""
 
 
@@ -139,20 +139,20 @@ class LeastWorth:
         # An item of the heap counts only while it bears its entry's present serial.
         self._serials: dict[BlockHash, int] = {}
 
-    def park(self, entry: Entry) -> None:
+    def park(self, entry: IndexedBlock) -> None:
         """See EvictionPolicy."""
         entry.floor = self._floor
         if not entry.num_children:
             self.became_leaf(entry)
 
-    def unpark(self, entry: Entry) -> None:
+    def unpark(self, entry: IndexedBlock) -> None:
         """See EvictionPolicy."""
         self._serials.pop(entry.name, None)
         if len(self._heap) > 2 * len(self._serials) + 64:
             self._heap = [item for item in self._heap if self._serials.get(item[2]) == item[1]]
             heapq.heapify(self._heap)
 
-    def became_leaf(self, entry: Entry) -> None:
+    def became_leaf(self, entry: IndexedBlock) -> None:
         """See EvictionPolicy."""
         self._serial += 1
         self._serials[entry.name] = self._serial
@@ -178,7 +178,7 @@ class LeastWorth:
         live = [item for item in self._heap if self._serials.get(item[2]) == item[1]]
         return (name for _, _, name in sorted(live, reverse=True))
 
-    def check(self, parked: Mapping[BlockHash, Entry]) -> None:
+    def check(self, parked: Mapping[BlockHash, IndexedBlock]) -> None:
         """See EvictionPolicy."""
         live = {name for _, serial, name in self._heap if self._serials.get(name) == serial}
         leaves = {name for name, entry in parked.items() if not entry.num_children}
@@ -186,12 +186,12 @@ class LeastWorth:
             raise InvariantError("the evictable entries are not the parked leaves")
 
 
-def frequency(entry: Entry) -> float:
+def frequency(entry: IndexedBlock) -> float:
     """LFU: each use counts alike."""
     return float(entry.num_uses)
 
 
-def shared_prefix(entry: Entry) -> float:
+def shared_prefix(entry: IndexedBlock) -> float:
     """Uses, discounted by depth: a deep block helps only a request whose whole beginning is equal."""
     return entry.num_uses / (1.0 + log2(1.0 + entry.depth))
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.kv_cache.eviction import Entry
+from engine.kv_cache.eviction import IndexedBlock
 from engine.types.block_moves import BlockLoad, BlockOffload
 from engine.types.tier_counts import Traffic
 from tandem.errors import InvariantError
@@ -42,7 +42,7 @@ class OffloadTier(Protocol):
 class LowerCache(Protocol):
     """What the pool sees of the cache below it (`engine.kv_cache.tiers.cache`)."""
 
-    def demote(self, entry: Entry) -> bool:
+    def demote(self, entry: IndexedBlock) -> bool:
         """The pool gives a block up, and its content may be overwritten by the next batch: whether it is kept."""
         ...
 

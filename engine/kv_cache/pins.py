@@ -31,7 +31,7 @@ class PinBounds:
     max_tenant_blocks: int = 0
 
     @classmethod
-    def of(cls, num_blocks: int, *, share: float, tenant_share: float) -> "PinBounds":
+    def from_shares(cls, num_blocks: int, *, share: float, tenant_share: float) -> "PinBounds":
         """Shares of a pool."""
         return cls(max_blocks=int(num_blocks * share), max_tenant_blocks=int(num_blocks * tenant_share))
 

@@ -13,7 +13,7 @@ chain: a prefix of n blocks is measured in O(log n) look-ups.
 
 from collections.abc import Callable, Iterable, Iterator
 
-from engine.kv_cache.eviction import Entry, EvictionPolicy, LeastRecentlyUsed
+from engine.kv_cache.eviction import EvictionPolicy, IndexedBlock, LeastRecentlyUsed
 from engine.types.kv_events import Cleared, Evicted, KVEventLog, Stored
 from tandem.errors import InvariantError
 from tandem.values.cached_chain import CachedChain
@@ -30,8 +30,8 @@ class PrefixIndex:
         self.events = events
         self._policy: EvictionPolicy = policy or LeastRecentlyUsed()
         # Insertion order is topological: a parent is always stored before its children (fact 1).
-        self._entries: dict[BlockHash, Entry] = {}
-        self._held: dict[BlockId, Entry] = {}
+        self._entries: dict[BlockHash, IndexedBlock] = {}
+        self._held: dict[BlockId, IndexedBlock] = {}
         self._num_parked = 0
 
     def __len__(self) -> int:
@@ -88,7 +88,7 @@ class PrefixIndex:
                 raise InvariantError(f"block {block}: its parent is not indexed")
             above.num_children += 1
             depth = above.depth + 1
-        entry = Entry(name=name, block=block, parent=parent, is_first=is_first, depth=depth)
+        entry = IndexedBlock(name=name, block=block, parent=parent, is_first=is_first, depth=depth)
         self._entries[name] = self._held[block] = entry
         self.events.append(Stored(name, parent))
 
@@ -117,14 +117,14 @@ class PrefixIndex:
         """The block got a reference again."""
         self._unpark(self._held[block])
 
-    def _unpark(self, entry: Entry) -> None:
+    def _unpark(self, entry: IndexedBlock) -> None:
         if not entry.is_parked:
             raise InvariantError(f"block {entry.block} is not parked")
         entry.is_parked = False
         self._num_parked -= 1
         self._policy.unpark(entry)
 
-    def evict(self, keeps: Callable[[Entry], bool] | None = None) -> BlockId:
+    def evict(self, keeps: Callable[[IndexedBlock], bool] | None = None) -> BlockId:
         """Forget the parked leaf that the policy names; returns its block. InvariantError when nothing is parked.
 
         `keeps`: a cache below that is offered the entry, and says whether the worker holds the name all the same.
@@ -199,7 +199,7 @@ class PrefixIndex:
             chains.append(CachedChain(after=at.parent, from_root=at.is_first, names=tuple(names)))
         return chains
 
-    def _hottest_leaves(self) -> Iterator[Entry]:
+    def _hottest_leaves(self) -> Iterator[IndexedBlock]:
         for entry in reversed(self._entries.values()):
             if not entry.is_parked and not entry.num_children:
                 yield entry

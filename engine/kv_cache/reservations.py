@@ -20,14 +20,14 @@ from dataclasses import dataclass
 from engine.kv_cache.block_manager import BlockManager, PrefixMatch
 from engine.kv_cache.pins import PrefixPins
 from engine.kv_cache.tiers.cache import CacheTiers
-from engine.kv_cache.tiers.promotion import raise_promised
+from engine.kv_cache.tiers.promotion import promote_promised
 from engine.types.request import Request
 from tandem.errors import InvalidRequest, TransferError
 from tandem.values.ids import BlockId, RequestId, TransferId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Grant:
+class ReservationGrant:
     """What `reserve` promised."""
 
     num_held_tokens: int
@@ -39,7 +39,7 @@ class Grant:
 @dataclass(slots=True, kw_only=True)
 class _Reservation:
     request: Request
-    grant: Grant
+    grant: ReservationGrant
     num_held_blocks: int
     bound: tuple[BlockId, ...] | None = None
 
@@ -87,7 +87,9 @@ class Reservations:
         """Whether the request has a reservation."""
         return request_id in self._request_ids
 
-    def reserve(self, transfer_id: TransferId, request: Request, *, max_held_tokens: int | None = None) -> Grant:
+    def reserve(
+        self, transfer_id: TransferId, request: Request, *, max_held_tokens: int | None = None
+    ) -> ReservationGrant:
         """Admit or refuse a sequence; all of its known tokens are to be computed elsewhere.
 
         `max_held_tokens` bounds the prefix taken from here: what an earlier attempt has told its peer.
@@ -112,7 +114,7 @@ class Reservations:
         if max_held_tokens is None:  # what an earlier attempt brought was computed for this request: no cache hit
             request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         num_held = match.num_blocks + num_loaded
-        grant = Grant(num_held_tokens=request.num_computed_tokens, num_blocks=match.num_missing - num_loaded)
+        grant = ReservationGrant(num_held_tokens=request.num_computed_tokens, num_blocks=match.num_missing - num_loaded)
         self._reserved[transfer_id] = _Reservation(request=request, grant=grant, num_held_blocks=num_held)
         self._request_ids.add(request.request_id)
         return grant
@@ -122,7 +124,7 @@ class Reservations:
         if self._tiers is None:
             return 0
         count = self._tiers.reach(request, match.num_blocks, between_steps=True)
-        raise_promised(self._blocks, self._tiers, request, count)
+        promote_promised(self._blocks, self._tiers, request, count)
         return count
 
     def bind(self, transfer_id: TransferId) -> tuple[BlockId, ...]:

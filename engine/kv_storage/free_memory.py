@@ -1,11 +1,21 @@
 """How much of the host's memory this process may still take."""
 
 import contextlib
+import ctypes
 import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class HostRoom:
+    """Of one machine, once the ranks there have their weights."""
+
+    free_bytes: int
+    where: str = ""
+    """Whose machine it is, for errors; empty: this one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,3 +111,9 @@ def _text(path: Path) -> str | None:
     with contextlib.suppress(OSError):
         return path.read_text()
     return None
+
+
+def return_freed_memory() -> None:
+    """Give freed heap pages back to the system. Does nothing with another C library than glibc."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from engine.kv_storage.paged_cache import PagedKVCache
-from engine.model.config import ModelConfig
+from engine.model.config import ModelArchitecture
 from engine.model.layers.attention import AttentionBackend, AttentionPlan, AttentionSpec
 from engine.sampling.backend import SamplingKernels
 from engine.types.step_inputs import StepInputs
 
 
-class Role(Enum):
+class ProjectionRole(Enum):
     """What a projection is for: results of different roles never share a buffer within a layer."""
 
     QKV = "qkv"
@@ -93,7 +93,7 @@ class RecordableModel(Protocol):
     """What a backend runs to record a step: `engine.model.decoder.Decoder`."""
 
     @property
-    def config(self) -> ModelConfig:
+    def config(self) -> ModelArchitecture:
         """The geometry of its layers."""
         ...
 
@@ -150,11 +150,11 @@ class Backend(Protocol):
         """Of hidden states."""
         ...
 
-    def projection(self, weight: Tensor, bias: Tensor | None, role: Role) -> Projection:
+    def projection(self, weight: Tensor, bias: Tensor | None, role: ProjectionRole) -> Projection:
         """`x @ weight.T + bias` for `[out_features, in_features]`; the backend may keep or drop `weight`."""
         ...
 
-    def closing(self, weight: Tensor, bias: Tensor | None, role: Role) -> Closing:
+    def closing(self, weight: Tensor, bias: Tensor | None, role: ProjectionRole) -> Closing:
         """A projection as above, onto the residual stream."""
         ...
 

@@ -21,9 +21,9 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from engine.model.config import ModelConfig
+from engine.model.config import ModelArchitecture
 from engine.model.files import ModelDirectory, parse_json_object
-from engine.model.shard import Part
+from engine.model.shard import TensorSlice
 from tandem.errors import ConfigError
 
 MAX_HEADER_BYTES = 100 * 2**20
@@ -63,7 +63,7 @@ class SafetensorsFile:
             self._map = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
         self.entries = _parse_header(self._map, self.name)
 
-    def tensor(self, entry: TensorEntry, part: Part | None = None) -> Tensor:
+    def tensor(self, entry: TensorEntry, part: TensorSlice | None = None) -> Tensor:
         """The stored tensor, or a part of its rows or columns, without a copy; valid until `close`."""
         dtype, item_bytes = _DTYPES[entry.dtype], _ITEM_BYTES[entry.dtype]
         if entry.begin == entry.end or (part is not None and part.begin == part.end):
@@ -149,7 +149,7 @@ class Checkpoint:
         if stored != shape:
             raise ConfigError(f"checkpoint: {name} has shape {list(stored)}, config.json implies {list(shape)}")
 
-    def tensor(self, name: str, part: Part | None = None) -> Tensor:
+    def tensor(self, name: str, part: TensorSlice | None = None) -> Tensor:
         """The stored tensor, or a part of it, without a copy; KeyError for a name that `require` has not approved."""
         file, entry = self._by_name[name]
         return file.tensor(entry, part)
@@ -159,7 +159,7 @@ class Checkpoint:
         file, entry = self._by_name[name]
         file.forget(entry)
 
-    def fingerprint(self, config: ModelConfig) -> str:
+    def fingerprint(self, config: ModelArchitecture) -> str:
         """Name of this model's computation: equal for equal content, however sharded and wherever it lies.
 
         Covers the configuration, every tensor's name, dtype and shape, and up to 12 KiB of each tensor's bytes.

@@ -27,7 +27,7 @@ _STORED_DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
+class ModelArchitecture:
     """Geometry and switches of a decoder-only transformer of the Llama family."""
 
     architecture: str
@@ -91,7 +91,7 @@ class _Family:
     default_max_positions: int = 2048
 
 
-def load_model_config(path: str | Path) -> ModelConfig:
+def load_model_config(path: str | Path) -> ModelArchitecture:
     """Read a model directory's configuration.
 
     Raises ConfigError, naming file and field, for anything unsupported, out of bounds or contradictory.
@@ -102,7 +102,7 @@ def load_model_config(path: str | Path) -> ModelConfig:
     return parse_model_config(raw, generation)
 
 
-def parse_model_config(raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
+def parse_model_config(raw: dict[str, Any], generation: dict[str, Any]) -> ModelArchitecture:
     """Check and normalise the two JSON objects of a model directory."""
     fields = Fields(raw, "config.json")
     name = _architecture(fields)
@@ -125,7 +125,7 @@ def parse_model_config(raw: dict[str, Any], generation: dict[str, Any]) -> Model
     rope = parse_rope(raw, max_positions)
     if rope.rope_type is RopeType.DYNAMIC and head_dim == 2:
         raise fields.error("head_dim", "must exceed 2 for dynamic rotary scaling")
-    return ModelConfig(
+    return ModelArchitecture(
         architecture=name,
         vocab_size=vocab_size,
         hidden_size=hidden_size,

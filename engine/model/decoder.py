@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.model.backend import Backend, Closing, Embedding, Norm, Projection
-from engine.model.config import ModelConfig
+from engine.model.config import ModelArchitecture
 from engine.model.layers.attention import AttentionPlan, AttentionSpec
 from engine.model.layers.norm import HeadNorm
 from engine.model.layers.rope import RotaryEmbedding
@@ -55,7 +55,7 @@ class Decoder:
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: ModelArchitecture,
         weights: DecoderWeights,
         *,
         backend: Backend,

@@ -3,7 +3,7 @@
 A rank of several reads its own parts of the tensors and nothing else of them (the fingerprint's samples apart).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
 from typing import Protocol
@@ -11,17 +11,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.kv_storage.heap import return_freed_memory
-from engine.model.backend import Backend, Closing, Embedding, Norm, Projection, Role
+from engine.kv_storage.free_memory import return_freed_memory
+from engine.model.backend import Backend, Closing, Embedding, Norm, Projection, ProjectionRole
 from engine.model.checkpoint import Checkpoint
-from engine.model.config import ModelConfig, load_model_config
+from engine.model.config import ModelArchitecture, load_model_config
 from engine.model.decoder import Decoder, DecoderLayer, DecoderWeights
 from engine.model.files import ModelDirectory
-from engine.model.kv_scales import all_scale_names, kv_scales
 from engine.model.layers.norm import HeadNorm
 from engine.model.parallel_group import ParallelGroup, SoloGroup
 from engine.model.parallel_layers import GatheredHead, RowParallel, VocabParallelEmbedding
-from engine.model.shard import Part, Shard
+from engine.model.shard import Shard, TensorSlice
 from tandem.errors import ConfigError
 
 Progress = Callable[[int, int], None]
@@ -40,7 +39,7 @@ class TensorSource(Protocol):
         """Check that a tensor exists with this shape; ConfigError otherwise."""
         ...
 
-    def tensor(self, name: str, part: Part | None = None) -> Tensor:
+    def tensor(self, name: str, part: TensorSlice | None = None) -> Tensor:
         """A tensor, or a part of its rows or columns, of any float dtype on any device; read before the next call."""
         ...
 
@@ -48,7 +47,7 @@ class TensorSource(Protocol):
         """The tensor has been copied."""
         ...
 
-    def fingerprint(self, config: ModelConfig) -> str:
+    def fingerprint(self, config: ModelArchitecture) -> str:
         """Name of this model's computation: equal for equal configuration and tensors."""
         ...
 
@@ -73,7 +72,7 @@ def load_model(
 
 
 def build_model(
-    config: ModelConfig,
+    config: ModelArchitecture,
     source: TensorSource,
     *,
     backend: Backend,
@@ -89,7 +88,7 @@ class _Loader:
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: ModelArchitecture,
         source: TensorSource,
         backend: Backend,
         group: ParallelGroup,
@@ -153,16 +152,16 @@ class _Loader:
         queries_keys_values = self._matrix(attention + "q_proj", attention + "k_proj", attention + "v_proj")
         return DecoderLayer(
             attention_norm=self._norm(prefix + "input_layernorm"),
-            qkv=self._backend.projection(*queries_keys_values, Role.QKV),
+            qkv=self._backend.projection(*queries_keys_values, ProjectionRole.QKV),
             head_norm=self._head_norm(attention) if self._config.qk_norm else None,
             kv_scales=self._kv_scales(attention),
-            output=self._closing(attention + "o_proj", Role.OUTPUT),
+            output=self._closing(attention + "o_proj", ProjectionRole.OUTPUT),
             mlp_norm=self._norm(prefix + "post_attention_layernorm"),
             gate_up=self._backend.gated(*self._matrix(mlp + "gate_proj", mlp + "up_proj")),
-            down=self._closing(mlp + "down_proj", Role.DOWN),
+            down=self._closing(mlp + "down_proj", ProjectionRole.DOWN),
         )
 
-    def _closing(self, name: str, role: Role) -> Closing:
+    def _closing(self, name: str, role: ProjectionRole) -> Closing:
         weight, bias = self._matrix(name)
         if self._group.size == 1:
             return self._backend.closing(weight, bias, role)
@@ -229,7 +228,7 @@ class _Loader:
         return torch.empty(shape, dtype=self._backend.dtype, device=self._backend.device)
 
 
-def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def expected_shapes(config: ModelArchitecture) -> dict[str, tuple[int, ...]]:
     """Every tensor that the architecture reads from a checkpoint, in Hugging Face's names, with its shape."""
     hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
     query, key = config.num_heads * head_dim, config.num_kv_heads * head_dim
@@ -259,3 +258,40 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             if has_bias:
                 shapes[f"{prefix}{name}.bias"] = (rows,)
     return shapes
+
+
+_PLANES = "kv"
+
+
+def scale_names(attention: str, plane: str) -> tuple[str, str]:
+    """What the scale of `plane`, "k" or "v", may be called in the layer whose attention has this prefix."""
+    return f"{attention}{plane}_scale", f"{attention}{plane}_proj.{plane}_scale"
+
+
+def all_scale_names(attention: str) -> frozenset[str]:
+    """Of one layer."""
+    return frozenset(name for plane in _PLANES for name in scale_names(attention, plane))
+
+
+def kv_scales(stored: Mapping[str, Tensor], attention: str, num_kv_heads: int) -> Tensor | None:
+    """Float32 `[2, num_kv_heads]` of one layer, K's first and 1 where only the other is stored; None without any.
+
+    Raises ConfigError for a scale that is not positive and finite, or for other than one or every head.
+    """
+    scales = torch.ones(len(_PLANES), num_kv_heads)
+    found = False
+    for row, plane in enumerate(_PLANES):
+        for name in scale_names(attention, plane):
+            if name in stored:
+                scales[row] = _checked(name, stored[name], num_kv_heads)
+                found = True
+    return scales if found else None
+
+
+def _checked(name: str, stored: Tensor, num_kv_heads: int) -> Tensor:
+    scale = stored.to("cpu", torch.float32).flatten()
+    if scale.numel() not in (1, num_kv_heads) or not (scale.isfinite() & (scale > 0.0)).all():
+        raise ConfigError(
+            f"checkpoint: {name} must be one positive number, or one for each of {num_kv_heads} key-value heads"
+        )
+    return scale.clone()  # the file is unmapped after loading

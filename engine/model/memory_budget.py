@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from engine.model.config import ModelConfig
+from engine.model.config import ModelArchitecture
 from tandem.errors import ConfigError
 from tandem.values.kv_layout import AUTO_DTYPE, DTYPE_BYTES, KVLayout
 
@@ -131,7 +131,7 @@ def check_room(budget: MemoryBudget, *, memory_bytes: int, pool_bytes: int, num_
 
 
 def estimate_workspace_bytes(
-    config: ModelConfig,
+    config: ModelArchitecture,
     *,
     dtype: str,
     max_batch_tokens: int,
@@ -158,7 +158,13 @@ def estimate_workspace_bytes(
 
 
 def kv_layout(
-    config: ModelConfig, *, fingerprint: str, dtype: str, block_size: int, tp_size: int = 1, kv_dtype: str = AUTO_DTYPE
+    config: ModelArchitecture,
+    *,
+    fingerprint: str,
+    dtype: str,
+    block_size: int,
+    tp_size: int = 1,
+    kv_dtype: str = AUTO_DTYPE,
 ) -> KVLayout:
     """The KV geometry that a model which computes in `dtype` implies on rank 0 of `tp_size`."""
     return KVLayout(

@@ -7,14 +7,14 @@ Vocabulary rows are split too; norms are held by all. Key-value heads fewer than
 
 from dataclasses import dataclass, replace
 
-from engine.model.config import ModelConfig
+from engine.model.config import ModelArchitecture
 from tandem.errors import ConfigError
 
 _ROW_PARALLEL = ("o_proj", "down_proj")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class TensorSlice:
     """A run of a tensor's rows (`dim` 0) or columns (1)."""
 
     dim: int
@@ -29,7 +29,7 @@ class Part:
 class Shard:
     """One rank's share of one model."""
 
-    def __init__(self, config: ModelConfig, *, rank: int, size: int) -> None:
+    def __init__(self, config: ModelArchitecture, *, rank: int, size: int) -> None:
         """Raises ConfigError, naming the field of config.json, when the model cannot be split over `size` ranks."""
         _check_divides(config, size)
         self._config = config
@@ -52,7 +52,7 @@ class Shard:
         module, kind = name.split(".")[-2:]
         return self._rank == 0 or kind != "bias" or module not in _ROW_PARALLEL
 
-    def part(self, name: str) -> Part | None:
+    def part(self, name: str) -> TensorSlice | None:
         """What this rank reads of a tensor that it holds; None for all of it."""
         module, kind = name.split(".")[-2:]
         if module in _ROW_PARALLEL and kind == "bias":
@@ -69,15 +69,15 @@ class Shard:
             case _:
                 return None
         unit = self._config.head_dim if module in ("q_proj", "k_proj", "v_proj", "o_proj") else 1
-        return Part(dim=int(module in _ROW_PARALLEL), begin=begin * unit, end=(begin + count) * unit)
+        return TensorSlice(dim=int(module in _ROW_PARALLEL), begin=begin * unit, end=(begin + count) * unit)
 
-    def _vocabulary(self) -> Part:
+    def _vocabulary(self) -> TensorSlice:
         last = self._config.vocab_size
         begin = min(self.first_token, last)
-        return Part(dim=0, begin=begin, end=min(begin + self.config.vocab_size, last))
+        return TensorSlice(dim=0, begin=begin, end=min(begin + self.config.vocab_size, last))
 
 
-def _check_divides(config: ModelConfig, size: int) -> None:
+def _check_divides(config: ModelArchitecture, size: int) -> None:
     counts = {"num_attention_heads": config.num_heads, "intermediate_size": config.intermediate_size}
     for field, count in counts.items():
         if count % size:

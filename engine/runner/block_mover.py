@@ -13,8 +13,7 @@ import torch
 
 from engine.kv_cache.tiers.costs import CopyRates
 from engine.kv_storage.paged_cache import PagedKVCache
-from engine.runner.device_queue import device_queue
-from engine.runner.staging import Staging
+from engine.runner.device_queue import Staging, device_queue
 from engine.types.block_moves import BlockLoad, BlockOffload
 from engine.types.step_inputs import IntArray, StepInputs
 from engine.types.tier_counts import Traffic
@@ -89,7 +88,7 @@ class BlockMover:
     def _copy(self, moves: IntArray) -> None:
         """Of each `[source, target]`, within the pool; what says which is read by the device when it comes to it."""
         with self._staging.step():
-            sources, targets = self._staging.put(moves.T).unbind(0)
+            sources, targets = self._staging.upload(moves.T).unbind(0)
             self._cache.copy_blocks(sources, targets)
 
     def _save(self, moves: IntArray) -> None:

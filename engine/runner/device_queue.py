@@ -5,14 +5,18 @@ written, and a result is there only once its mark has been passed. On a CPU ever
 the call returns; the same code runs there, and every mark has been passed.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
-class Mark(Protocol):
+class QueueMark(Protocol):
     """A point in a device's work."""
 
     def wait(self) -> None:
@@ -29,7 +33,7 @@ class Download:
     """A tensor on its way to the host."""
 
     _here: Tensor
-    _done: Mark
+    _done: QueueMark
     _source: Tensor = field(repr=False)
     """Held: its memory may not be given to anybody else while it is being read."""
 
@@ -58,7 +62,7 @@ class DeviceQueue(Protocol):
         """Bring a tensor to the host when the work asked for so far is done; later work does not wait for it."""
         ...
 
-    def mark(self) -> Mark:
+    def mark(self) -> QueueMark:
         """The end of everything asked for so far."""
         ...
 
@@ -89,7 +93,7 @@ class HostQueue:
         """See DeviceQueue."""
         return Download(tensor, _Passed(), tensor)
 
-    def mark(self) -> Mark:
+    def mark(self) -> QueueMark:
         """See DeviceQueue."""
         return _Passed()
 
@@ -132,7 +136,7 @@ class CudaQueue:
             here.copy_(tensor, non_blocking=True)
             return Download(here, self.mark(), tensor)
 
-    def mark(self) -> Mark:
+    def mark(self) -> QueueMark:
         """See DeviceQueue."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
@@ -142,3 +146,58 @@ class CudaQueue:
 def device_queue(device: torch.device) -> DeviceQueue:
     """The queue of a device."""
     return CudaQueue(device) if device.type == "cuda" else HostQueue()
+
+
+_DEPTH = 2
+_ALIGNMENT = 64
+_SMALLEST = 1 << 16
+
+
+class _Piece:
+    """One step's memory."""
+
+    __slots__ = ("done", "memory", "outgrown", "used")
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory  # uint8
+        self.used = 0
+        self.done: QueueMark | None = None
+        self.outgrown: list[Tensor] = []
+        """Pieces that were too small, in which copies may still be under way."""
+
+
+class Staging:
+    """Used by one thread. `put` only within `step`."""
+
+    def __init__(self, queue: DeviceQueue) -> None:
+        self._queue = queue
+        self._pieces = [_Piece(queue.host_memory(_SMALLEST)) for _ in range(_DEPTH)]
+        self._turn = 0
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """One step's uploads; waits for the device only where it is more than a step behind."""
+        self._turn = (self._turn + 1) % _DEPTH
+        piece = self._pieces[self._turn]
+        if piece.done is not None:
+            piece.done.wait()
+        piece.used = 0
+        piece.outgrown.clear()
+        try:
+            yield
+        finally:  # copies may be under way even if the step was given up
+            piece.done = self._queue.mark()
+
+    def upload(self, array: NDArray[Any]) -> Tensor:
+        """The array on the device, for work asked for from now on; the array itself may change at once."""
+        piece = self._pieces[self._turn]
+        end = piece.used + array.nbytes
+        if end > len(piece.memory):
+            piece.outgrown.append(piece.memory)
+            piece.memory = self._queue.host_memory(max(2 * len(piece.memory), array.nbytes))
+            piece.used, end = 0, array.nbytes
+        host = piece.memory[piece.used : end]
+        piece.used = -(-end // _ALIGNMENT) * _ALIGNMENT
+        values = host.view(torch.from_numpy(np.empty(0, dtype=array.dtype)).dtype).view(array.shape)
+        values.numpy()[...] = array
+        return self._queue.upload(values)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from engine.kv_storage.heap import return_freed_memory
+from engine.kv_storage.free_memory import return_freed_memory
 from engine.kv_storage.paged_cache import PagedKVCache
 from engine.model.decoder import Decoder
 from engine.runner.model_runner import ModelRunner

@@ -15,10 +15,9 @@ from engine.model.backend import StepGraphs
 from engine.model.decoder import Decoder
 from engine.model.layers.attention import AttentionBackend
 from engine.runner.block_mover import BlockMover
-from engine.runner.device_queue import device_queue
-from engine.runner.pending_samples import ComingKeys, ComingTokens
+from engine.runner.device_queue import Staging, device_queue
+from engine.runner.pending_samples import ComingKeys, PendingSamples
 from engine.runner.prompt_scoring import ComingRows, RowsRead, read_rows
-from engine.runner.staging import Staging
 from engine.runner.step_input_builder import StepInputBuilder
 from engine.sampling.sampler import Sampler, SampleRow
 from engine.types.request import Batch, SampledToken
@@ -70,7 +69,7 @@ class ModelRunner:
             eos_token_ids=model.config.eos_token_ids,
             device=model.device,
             kernels=model.backend.sampling(model.config.vocab_size),
-            put=self._staging.put,
+            put=self._staging.upload,
         )
 
     def launch(self, batch: Batch, on_layers: Callable[[int], None] | None = None) -> LaunchedStep:
@@ -93,7 +92,7 @@ class ModelRunner:
         rows = [SampleRow(item.request, item.start + item.num_tokens) for item in batch.items if item.samples]
         chosen = self._sampler.choose(logits, rows)
         self._sampled = chosen.token_ids
-        return ComingTokens(self._queue, chosen)
+        return PendingSamples(self._queue, chosen)
 
     def execute(self, batch: Batch) -> Sequence[SampledToken]:
         """Launch a batch and wait for it; for whoever has no scheduler.
@@ -130,7 +129,7 @@ class ModelRunner:
     def hidden_states(self, inputs: StepInputs, wanted: IntArray | None = None) -> Tensor:
         """Last hidden states of the wanted rows, or of all in their order; fills the cache on the way."""
         with self._staging.step():
-            rows = None if wanted is None else self._staging.put(wanted)
+            rows = None if wanted is None else self._staging.upload(wanted)
             return self.model.forward(self._token_ids(inputs), self._attention.plan(inputs), rows)
 
     def _compute(
@@ -142,7 +141,7 @@ class ModelRunner:
             return self._compute_and_read(inputs, on_layers)
         wanted = inputs.sample_rows
         everyone = len(wanted) == len(inputs.token_ids) and bool((wanted[1:] > wanted[:-1]).all())
-        rows = None if everyone else self._staging.put(wanted)
+        rows = None if everyone else self._staging.upload(wanted)
         token_ids = self._token_ids(inputs)
         if self.graphs is not None and len(wanted):
             logits = self.graphs.logits(inputs, token_ids, rows)
@@ -157,18 +156,18 @@ class ModelRunner:
         num_samples = len(inputs.sample_rows)
         wanted = np.concatenate((inputs.sample_rows, inputs.scores[:, 0], inputs.pooled[:, 0]))
         plan = self._attention.plan(inputs)
-        hidden = self.model.forward(self._token_ids(inputs), plan, self._staging.put(wanted), on_layers)
+        hidden = self.model.forward(self._token_ids(inputs), plan, self._staging.upload(wanted), on_layers)
         read = read_rows(self.model, hidden[num_samples:], inputs, self._staging)
         # Last: logits hold until the next ones are made.
         return (self.model.logits(hidden[:num_samples]) if num_samples else None), read
 
     def _token_ids(self, inputs: StepInputs) -> Tensor:
         """Of every row, int64 `[num_rows]`; those that only the device knows come from the step before."""
-        token_ids = self._staging.put(inputs.token_ids)
+        token_ids = self._staging.upload(inputs.token_ids)
         if len(inputs.feeds):
             if self._sampled is None:
                 raise InvariantError("a step computes tokens that no step has sampled")
-            rows, samples = self._staging.put(inputs.feeds.T.copy()).unbind(0)
+            rows, samples = self._staging.upload(inputs.feeds.T.copy()).unbind(0)
             # Where none could be chosen the request has failed; its row is computed for nobody.
             token_ids[rows] = self._sampled[samples].clamp_(min=0)
         return token_ids

@@ -16,7 +16,7 @@ class _Coming:
     top_values: Download
 
 
-class ComingTokens:
+class PendingSamples:
     """See engine.types.runner.LaunchedStep."""
 
     __slots__ = ("_logprobs", "_token_ids")

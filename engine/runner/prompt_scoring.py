@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from engine.model.decoder import Decoder
-from engine.runner.device_queue import DeviceQueue
-from engine.runner.staging import Staging
-from engine.types.prompt_scoring import Reading
+from engine.runner.device_queue import DeviceQueue, Staging
+from engine.types.prompt_scoring import PromptScoringState
 from engine.types.request import Batch, SampledToken
 from engine.types.runner import LaunchedStep
 from engine.types.step_inputs import StepInputs
@@ -36,7 +35,7 @@ class RowsRead:
 def read_rows(model: Decoder, hidden: Tensor, inputs: StepInputs, staging: Staging) -> RowsRead:
     """Look at hidden states before the final norm: those of `inputs.scores`, then those of `inputs.pooled`."""
     num_scores = len(inputs.scores)
-    following = staging.put(inputs.scores[:, 1].copy()) if num_scores else None
+    following = staging.upload(inputs.scores[:, 1].copy()) if num_scores else None
     size = max(1, _SLICE_LOGITS[model.device.type] // model.config.vocab_size)
     parts = []
     for begin in range(0, num_scores, size):
@@ -100,7 +99,7 @@ class ComingRows:
         return tokens
 
 
-def _hand_scores(reading: Reading, rows: Sequence[Tensor]) -> None:
+def _hand_scores(reading: PromptScoringState, rows: Sequence[Tensor]) -> None:
     logprobs, ranks, top_ids, top_logprobs = rows
     num_top = reading.num_top or 0
     reading.scored(

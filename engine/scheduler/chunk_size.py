@@ -41,7 +41,7 @@ def has_decodes(items: Iterable[BatchItem]) -> bool:
     return False
 
 
-class ChunkPace:
+class ChunkSizer:
     """Bounds the chunk of a step beside decodes by time. Pure: time is told, never read."""
 
     __slots__ = ("_decodes", "_decodes_in_tokens", "_is_unweighed", "_max_step_s", "_max_tokens", "_token_s")

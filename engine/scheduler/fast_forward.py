@@ -1,9 +1,9 @@
 """Runs of steps in which nothing happens but that every running sequence gets one token more.
 
-A simulator spends its time on these: thousands of steps between two arrivals. Their effect on tables, names and counts
-is known beforehand, so it is brought about at once, in the order in which single steps would have: in each step blocks
-are taken by rank, then those that were filled get their names. Nothing is decided here: where a step could admit,
-preempt or end anybody the run is over, and the planner decides as ever.
+A simulator spends its time on these (no worker uses this module): thousands of steps between two arrivals. Their effect
+on tables, names and counts is known beforehand, so it is brought about at once, in the order in which single steps
+would have: in each step blocks are allocated by rank, then those that were filled get their names. Nothing is decided
+here: where a step could admit, preempt or end a request the run is over, and the planner decides as ever.
 """
 
 from array import array
@@ -11,13 +11,15 @@ from bisect import bisect_left
 from typing import NamedTuple
 
 from engine.kv_cache.block_manager import BlockManager
-from engine.scheduler.request_table import Roster
-from engine.types.config import EngineConfig
+from engine.scheduler.request_table import RequestTable
+from engine.scheduler.scheduler import Scheduler
+from engine.types.config import SchedulerConfig
 from engine.types.request import Request
+from engine.types.step_output import StepOutput
 from tandem.errors import InvariantError
 
 
-class QuietRun(NamedTuple):
+class SteadyRun(NamedTuple):
     """Steps that may be taken at once, and what the first of them computes."""
 
     num_steps: int
@@ -27,7 +29,7 @@ class QuietRun(NamedTuple):
     """Of all rows in the first step; each step adds `num_rows`."""
 
 
-NO_RUN = QuietRun(0, 0, 0)
+NO_RUN = SteadyRun(0, 0, 0)
 
 
 class _Change(NamedTuple):
@@ -40,16 +42,38 @@ class _Change(NamedTuple):
     """Of the request among the running."""
 
 
-def quiet_run(roster: Roster, blocks: BlockManager, config: EngineConfig) -> QuietRun:
+class FastForwardScheduler(Scheduler):
+    """A scheduler that can also take runs of steady steps at once, for simulations."""
+
+    def steady_run(self) -> SteadyRun:
+        """How many steps `fast_forward` may take at once, and what the first of them computes."""
+        if self._ahead or self.tiers is not None or self.offloading is not None:
+            return NO_RUN
+        return _steady_run(self._table, self.blocks, self._config)
+
+    def fast_forward(self, num_steps: int, token_id: int) -> StepOutput:
+        """Do what so many steps of the present `steady_run`, at most all of them, would; all tokens are `token_id`.
+
+        The output reports all that theirs would, except tokens. InvariantError for steps that would end a request.
+        """
+        if self._ahead:
+            raise InvariantError("steps cannot be taken at once while one is under way")
+        self._planner.skip_steps(num_steps)
+        self._had_decodes = True
+        _take_steps(num_steps, token_id, self._table, self.blocks)
+        return self.drain()
+
+
+def _steady_run(table: RequestTable, blocks: BlockManager, config: SchedulerConfig) -> SteadyRun:
     """The steps ahead that are all alike; `NO_RUN` when the next one may not be. O(running requests).
 
     Only for a scheduler with no step under way and no tier below its pool.
     """
-    running = roster.running
+    running = table.running
     num_rows = len(running)
     if not num_rows or num_rows > min(config.max_running_requests, config.max_batched_tokens):
         return NO_RUN
-    if len(roster.waiting) and (num_rows < config.max_running_requests or len(roster.deadlines)):
+    if len(table.waiting) and (num_rows < config.max_running_requests or len(table.deadlines)):
         return NO_RUN
     num_steps, num_tokens = config.max_sequence_tokens, 0
     for request in running:
@@ -63,14 +87,14 @@ def quiet_run(roster: Roster, blocks: BlockManager, config: EngineConfig) -> Qui
             if left <= 0:
                 return NO_RUN
             num_steps = left
-    num_steps = _affordable(num_steps, roster, blocks)
-    return QuietRun(num_steps, num_rows, num_tokens) if num_steps else NO_RUN
+    num_steps = _affordable(num_steps, table, blocks)
+    return SteadyRun(num_steps, num_rows, num_tokens) if num_steps else NO_RUN
 
 
-def take_quiet_steps(num_steps: int, token_id: int, roster: Roster, blocks: BlockManager) -> None:
-    """Take steps of a `quiet_run` in which each sequence samples `token_id`. InvariantError if that would end one."""
+def _take_steps(num_steps: int, token_id: int, table: RequestTable, blocks: BlockManager) -> None:
+    """Take steps of a `steady_run` in which each sequence samples `token_id`. InvariantError if that would end one."""
     size = blocks.block_size
-    running = list(roster.running)
+    running = list(table.running)
     starts = [len(request.token_ids) - 1 for request in running]
     changes: list[_Change] = []
     for position, (request, start) in enumerate(zip(running, starts, strict=True)):
@@ -107,12 +131,12 @@ def _advance(request: Request, num_computed_tokens: int, token_id: int) -> None:
     request.num_computed_tokens = num_computed_tokens
 
 
-def _affordable(num_steps: int, roster: Roster, blocks: BlockManager) -> int:
+def _affordable(num_steps: int, table: RequestTable, blocks: BlockManager) -> int:
     """The most of so many steps for whose tokens there are blocks without preempting anybody."""
     available = blocks.num_available
-    if len(roster.running) * (num_steps // blocks.block_size + 1) <= available:
+    if len(table.running) * (num_steps // blocks.block_size + 1) <= available:
         return num_steps
-    rows = [(len(request.token_ids) - 1, len(request.block_table.ids)) for request in roster.running]
+    rows = [(len(request.token_ids) - 1, len(request.block_table.ids)) for request in table.running]
 
     def fits(count: int) -> bool:
         return sum(max(0, blocks.blocks_for(start + count) - held) for start, held in rows) <= available

@@ -13,67 +13,55 @@ A step may be planned while others are under way. What is under way counts as do
 request that finds no block sits the step out, the next plan waits until every step has settled, and preempts.
 """
 
-from dataclasses import dataclass
-
 from engine.kv_cache.block_manager import BlockManager, PrefixMatch
 from engine.kv_cache.pins import PrefixPins
 from engine.kv_cache.tiers.cache import CacheTiers
-from engine.scheduler.chunk_size import ChunkPace
+from engine.scheduler.chunk_size import ChunkSizer
 from engine.scheduler.lookahead import Lookahead, ends_the_plan
 from engine.scheduler.preemption import Offloading
 from engine.scheduler.queue_order import QueueOrder
 from engine.scheduler.request_queue import Rank
-from engine.scheduler.request_table import Roster
-from engine.scheduler.shared_prefills import InFlight
-from engine.scheduler.step_events import Notices
+from engine.scheduler.request_table import RequestTable
+from engine.scheduler.shared_prefills import SharedPrefills
+from engine.scheduler.step_events import StepEventCollector
 from engine.scheduler.step_plan import StepPlan
 from engine.types.block_moves import BlockLoad, BlockOffload
-from engine.types.config import EngineConfig
+from engine.types.config import SchedulerConfig
 from engine.types.request import Batch, Request, RequestState
 from tandem.values.ids import RequestId
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Beside:
-    """What has KV beside the requests; what leaves the pool for nowhere is computed again."""
-
-    pins: PrefixPins
-    """Prefixes that stay in the pool."""
-    offloading: Offloading | None = None
-    """Of preempted requests."""
-    tiers: CacheTiers | None = None
-    """Of cached blocks."""
-
-
-class Planner:
-    """Between a roster of requests and the blocks they need."""
+class StepPlanner:
+    """Plans steps for a table of requests within the blocks of one pool."""
 
     def __init__(
         self,
-        config: EngineConfig,
+        config: SchedulerConfig,
         *,
         blocks: BlockManager,
-        roster: Roster,
-        notices: Notices,
+        table: RequestTable,
+        collector: StepEventCollector,
         ahead: Lookahead,
-        pace: ChunkPace,
-        beside: Beside,
+        pace: ChunkSizer,
+        pins: PrefixPins,
+        offloading: Offloading | None = None,
+        tiers: CacheTiers | None = None,
     ) -> None:
         self.head_is_blocked = False
         """The first of the queue finds no room: nothing may enter before it."""
         self._config = config
         self._blocks = blocks
-        self._pins = beside.pins
-        self._roster = roster
-        self._notices = notices
+        self._pins = pins
+        self._table = table
+        self._collector = collector
         self._ahead = ahead
         self._pace = pace
         self._must_settle = False
-        self._offloading = beside.offloading
-        self._tiers = beside.tiers
-        self._in_flight = InFlight(blocks)
+        self._offloading = offloading
+        self._tiers = tiers
+        self._in_flight = SharedPrefills(blocks)
         self._order = QueueOrder(
-            roster.waiting, blocks, self._in_flight, max_overtakes=config.max_overtakes, tiers=beside.tiers
+            table.waiting, blocks, self._in_flight, max_overtakes=config.max_overtakes, tiers=tiers
         )
         self._was_admitted: set[RequestId] = set()
 
@@ -105,8 +93,8 @@ class Planner:
         if self._tiers is not None:
             self._tiers.executed()
 
-    def quiet(self, num_steps: int) -> None:
-        """So many steps were taken without a plan: nobody could have entered or lost anything."""
+    def skip_steps(self, num_steps: int) -> None:
+        """Account for steps that ran without a plan: no request could have entered or lost anything."""
         self.head_is_blocked = False
         self._in_flight.skip_steps(num_steps)
 
@@ -130,11 +118,11 @@ class Planner:
             self._tiers.collect()
         self.head_is_blocked = False
         behind = self._plan_decodes(plan)
-        if (behind or len(self._roster.waiting)) and plan.has_decodes:
+        if (behind or len(self._table.waiting)) and plan.has_decodes:
             plan.bound_chunk(self._pace.chunk_tokens())
         for request in behind:
             if plan.has_room(2):
-                self._admit(plan, now, before=self._roster.rank(request))
+                self._admit(plan, now, before=self._table.rank(request))
                 self._plan_one(request, plan)
         # After a preemption the room is for those who run; only when it left nobody may the queue be asked.
         self._admit(plan, now, before=None)
@@ -152,7 +140,7 @@ class Planner:
 
     def _plan_decodes(self, plan: StepPlan) -> list[Request]:
         """Plan those one token behind; returns the others, in order."""
-        running = list(self._roster.running)
+        running = list(self._table.running)
         behind: list[Request] = []
         size = self._blocks.block_size
         running_state = RequestState.RUNNING
@@ -187,7 +175,7 @@ class Planner:
                 self._must_settle = True
                 return
             victim = self._last_preemptible()
-            if victim is None or self._roster.rank(victim) <= self._roster.rank(request):
+            if victim is None or self._table.rank(victim) <= self._table.rank(request):
                 self._preempt(request, plan)
                 return
             self._preempt(victim, plan)
@@ -197,7 +185,7 @@ class Planner:
 
     def _last_preemptible(self) -> Request | None:
         """The last-ranked running request whose blocks would really come free."""
-        for request in reversed(self._roster.running):
+        for request in reversed(self._table.running):
             if not request.prefill_only and not self._blocks.is_pinned(request.request_id):
                 return request
         return None
@@ -210,9 +198,9 @@ class Planner:
         if self._offloading is not None:
             self._offloading.save(request)
         self.surrender(request)
-        self._roster.requeue(request)
+        self._table.requeue(request)
         request.num_preemptions += 1
-        self._notices.preemption(request)
+        self._collector.preemption(request)
 
     # The queue
 
@@ -220,11 +208,11 @@ class Planner:
         """Admit from the queue, those that rank before `before`; a head without room preempts only lower priorities."""
         if len(plan) and (plan.has_preempted or self.head_is_blocked):
             return
-        while len(self._roster.running) < self._config.max_running_requests and plan.has_room(1):
+        while len(self._table.running) < self._config.max_running_requests and plan.has_room(1):
             if before is not None and self._next_ranks_after(before):
                 return
             choice = self._order.choose(now=now, may_wait=len(plan) > 0 or len(self._ahead) > 0)
-            if choice is None or (before is not None and self._roster.rank(choice.head.request) > before):
+            if choice is None or (before is not None and self._table.rank(choice.head.request) > before):
                 return
             head = choice.head
             if not self._fits(head.match):
@@ -243,8 +231,8 @@ class Planner:
                 return
 
     def _next_ranks_after(self, rank: Rank) -> bool:
-        waiting = self._roster.waiting
-        return not len(waiting) or self._roster.rank(waiting.first()) > rank
+        waiting = self._table.waiting
+        return not len(waiting) or self._table.rank(waiting.first()) > rank
 
     def _make_room(self, head: Request, match: PrefixMatch, plan: StepPlan) -> bool:
         """Whether something gave its blocks up for the queue's head: pins beside which it never fits, or a request."""
@@ -261,11 +249,11 @@ class Planner:
 
     def _yields(self, victim: Request, request: Request) -> bool:
         """Whether a running request makes room for a waiting one: only for a higher priority, and one before it."""
-        return victim.priority > request.priority and self._roster.rank(victim) > self._roster.rank(request)
+        return victim.priority > request.priority and self._table.rank(victim) > self._table.rank(request)
 
     def _fits(self, match: PrefixMatch) -> bool:
         # Beside others some room stays for their growth, or the newcomer would be preempted at once.
-        margin = 1 + self._config.num_blocks // 100 if len(self._roster.running) else 0
+        margin = 1 + self._config.num_blocks // 100 if len(self._table.running) else 0
         return match.cost + margin <= self._blocks.num_available
 
     def _start(self, request: Request, match: PrefixMatch, plan: StepPlan, now: float) -> bool:
@@ -300,7 +288,7 @@ class Planner:
             self._blocks.surrender_loaded(self._blocks.index_computed(request, found))
         if offloading is not None:
             offloading.drop(request.request_id)
-        self._roster.admit(request)
+        self._table.admit(request)
         self._in_flight.forget(request)
         self._in_flight.enter(request)
         self._note_admission(request, now)
@@ -312,4 +300,4 @@ class Planner:
             return
         self._was_admitted.add(request.request_id)
         request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
-        self._notices.admission(request, now)
+        self._collector.admission(request, now)

@@ -14,7 +14,7 @@ from itertools import islice
 from engine.kv_cache.block_manager import BlockManager, PrefixMatch
 from engine.kv_cache.tiers.cache import CacheTiers
 from engine.scheduler.request_queue import RequestQueue
-from engine.scheduler.shared_prefills import InFlight
+from engine.scheduler.shared_prefills import SharedPrefills
 from engine.types.request import Request
 from tandem.values.ids import RequestId
 
@@ -25,7 +25,7 @@ _REACH = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class QueueCandidate:
     """A waiting request and what is here of it."""
 
     request: Request
@@ -33,11 +33,11 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class QueueChoice:
     """Who is first, who should go first, and who is overtaken by that."""
 
-    head: Candidate
-    best: Candidate
+    head: QueueCandidate
+    best: QueueCandidate
     overtaken: tuple[Request, ...]
 
 
@@ -48,7 +48,7 @@ class QueueOrder:
         self,
         waiting: RequestQueue,
         blocks: BlockManager,
-        in_flight: InFlight,
+        in_flight: SharedPrefills,
         *,
         max_overtakes: int,
         tiers: CacheTiers | None = None,
@@ -60,9 +60,9 @@ class QueueOrder:
         self._max_overtakes = max_overtakes
         self._overtakes: dict[RequestId, int] = {}
 
-    def choose(self, *, now: float, may_wait: bool) -> Choice | None:
+    def choose(self, *, now: float, may_wait: bool) -> QueueChoice | None:
         """None when the queue is empty, or all in reach wait: for a disk, or for somebody's blocks if they may."""
-        found: list[Candidate] = []
+        found: list[QueueCandidate] = []
         best = 0
         for request in islice(self._waiting, _REACH):
             if found and request.priority != found[0].request.priority:
@@ -71,14 +71,14 @@ class QueueOrder:
             match = self._blocks.match(request, max_tokens=None if reading is None else reading.num_read)
             if reading is None and self._must_wait(request, match.num_blocks, now, may_wait=may_wait):
                 continue
-            found.append(Candidate(request=request, match=match))
+            found.append(QueueCandidate(request=request, match=match))
             if match.num_blocks > found[best].match.num_blocks:
                 best = len(found) - 1
             if len(found) == WINDOW or self._may_not_be_passed(request):
                 break
         if not found:
             return None
-        return Choice(head=found[0], best=found[best], overtaken=tuple(c.request for c in found[:best]))
+        return QueueChoice(head=found[0], best=found[best], overtaken=tuple(c.request for c in found[:best]))
 
     def _must_wait(self, request: Request, num_found_blocks: int, now: float, *, may_wait: bool) -> bool:
         if self._tiers is not None and self._tiers.must_wait(request, num_found_blocks, now):
@@ -90,7 +90,7 @@ class QueueOrder:
     def _may_not_be_passed(self, request: Request) -> bool:
         return self._overtakes.get(request.request_id, 0) >= self._max_overtakes
 
-    def left(self, choice: Choice) -> None:
+    def left(self, choice: QueueChoice) -> None:
         """The choice's best has left the queue."""
         for request in choice.overtaken:
             self._overtakes[request.request_id] = self._overtakes.get(request.request_id, 0) + 1

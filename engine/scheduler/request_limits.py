@@ -1,11 +1,11 @@
 """What a single request may ask for, and when it has had it."""
 
-from engine.types.config import EngineConfig
+from engine.types.config import SchedulerConfig
 from engine.types.request import EndRule, FinishReason, Request
 from tandem.errors import ContextLengthExceeded, InvalidRequest, RequestTooLarge
 
 
-def check_size(request: Request, config: EngineConfig) -> None:
+def check_size(request: Request, config: SchedulerConfig) -> None:
     """Refuse at once what could never run, however long it waited.
 
     The least that a request needs is its tokens and one more, or its prompt and `min_tokens`; a prompt that is only
@@ -28,7 +28,7 @@ def check_size(request: Request, config: EngineConfig) -> None:
         )
 
 
-def end_rule(request: Request, config: EngineConfig) -> EndRule:
+def end_rule(request: Request, config: SchedulerConfig) -> EndRule:
     """What ends the request, as three figures that a token can be held against."""
     params = request.params
     stops = frozenset(params.stop_token_ids)
@@ -42,7 +42,7 @@ def end_rule(request: Request, config: EngineConfig) -> EndRule:
     )
 
 
-def finish_reason(request: Request, config: EngineConfig) -> FinishReason | None:
+def finish_reason(request: Request, config: SchedulerConfig) -> FinishReason | None:
     """Why the request ends with its last token, or None when it goes on."""
     if request.num_output_tokens < 1:
         return None

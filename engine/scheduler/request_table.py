@@ -6,7 +6,7 @@ from tandem.errors import InvariantError
 from tandem.values.ids import RequestId
 
 
-class Roster:
+class RequestTable:
     """Moves requests between the queues; knows nothing of blocks."""
 
     def __init__(self, rank: Ranking) -> None:

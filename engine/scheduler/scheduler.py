@@ -20,17 +20,16 @@ from engine.kv_cache.pins import PinBounds, PrefixPins
 from engine.kv_cache.pool import PoolExhausted
 from engine.kv_cache.reservations import Reservations
 from engine.kv_cache.tiers.cache import CacheTiers, TierSpec
-from engine.scheduler.chunk_size import ChunkPace, has_decodes
-from engine.scheduler.fast_forward import NO_RUN, QuietRun, quiet_run, take_quiet_steps
+from engine.scheduler.chunk_size import ChunkSizer, has_decodes
 from engine.scheduler.lookahead import Lookahead
-from engine.scheduler.planner import Beside, Planner
+from engine.scheduler.planner import StepPlanner
 from engine.scheduler.preemption import Offloading
 from engine.scheduler.request_limits import check_size, end_rule, finish_reason, reason_of
 from engine.scheduler.request_queue import Ranking
-from engine.scheduler.request_table import Roster
-from engine.scheduler.step_events import Notices
+from engine.scheduler.request_table import RequestTable
+from engine.scheduler.step_events import StepEventCollector
 from engine.scheduler.step_rates import RateMeter
-from engine.types.config import EngineConfig
+from engine.types.config import SchedulerConfig
 from engine.types.kv_events import KVEventLog
 from engine.types.request import Batch, FinishReason, Request, RequestState, SampledToken
 from engine.types.step_output import Load, StepOutput, StepTimings
@@ -53,7 +52,7 @@ class Scheduler:
 
     def __init__(
         self,
-        config: EngineConfig,
+        config: SchedulerConfig,
         hasher: BlockHasher,
         *,
         tier: OffloadTier | None = None,
@@ -77,28 +76,30 @@ class Scheduler:
         self.tiers = CacheTiers(self.blocks, cache) if cache is not None else None
         if self.tiers is not None:
             self.blocks.put_below(self.tiers)
-        self._notices = Notices(kv_events)
-        self.pins = PrefixPins(self.blocks, pins or PinBounds(), lost=self._notices.pin_lost)
+        self._collector = StepEventCollector(kv_events)
+        self.pins = PrefixPins(self.blocks, pins or PinBounds(), lost=self._collector.pin_lost)
         self.reservations = Reservations(
             self.blocks, self.pins, screen=self._screen_reservation, adopt=self._adopt_reserved, tiers=self.tiers
         )
         self.offloading = Offloading(self.blocks, tier, block_bytes=block_bytes) if tier is not None else None
-        self._roster = Roster(Ranking(config.priority_aging_s))
+        self._table = RequestTable(Ranking(config.priority_aging_s))
         self._ahead = Lookahead()
         self._rates = RateMeter()
-        self._pace = ChunkPace(max_step_s=config.max_step_s, max_tokens=config.prefill_chunk_tokens)
+        self._pace = ChunkSizer(max_step_s=config.max_step_s, max_tokens=config.prefill_chunk_tokens)
         self._untold: dict[RequestId, Request] = {}
         """Prompts with progress that is told when the steps under way have settled."""
         self._had_decodes = False
         """Whether the batch committed last computed the newest token of some sequence."""
-        self._planner = Planner(
+        self._planner = StepPlanner(
             config,
             blocks=self.blocks,
-            roster=self._roster,
-            notices=self._notices,
+            table=self._table,
+            collector=self._collector,
             ahead=self._ahead,
             pace=self._pace,
-            beside=Beside(pins=self.pins, offloading=self.offloading, tiers=self.tiers),
+            pins=self.pins,
+            offloading=self.offloading,
+            tiers=self.tiers,
         )
 
     # Entering and leaving
@@ -109,8 +110,8 @@ class Scheduler:
         Raises InvalidRequest, ContextLengthExceeded, RequestTooLarge (it can never run), Overloaded (queue full).
         """
         self._screen(request)
-        if len(self._roster.waiting) >= self._config.max_waiting_requests:
-            raise Overloaded(f"{len(self._roster.waiting)} requests are waiting", retry_after_s=_RETRY_AFTER_S)
+        if len(self._table.waiting) >= self._config.max_waiting_requests:
+            raise Overloaded(f"{len(self._table.waiting)} requests are waiting", retry_after_s=_RETRY_AFTER_S)
         self._adopt(request)
 
     def match_prefix(self, request: Request) -> int:
@@ -122,7 +123,7 @@ class Scheduler:
 
         One that is still reserved is ended through `reservations`, which know whether its writer is quiet.
         """
-        request = self._roster.requests.get(request_id)
+        request = self._table.requests.get(request_id)
         if request is None:
             return False
         self._end(request, FinishReason.ABORT)
@@ -130,7 +131,7 @@ class Scheduler:
 
     def release_held(self, request_id: RequestId) -> bool:
         """Let go of a finished prefill after its hand-off; False when it is not (or no longer) held."""
-        request = self._roster.requests.get(request_id)
+        request = self._table.requests.get(request_id)
         if request is None or request.state is not RequestState.HELD:
             return False
         self._retire(request)
@@ -141,7 +142,7 @@ class Scheduler:
 
         Counted: one per transfer. InvalidRequest when the request is not here.
         """
-        if request_id not in self._roster.requests:
+        if request_id not in self._table.requests:
             raise InvalidRequest(f"request {request_id} is not here")
         self.blocks.pin(request_id)
 
@@ -151,7 +152,7 @@ class Scheduler:
 
     def _screen(self, request: Request) -> None:
         request_id = request.request_id
-        if request_id in self._roster.requests or self.reservations.has_request(request_id):
+        if request_id in self._table.requests or self.reservations.has_request(request_id):
             raise InvalidRequest(f"request {request_id} is already here")
         if finish_reason(request, self._config) is None:
             check_size(request, self._config)
@@ -166,7 +167,7 @@ class Scheduler:
     def _adopt(self, request: Request) -> None:
         """Take over a request that holds all its KV but the last token's, or none at all."""
         request.end_rule = end_rule(request, self._config)
-        self._roster.enter(request)
+        self._table.enter(request)
         reason = finish_reason(request, self._config)
         guide = request.guide
         if reason is None and guide is not None:
@@ -185,13 +186,13 @@ class Scheduler:
         # A held prefill whose one token was also its last has told its end already.
         if request.finish_reason is None:
             request.finish_reason = reason
-            self._notices.end(request, reason)
+            self._collector.end(request, reason)
         self._retire(request)
 
     def _retire(self, request: Request) -> None:
-        self._roster.leave(request)
+        self._table.leave(request)
         self._planner.forget(request)
-        self._notices.forget(request.request_id)
+        self._collector.forget(request.request_id)
 
     # One step
 
@@ -204,7 +205,7 @@ class Scheduler:
         `now` is on the clock of the requests' `arrival_s`; whoever waited beyond its `deadline_s` ends here, told by
         the next output. Costs O(running requests + admitted blocks).
         """
-        for request in self._roster.deadlines.expired(now):
+        for request in self._table.deadlines.expired(now):
             self._end(request, FinishReason.DEADLINE)
         self.pins.expire(now)
         batch = self._planner.plan(now)
@@ -250,10 +251,10 @@ class Scheduler:
                 num_caught_up -= 1  # a token more to compute
                 if self._commit_token(request, token) or request.prefill_only:
                     leaving.append(request)
-        self._roster.backlog_tokens -= num_caught_up
+        self._table.backlog_tokens -= num_caught_up
         for request in leaving:
             if request.prefill_only:
-                self._roster.hold(request)
+                self._table.hold(request)
             else:
                 self._retire(request)
         for request in failed:
@@ -277,7 +278,7 @@ class Scheduler:
         if self.is_arriving(request.block_table):
             self._untold[request.request_id] = request
         else:
-            self._notices.progress(request, self._config.block_size)
+            self._collector.progress(request, self._config.block_size)
 
     def _tell_untold(self) -> None:
         if not self._untold:
@@ -303,26 +304,8 @@ class Scheduler:
             reason = FinishReason.STOP
         if reason is not None:
             request.finish_reason = reason
-        self._notices.token(request, num_tokens - request.num_prompt_tokens - 1, token, reason)
+        self._collector.token(request, num_tokens - request.num_prompt_tokens - 1, token, reason)
         return reason is not None
-
-    def quiet_run(self) -> QuietRun:
-        """How many steps `take_quiet_steps` may take at once, for simulations; see `engine.scheduler.fast_forward`."""
-        if self._ahead or self.tiers is not None or self.offloading is not None:
-            return NO_RUN
-        return quiet_run(self._roster, self.blocks, self._config)
-
-    def take_quiet_steps(self, num_steps: int, token_id: int) -> StepOutput:
-        """Do what so many steps of the `quiet_run` of now, at most all of them, would; all their tokens are `token_id`.
-
-        The output tells all that theirs would, except tokens. InvariantError for steps that would end somebody.
-        """
-        if self._ahead:
-            raise InvariantError("steps cannot be taken at once while one is under way")
-        self._planner.quiet(num_steps)
-        self._had_decodes = True
-        take_quiet_steps(num_steps, token_id, self._roster, self.blocks)
-        return self.drain()
 
     def observe(self, timings: StepTimings) -> None:
         """What the batch committed last took: chunks beside decodes are bounded by it, and copying compared with it."""
@@ -340,27 +323,27 @@ class Scheduler:
     # Telling
 
     @property
-    def has_notices(self) -> bool:
+    def has_output(self) -> bool:
         """Whether something happened that no output has told yet."""
-        return bool(self._notices)
+        return bool(self._collector)
 
     @property
     def has_admissions(self) -> bool:
         """Whether a request has just left the queue: worth telling before its step is executed."""
-        return self._notices.has_admissions
+        return self._collector.has_admissions
 
     def drain(self) -> StepOutput:
         """Everything since the last output, told once."""
-        return self._notices.drain(self.load())
+        return self._collector.drain(self.load())
 
     def load(self) -> Load:
         """The worker's occupation now; O(1) beside quarantines."""
         return Load(
-            num_running=len(self._roster.running),
-            num_waiting=len(self._roster.waiting),
-            num_held=self._roster.num_held,
+            num_running=len(self._table.running),
+            num_waiting=len(self._table.waiting),
+            num_held=self._table.num_held,
             num_reservations=len(self.reservations),
-            num_backlog_tokens=self._roster.backlog_tokens,
+            num_backlog_tokens=self._table.backlog_tokens,
             num_blocks=self.blocks.pool.num_blocks,
             num_used_blocks=self.blocks.pool.num_used,
             num_evictable_blocks=self.blocks.pool.num_idle,
@@ -373,12 +356,12 @@ class Scheduler:
     def check_invariants(self) -> None:
         """Every reference count is accounted for by its owners; O(num_blocks), for tests and audits."""
         self.blocks.check_invariants()
-        self._roster.check_invariants()
+        self._table.check_invariants()
         self._ahead.check_invariants()
         if self.tiers is not None:
             self.tiers.check_invariants()
         owned = self.reservations.references() + self.blocks.pinned_blocks() + self.pins.references()
-        for request in self._roster.requests.values():
+        for request in self._table.requests.values():
             owned.extend(request.block_table)
         owners = Counter(owned)
         for block in map(BlockId, range(self.blocks.pool.num_blocks)):

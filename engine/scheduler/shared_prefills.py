@@ -37,7 +37,7 @@ class _Wait(NamedTuple):
     since_step: int
 
 
-class Twin(NamedTuple):
+class MatchingTail(NamedTuple):
     """A block that holds all but the last of a request's known tokens beyond its full blocks."""
 
     block: BlockId
@@ -45,7 +45,7 @@ class Twin(NamedTuple):
     """Known tokens that need not be computed, from the sequence's start."""
 
 
-class InFlight:
+class SharedPrefills:
     """Running requests by the content they compute. Costs O(blocks) per admission and nothing per step."""
 
     def __init__(self, blocks: BlockManager) -> None:
@@ -113,14 +113,14 @@ class InFlight:
             return True
         return self._step - wait.since_step < MAX_STALLS
 
-    def twin(self, request: Request, num_found_blocks: int) -> Twin | None:
+    def twin(self, request: Request, num_found_blocks: int) -> MatchingTail | None:
         """The block to copy instead of computing the request's tail again; None when nobody has it."""
         if num_found_blocks < (request.num_tokens - 1) // self._blocks.block_size:
             return None
         other, needed = self._ahead(request, num_found_blocks)
         if other is None or other.num_computed_tokens < needed:
             return None
-        return Twin(other.block_table[num_found_blocks], needed)
+        return MatchingTail(other.block_table[num_found_blocks], needed)
 
     def _ahead(self, request: Request, num_found_blocks: int) -> tuple[Request | None, int]:
         """Who computes the request's next tokens, and how far it must have come for them."""

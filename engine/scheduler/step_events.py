@@ -2,12 +2,12 @@
 
 from engine.types.kv_events import KVEventLog
 from engine.types.request import FinishReason, Request, SampledToken, TokenEvent
-from engine.types.step_output import Admission, Load, PrefillProgress, StepOutput
+from engine.types.step_output import AdmittedRequest, Load, PrefillProgress, StepOutput
 from tandem.values.ids import RequestId
 from tandem.values.prefix_pin import PinKey
 
 
-class Notices:
+class StepEventCollector:
     """Everything since the last output, told once."""
 
     __slots__ = (
@@ -23,7 +23,7 @@ class Notices:
     def __init__(self, kv_events: KVEventLog) -> None:
         self._kv_events = kv_events
         self._events: list[TokenEvent] = []
-        self._admissions: list[Admission] = []
+        self._admissions: list[AdmittedRequest] = []
         self._progress: list[PrefillProgress] = []
         self._preemptions: list[RequestId] = []
         self._lost_pins: list[PinKey] = []
@@ -50,7 +50,7 @@ class Notices:
     def admission(self, request: Request, now: float) -> None:
         """The request left the queue for the first time."""
         self._admissions.append(
-            Admission(
+            AdmittedRequest(
                 request_id=request.request_id,
                 queued_s=now - request.arrival_s,
                 num_prompt_tokens=request.num_prompt_tokens,

@@ -20,7 +20,7 @@ _AT_LEAST_ONE = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
+class SchedulerConfig:
     """What the scheduler may do in one step and in total. ConfigError for a bound that cannot work."""
 
     num_blocks: int

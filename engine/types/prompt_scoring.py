@@ -1,8 +1,8 @@
 """What is asked of a prompt's own tokens, and what has come of it so far.
 
-A request that carries a `Reading` computes its prompt as any other does, in chunks and between preemptions; the rows of
-each chunk are looked at before they are forgotten. KV that is in the cache has no rows to look at, so such a request
-takes over nothing of a prefix but what it has read itself. Belongs to the engine thread until its request has ended.
+A request that carries a `PromptScoringState` computes its prompt as any other does, in chunks and between preemptions;
+the rows of each chunk are read before they are discarded. KV that is in the cache has no rows to read, so such a
+request reuses nothing of a prefix but what it has read itself. Belongs to the engine thread until its request has ended.
 """
 
 from array import array
@@ -13,7 +13,7 @@ from tandem.errors import InvariantError
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Reading:
+class PromptScoringState:
     """Either log probabilities of the prompt's tokens behind the first one, or the mean of its last hidden states."""
 
     num_prompt_tokens: int

@@ -12,8 +12,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from engine.types.block_moves import BlockCopy, BlockLoad, BlockOffload
-from engine.types.block_seconds import BlockSeconds
-from engine.types.prompt_scoring import Reading
+from engine.types.prompt_scoring import PromptScoringState
 from engine.types.token_guide import TokenGuide
 from tandem.errors import InvariantError
 from tandem.values.ids import BlockHash, BlockId, RequestId
@@ -21,6 +20,27 @@ from tandem.values.outputs import FinishReason as FinishReason
 from tandem.values.outputs import SampledToken as SampledToken
 from tandem.values.outputs import TokenLogprob as TokenLogprob
 from tandem.values.sampling import SamplingParams
+
+
+class BlockSeconds:
+    """The sum over time of blocks held, told of every change with the time at which it was."""
+
+    __slots__ = ("_num_blocks", "_since_s", "_total")
+
+    def __init__(self) -> None:
+        self._num_blocks = 0
+        self._since_s = 0.0
+        self._total = 0.0
+
+    def change(self, num_blocks: int, now_s: float) -> None:
+        """From now on so many are held."""
+        if self._num_blocks:
+            self._total += self._num_blocks * (now_s - self._since_s)
+        self._num_blocks, self._since_s = num_blocks, now_s
+
+    def until(self, now_s: float) -> float:
+        """Block-seconds so far."""
+        return self._total + self._num_blocks * (now_s - self._since_s)
 
 
 class RequestState(Enum):
@@ -136,7 +156,7 @@ class Request:
     finish_reason: FinishReason | None = None
     guide: TokenGuide | None = None
     """Follows the answer's grammar, if it has one."""
-    reading: Reading | None = None
+    reading: PromptScoringState | None = None
     """What is asked of the prompt's own tokens; such a request samples one token, which nobody wants."""
     end_rule: EndRule | None = None
     """The scheduler's, from `params` and the model; None before it has seen the request."""

@@ -15,7 +15,7 @@ from tandem.values.prefix_pin import PinKey, PinTotals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Admission:
+class AdmittedRequest:
     """A request left the queue for the first time."""
 
     request_id: RequestId
@@ -58,7 +58,7 @@ class PrefillProgress:
     """The prompt is computed; the last block may be partly filled."""
 
 
-class ComingPrompt(NamedTuple):
+class PromptInStep(NamedTuple):
     """A `prefill_only` request in a step under way."""
 
     request_id: RequestId
@@ -75,7 +75,7 @@ class LayersDone:
     """Within a step: keys and values of its tokens are in the pool, on all ranks, in the first layers."""
 
     num_layers: int
-    prompts: tuple[ComingPrompt, ...]
+    prompts: tuple[PromptInStep, ...]
 
 
 class Load(NamedTuple):
@@ -119,7 +119,7 @@ class StepOutput(NamedTuple):
     """Everything that happened since the output before."""
 
     events: tuple[TokenEvent, ...]
-    admissions: tuple[Admission, ...]
+    admissions: tuple[AdmittedRequest, ...]
     progress: tuple[PrefillProgress, ...]
     preemptions: tuple[RequestId, ...]
     kv_events: KVEventBatch

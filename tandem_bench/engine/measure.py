@@ -14,7 +14,7 @@ import torch
 import yaml
 from rich.console import Console
 
-from engine.model.config import ModelConfig, load_model_config
+from engine.model.config import ModelArchitecture, load_model_config
 from tandem.config.cluster import load
 from tandem_bench.engine import ceilings, figures, options, plot, tables
 from tandem_bench.engine.contestants import (
@@ -84,7 +84,7 @@ class Subject:
     """Which model, on what."""
 
     stage: Stage
-    config: ModelConfig
+    config: ModelArchitecture
     cost: ModelCost
     device: torch.device
     is_judged: bool

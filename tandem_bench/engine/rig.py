@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from decode_worker.config import engine_spec
 from engine.assembly import EngineParts, assemble
 from engine.engine import Engine
 from engine.scheduler.scheduler import Scheduler
@@ -20,9 +19,11 @@ from engine.types.step_output import StepOutput
 from tandem.config.cluster import load
 from tandem.values.block_hash import root_hash
 from tandem.values.ids import RequestId
+from tandem.values.roles import WorkerRole
 from tandem.values.sampling import SamplingParams
 from tandem_bench.engine.workload import Job, Outcome, StepCosts
 from tandem_bench.errors import CannotMeasure
+from worker.engine_spec import engine_spec
 
 _SECRET = "benchmark-benchmark"
 _PATIENCE_S = 600.0
@@ -40,7 +41,7 @@ def assemble_from(overrides: dict[str, Any]) -> EngineParts:
     Raises ConfigError.
     """
     lone = {"prefill.replicas": 0, "decode.replicas": 1, "secret": _SECRET}
-    return assemble(engine_spec(load(None, lone | overrides)))
+    return assemble(engine_spec(load(None, lone | overrides), WorkerRole.DECODE))
 
 
 class Rig:

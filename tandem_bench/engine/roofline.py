@@ -8,7 +8,7 @@ and sampling are left out: they are small, and a limit must never be too low.
 
 from dataclasses import dataclass
 
-from engine.model.config import ModelConfig
+from engine.model.config import ModelArchitecture
 from tandem.values.kv_layout import DTYPE_BYTES
 
 
@@ -27,7 +27,7 @@ class ModelCost:
     item_bytes: int
 
     @classmethod
-    def of(cls, config: ModelConfig, dtype: str) -> "ModelCost":
+    def of(cls, config: ModelArchitecture, dtype: str) -> "ModelCost":
         """The cost of a model computed in `dtype`, KV cache included."""
         hidden, width = config.hidden_size, config.num_heads * config.head_dim
         kv_width = config.num_kv_heads * config.head_dim

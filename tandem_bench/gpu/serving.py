@@ -20,7 +20,7 @@ from engine.model.decoder import Decoder
 from engine.model.memory_budget import kv_layout
 from engine.runner.model_runner import ModelRunner
 from engine.scheduler.scheduler import Scheduler
-from engine.types.config import EngineConfig
+from engine.types.config import SchedulerConfig
 from engine.types.request import Request
 from engine.types.step_output import StepOutput
 from tandem.values.block_hash import BlockHasher, root_hash
@@ -92,7 +92,7 @@ class Serving:
         )
         self._device = model.device
         cache = PagedKVCache(layout, num_blocks=limits.num_blocks, device=model.device)
-        config = EngineConfig(
+        config = SchedulerConfig(
             num_blocks=limits.num_blocks,
             block_size=limits.block_size,
             max_model_len=limits.max_model_len,

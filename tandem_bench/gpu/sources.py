@@ -8,10 +8,10 @@ from torch import Tensor
 
 from engine.backends.options import BackendOptions
 from engine.backends.select import select_backend
-from engine.model.config import ModelConfig
+from engine.model.config import ModelArchitecture
 from engine.model.decoder import Decoder
 from engine.model.loader import build_model
-from engine.model.shard import Part
+from engine.model.shard import TensorSlice
 from tandem.errors import ConfigError
 from tandem_bench.shapes import SHAPES, Shape, random_tensor
 
@@ -32,7 +32,7 @@ class RandomSource:
         if self._sizes.get(name) != shape:
             raise ConfigError(f"shape {self._shape.name}: {name} is {self._sizes.get(name)}, wanted {shape}")
 
-    def tensor(self, name: str, part: Part | None = None) -> Tensor:
+    def tensor(self, name: str, part: TensorSlice | None = None) -> Tensor:
         """See TensorSource."""
         size = self._sizes[name]
         whole = random_tensor(self._shape, name, size, seed=self._seed, dtype=self._dtype, device=self._device)
@@ -41,7 +41,7 @@ class RandomSource:
     def forget(self, name: str) -> None:
         """Nothing is kept."""
 
-    def fingerprint(self, config: ModelConfig) -> str:
+    def fingerprint(self, config: ModelArchitecture) -> str:
         """See TensorSource. Kinds of devices make different numbers of one seed."""
         word = f"{self._shape.name}:{self._seed}:{self._dtype}:{self._device.type}".encode()
         return hashlib.sha256(config.digest() + word).hexdigest()[:32]
@@ -60,7 +60,7 @@ class HeldSource:
         if found is None or tuple(found.shape) != shape:
             raise ConfigError(f"{name} is {'missing' if found is None else list(found.shape)}, wanted {list(shape)}")
 
-    def tensor(self, name: str, part: Part | None = None) -> Tensor:
+    def tensor(self, name: str, part: TensorSlice | None = None) -> Tensor:
         """See TensorSource."""
         whole = self._tensors[name].detach()
         return whole if part is None else whole.narrow(part.dim, part.begin, part.end - part.begin)
@@ -68,7 +68,7 @@ class HeldSource:
     def forget(self, name: str) -> None:
         """They are not ours."""
 
-    def fingerprint(self, config: ModelConfig) -> str:
+    def fingerprint(self, config: ModelArchitecture) -> str:
         """See TensorSource."""
         digest = hashlib.sha256(config.digest())
         for name in sorted(self._tensors):

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from engine.kv_cache.block_manager import BlockManager
-from engine.kv_cache.eviction import POLICIES, Entry, eviction_policy
+from engine.kv_cache.eviction import POLICIES, IndexedBlock, eviction_policy
 from engine.types.kv_events import KVEventLog
 from engine.types.request import Request
 from tandem.errors import InvariantError
@@ -127,7 +127,7 @@ class Clairvoyant:
         self._now = number
         self._blocks.update(zip(names, ids, strict=True))
 
-    def park(self, entry: Entry) -> None:
+    def park(self, entry: IndexedBlock) -> None:
         """See EvictionPolicy."""
         uses = self._uses[self._blocks[entry.name]]
         while uses and uses[0] <= self._now:
@@ -136,11 +136,11 @@ class Clairvoyant:
         self._parked[entry.name] = again
         heapq.heappush(self._heap, (-again, -entry.depth, entry.name))
 
-    def unpark(self, entry: Entry) -> None:
+    def unpark(self, entry: IndexedBlock) -> None:
         """See EvictionPolicy."""
         del self._parked[entry.name]
 
-    def became_leaf(self, entry: Entry) -> None:
+    def became_leaf(self, entry: IndexedBlock) -> None:
         """See EvictionPolicy. Its place in the order is right already."""
 
     def evict(self) -> BlockHash:
@@ -160,7 +160,7 @@ class Clairvoyant:
         """See EvictionPolicy."""
         return sorted(self._parked, key=self._parked.__getitem__)
 
-    def check(self, parked: Mapping[BlockHash, Entry]) -> None:
+    def check(self, parked: Mapping[BlockHash, IndexedBlock]) -> None:
         """See EvictionPolicy."""
         if self._parked.keys() != parked.keys():
             raise InvariantError("the eviction order and the parked entries differ")

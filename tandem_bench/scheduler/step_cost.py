@@ -17,7 +17,7 @@ from rich.console import Console
 
 from engine.runner.step_input_builder import StepInputBuilder
 from engine.scheduler.scheduler import Scheduler
-from engine.types.config import EngineConfig
+from engine.types.config import SchedulerConfig
 from engine.types.request import Request, SampledToken
 from tandem.values.block_hash import BlockHasher, root_hash
 from tandem.values.ids import RequestId
@@ -48,9 +48,9 @@ class StepCost:
     p99_ms: float
 
 
-def engine_config(num_blocks: int) -> EngineConfig:
+def engine_config(num_blocks: int) -> SchedulerConfig:
     """Bounds wide enough that nothing but the batch decides."""
-    return EngineConfig(
+    return SchedulerConfig(
         num_blocks=num_blocks,
         block_size=BLOCK_TOKENS,
         max_model_len=1 << 20,

@@ -9,8 +9,8 @@ from engine.backends.options import BackendOptions
 from engine.backends.select import select_backend
 from engine.model.loader import load_model
 from engine.runner.device_queue import CudaQueue
-from engine.runner.pending_samples import ComingTokens
-from engine.sampling.philox import gumbel_noise
+from engine.runner.pending_samples import PendingSamples
+from engine.sampling.backend import gumbel_noise
 from engine.sampling.sampler import Sampler, SampleRow
 from tandem.values.sampling import SamplingParams
 from tests.support.engine import ledger
@@ -91,5 +91,5 @@ def test_nan_on_the_device_is_told_without_being_asked_for(model_path):
     rows = [SampleRow(ledger.request([5, 6, 7], params=params), 3) for _ in range(4)]
     kernels = model.backend.sampling(model.config.vocab_size)
     chosen = Sampler(eos_token_ids=(2,), device="cuda", kernels=kernels).choose(logits, rows)
-    tokens = ComingTokens(CudaQueue(torch.device("cuda", 0)), chosen).tokens()
+    tokens = PendingSamples(CudaQueue(torch.device("cuda", 0)), chosen).tokens()
     assert [token is None for token in tokens] == [False, True, True, False]

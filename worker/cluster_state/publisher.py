@@ -7,19 +7,27 @@ was lost (flushed, restored, evicted, tampered with) is written again whole.
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from random import SystemRandom
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 from tandem.circuit_breaker import CircuitBreaker
-from tandem.cluster_state.entries import SMALL_BYTES, BadEntry, BoardCodec, Footprint, Notice
+from tandem.cluster_state.entries import SMALL_BYTES, BadEntry, BoardCodec, Footprint, Notice, Process
 from tandem.cluster_state.keys import FORGET_MS, BoardKeys
 from tandem.cluster_state.settings import BoardSettings
 from tandem.rpc.redis_link import Command, RedisDown, RedisLink, Refusal, Reply
 from tandem.v1 import session_pb2 as pb
 from tandem.values.ids import BlockHash
+from tandem.values.worker_identity import WorkerIdentity
 from worker.decisions.cache_journal import CacheJournal, Write
+from worker.session_port import EventSink
+
+if TYPE_CHECKING:
+    # GPU machines need not have pydantic.
+    from tandem.config.redis import RedisConfig
 
 _log = logging.getLogger(__name__)
 
@@ -81,7 +89,7 @@ class BoardPublisher:
 
     def send_events(self, first: int, events: Sequence[pb.KVEvent]) -> bool:
         """Changes numbered from `first`. False when some are missing: a snapshot must follow."""
-        taken = self._journal.take(first, [(BlockHash(event.block_hash), event.stored) for event in events])
+        taken = self._journal.apply(first, [(BlockHash(event.block_hash), event.stored) for event in events])
         self._changed()
         return taken
 
@@ -190,3 +198,34 @@ class BoardPublisher:
             _log.info("Redis does not answer: this worker's entries there end with their lease")
         finally:
             await self._link.close()
+
+
+class SnapshotSource(Protocol):
+    """Who knows the whole cache (`EngineHost`)."""
+
+    def send_snapshot(self, sink: EventSink) -> None:
+        """Call `sink.send_snapshot` soon, in order with the events."""
+        ...
+
+
+async def publish(stack: AsyncExitStack, publisher: BoardPublisher | None, source: SnapshotSource) -> None:
+    """Put the worker on the board, until `stack` is left; no-op without Redis."""
+    if publisher is not None:
+        source.send_snapshot(publisher)
+        await stack.enter_async_context(publisher)
+
+
+def make_publisher(config: "RedisConfig", secret: bytes, identity: WorkerIdentity) -> BoardPublisher | None:
+    """A worker's publisher; None without Redis. Raises ConfigError when its client is not installed."""
+    settings = config.board_settings()
+    if settings is None:
+        return None
+    process = Process(identity.worker_id, identity.incarnation)
+    return BoardPublisher(
+        Notice(process=process, role=identity.role, address=identity.address),
+        settings,
+        BoardCodec(secret, settings.cluster),
+        breaker=CircuitBreaker(SystemRandom()),
+        clock=time.monotonic,
+        wall_clock=time.time,
+    )

@@ -74,7 +74,7 @@ class CacheJournal:
         self._next = next_sequence
         self._give_up()
 
-    def take(self, first_sequence: int, changes: Sequence[tuple[BlockHash, bool]]) -> bool:
+    def apply(self, first_sequence: int, changes: Sequence[tuple[BlockHash, bool]]) -> bool:
         """The worker's cache has changed. False when changes are missing: it must `restart`."""
         names = self._names
         if names is None:

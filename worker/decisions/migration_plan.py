@@ -1,4 +1,4 @@
-"""What one worker leaves, reckoned in blocks of the worker that inherits it. Pure.
+"""The cache that a leaving worker offers, counted in blocks of the worker that fetches it. Pure.
 
 Those blocks may be larger than the leaver's: then one of them may begin in one run of names and end in another, so they
 are counted along the path from the root, each in the run in which it ends.
@@ -30,8 +30,8 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Estate:
-    """What one worker leaves."""
+class MigrationPlan:
+    """What a leaving worker offers, as runs to fetch in order."""
 
     holder: PrefixHolder
     runs: tuple[Run, ...]
@@ -39,9 +39,9 @@ class Estate:
     block_size: int
     """Tokens of the blocks that the names are of."""
     own_block_size: int
-    """Tokens of the inheriting worker's blocks: a multiple."""
+    """Tokens of the fetching worker's blocks: a multiple."""
     own_max_blocks: int
-    """In the longest prefix that the inheriting worker has a use for."""
+    """In the longest prefix that the fetching worker has a use for."""
     prefill_tokens_per_s: float
     """The fastest that any worker computes at; 0: unknown."""
 
@@ -82,10 +82,10 @@ class Estate:
         return run.chain.after, [name for part in reversed(parts) for name in part for _ in range(each)]
 
 
-def estate_of(
+def plan_migration(
     order: pb.Inherit, *, own_block_size: int, own_max_tokens: int, own_prefill_tokens_per_s: float
-) -> Estate:
-    """`own_*`: of the worker that is to inherit; its longest prefix, and its rate, 0 while unknown.
+) -> MigrationPlan:
+    """`own_*`: of the worker that is to fetch; its longest prefix, and its rate, 0 while unknown.
 
     Raises InvalidRequest.
     """
@@ -95,7 +95,7 @@ def estate_of(
         raise InvalidRequest(
             f"blocks of {order.block_size} tokens do not make up blocks of {own_block_size}", param="block_size"
         )
-    return Estate(
+    return MigrationPlan(
         holder=holder_from_pb(order.holder),
         runs=_placed(chains_from_pb(order.chains)),
         block_size=order.block_size,

@@ -1,11 +1,9 @@
-"""From the cluster's configuration to what moving KV needs, and what KV is made of."""
+"""From the cluster's configuration to what moving KV needs."""
 
-from engine.model.dtype import resolve_dtype
 from kv_transfer.protocol.settings import TransferSettings
 from kv_transfer.transports.catalogue import check_choice
 from kv_transfer.transports.tcp.settings import TcpSettings, open_identity
-from tandem.config.cluster import ClusterConfig, TransferConfig
-from tandem.errors import ConfigError
+from tandem.config.cluster import TransferConfig
 
 
 def transfer_settings(transfer: TransferConfig) -> TransferSettings:
@@ -26,14 +24,3 @@ def tcp_settings(transfer: TransferConfig, host: str) -> TcpSettings:
     tls = transfer.tls
     identity = None if tls is None else open_identity(cert=tls.cert, key=tls.key, ca=tls.ca)
     return TcpSettings(streams=transfer.tcp_streams, tls=identity)
-
-
-def compute_dtype(config: ClusterConfig) -> str:
-    """What a worker computes in: `model.dtype`, or what its `auto` stands for with this model.
-
-    Raises ConfigError when the model cannot be read, or when KV of that dtype cannot travel as `transfer.wire_dtype`.
-    """
-    dtype = resolve_dtype(config.model.dtype, config.model.path)
-    if reason := config.mistaken_wire_dtype(dtype):
-        raise ConfigError(f"{reason} (model.dtype {config.model.dtype} is {dtype} here)")
-    return dtype

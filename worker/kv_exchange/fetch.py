@@ -43,7 +43,7 @@ class Declined(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class FetchOrder:
     """What is to be brought, from whom, at which rates that is judged."""
 
     transfer_id: TransferId
@@ -68,10 +68,10 @@ def _future() -> "asyncio.Future[Any]":
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Fetch:
+class PrefixFetch:
     """One fetch, from the moment at which room is asked for; `ended` is set with the tokens gained."""
 
-    wanted: Wanted
+    wanted: FetchOrder
     stats: FetchStats
     num_held_tokens: int = 0
     """Known once room is reserved."""
@@ -111,7 +111,7 @@ def probe_of(hash_root: BlockHash, names: Sequence[BlockHash], transfer_id: Tran
     )
 
 
-def job_of(fetch: Fetch) -> PrefillJob:
+def job_of(fetch: PrefixFetch) -> PrefillJob:
     """What the holder is asked."""
     wanted = fetch.wanted
     probe = wanted.probe

@@ -26,7 +26,7 @@ from tandem.values.prefix_holder import PrefixHolder
 from worker.decisions.destinations import Destinations
 from worker.decisions.fetch_cost import FetchRates, compute_s, fetch_s, worth_fetching
 from worker.engine_host import EngineHost
-from worker.kv_exchange.fetch import Declined, Fetch, FetchStats, Wanted, job_of, probe_of, route_to
+from worker.kv_exchange.fetch import Declined, FetchOrder, FetchStats, PrefixFetch, job_of, probe_of, route_to
 
 _log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class Fetcher:
         self._spawn = spawn
         self._tracer = tracer or NoTracer()
         self._serial = count(1)
-        self._fetches: dict[TransferId, Fetch] = {}
+        self._fetches: dict[TransferId, PrefixFetch] = {}
         self._askers: dict[RequestId, asyncio.Future[None]] = {}
         self._destinations = Destinations()
 
@@ -148,9 +148,9 @@ class Fetcher:
         spare_blocks: int = 0,
         trace: TraceContext | None = None,
         asker: RequestId | None = None,
-    ) -> Wanted:
+    ) -> FetchOrder:
         transfer_id = TransferId(f"fetch/{self._name}/{next(self._serial)}")
-        return Wanted(
+        return FetchOrder(
             transfer_id=transfer_id,
             probe=probe_of(hash_root, names, transfer_id),
             holder=holder,
@@ -160,14 +160,14 @@ class Fetcher:
             asker=asker,
         )
 
-    def _same(self, names: Sequence[BlockHash]) -> Fetch | None:
+    def _same(self, names: Sequence[BlockHash]) -> PrefixFetch | None:
         """A fetch under way of the same prefix, or one that waits for room."""
         tail = list(names[-1:])
         return next((fetch for fetch in self._fetches.values() if fetch.wanted.probe.block_hashes[-1:] == tail), None)
 
-    def _begin(self, wanted: Wanted, stats: FetchStats) -> Fetch:
+    def _begin(self, wanted: FetchOrder, stats: FetchStats) -> PrefixFetch:
         """Ask for room, and then the holder. Whoever called must `_wait` in the same turn, or it never ends."""
-        fetch = Fetch(wanted=wanted, stats=stats)
+        fetch = PrefixFetch(wanted=wanted, stats=stats)
         if (hub := self.hub) is None or len(self._fetches) >= _MAX_FETCHES:
             fetch.decline(Declined.NO_ROOM)
             return fetch
@@ -177,7 +177,7 @@ class Fetcher:
         answer.add_done_callback(partial(self._answered, fetch, hub))
         return fetch
 
-    def _answered(self, fetch: Fetch, hub: ReceiverHub, answer: "asyncio.Future[int | Declined]") -> None:
+    def _answered(self, fetch: PrefixFetch, hub: ReceiverHub, answer: "asyncio.Future[int | Declined]") -> None:
         """The engine has reserved room, or has not."""
         wanted, transfer_id = fetch.wanted, fetch.wanted.transfer_id
         error = None if answer.cancelled() else answer.exception()
@@ -201,7 +201,7 @@ class Fetcher:
         except ServingError as refusal:
             self._not_begun(fetch, refusal)
 
-    def _tell_end(self, fetch: Fetch, started_s: float, ended: "asyncio.Future[int]") -> None:
+    def _tell_end(self, fetch: PrefixFetch, started_s: float, ended: "asyncio.Future[int]") -> None:
         wanted, gained = fetch.wanted, ended.result()
         fetch.stats.num_tokens += gained
         _log.info(
@@ -211,7 +211,7 @@ class Fetcher:
         )  # fmt: skip
 
     async def _wait(
-        self, fetch: Fetch, rates: FetchRates | None = None, gone: "asyncio.Future[None] | None" = None
+        self, fetch: PrefixFetch, rates: FetchRates | None = None, gone: "asyncio.Future[None] | None" = None
     ) -> int:
         """Until it has ended, or whoever waits here has gone or, by these rates, waited so long; the tokens gained.
 
@@ -233,13 +233,13 @@ class Fetcher:
             return 0
         return await asyncio.shield(fetch.ended)  # soon: what landed is being kept
 
-    def _patience_s(self, fetch: Fetch, rates: FetchRates) -> float:
+    def _patience_s(self, fetch: PrefixFetch, rates: FetchRates) -> float:
         """Some times what the fetch should take, and no longer than computing would."""
         num_tokens = fetch.wanted.probe.num_tokens - 1 - fetch.num_held_tokens
         expected_s = fetch_s(self._num_bytes(num_tokens), rates)
         return max(_SHORTEST_WAIT_S, min(_PATIENCE * expected_s, compute_s(num_tokens, rates)))
 
-    def _stop(self, fetch: Fetch, reason: str) -> None:
+    def _stop(self, fetch: PrefixFetch, reason: str) -> None:
         """If it is under way still: what has landed is kept."""
         transfer_id = fetch.wanted.transfer_id
         if self._fetches.get(transfer_id) is not fetch or self.hub is None:
@@ -253,7 +253,7 @@ class Fetcher:
         if transfer_id in self._fetches:  # else the hub has said what landed, or that it is complete
             self._cancel(fetch)
 
-    def _reserve(self, scheduler: Scheduler, wanted: Wanted) -> int | Declined:
+    def _reserve(self, scheduler: Scheduler, wanted: FetchOrder) -> int | Declined:
         """On the engine's thread: tokens held here, with room for the rest reserved; or why that was not done."""
         block_size = self._host.parts.layout.block_size
         transfer_id, probe = wanted.transfer_id, wanted.probe
@@ -275,7 +275,7 @@ class Fetcher:
         layout = self._host.parts.layout
         return num_tokens * layout.worker_block_bytes // layout.block_size
 
-    def _cancel(self, fetch: Fetch) -> None:
+    def _cancel(self, fetch: PrefixFetch) -> None:
         transfer_id = fetch.wanted.transfer_id
         del self._fetches[transfer_id]
         fetch.end(0)
@@ -287,7 +287,7 @@ class Fetcher:
         if not self._destinations.is_out(transfer_id):
             self._host.post(lambda scheduler: scheduler.reservations.release_quarantine(transfer_id))
 
-    def _not_begun(self, fetch: Fetch, error: ServingError) -> None:
+    def _not_begun(self, fetch: PrefixFetch, error: ServingError) -> None:
         """Nobody was let in."""
         transfer_id = fetch.wanted.transfer_id
         del self._fetches[transfer_id]
@@ -341,12 +341,12 @@ class Fetcher:
         if self.hub is not None:
             asyncio.get_running_loop().call_soon(self.hub.cancel, transfer_id, "computed here")
 
-    def _keep(self, transfer_id: TransferId, fetch: Fetch, num_blocks: int, *, quiet: bool) -> Awaitable[Request]:
+    def _keep(self, transfer_id: TransferId, fetch: PrefixFetch, num_blocks: int, *, quiet: bool) -> Awaitable[Request]:
         """Posted before this returns."""
         landed = fetch.num_held_tokens + num_blocks * self._host.parts.layout.block_size
         return self._host.call(lambda s: s.reservations.salvage(transfer_id, landed, writer_is_quiet=quiet))
 
-    async def _kept(self, fetch: Fetch, num_blocks: int, keeping: Awaitable[Request]) -> None:
+    async def _kept(self, fetch: PrefixFetch, num_blocks: int, keeping: Awaitable[Request]) -> None:
         gained = num_blocks * self._host.parts.layout.block_size
         try:
             await keeping

@@ -8,7 +8,7 @@ import time
 from array import array
 from functools import partial
 
-from engine.kv_cache.tiers.promotion import Lift, lift
+from engine.kv_cache.tiers.promotion import Promotion, promote
 from engine.scheduler.scheduler import Scheduler
 from engine.types.request import Request
 from kv_transfer.protocol.messages import PrefillJob
@@ -17,9 +17,9 @@ from tandem.errors import Unavailable
 from tandem.values.ids import RequestId, TransferId
 from worker.engine_host import EngineHost
 
-_LIFT_BYTES = 32 << 20
+_PROMOTE_BYTES = 32 << 20
 """Brought up at once: some milliseconds between two steps."""
-_LIFT_S = 1.0
+_PROMOTE_S = 1.0
 """Then what has come up is lent: whoever asked would rather compute the rest."""
 
 
@@ -63,7 +63,7 @@ class Lender:
         gone = self._submitting[job.transfer_id] = asyncio.Event()
         try:
             await self._host.call(partial(_take, loan))
-            await self._lift(loan, gone)
+            await self._promote(loan, gone)
             # What a step under way brings up for somebody else has its name already, but not its content.
             while not gone.is_set() and await self._host.call(partial(_is_arriving, loan)):
                 pass
@@ -87,19 +87,19 @@ class Lender:
         if (gone := self._submitting.get(transfer_id)) is not None:
             gone.set()
 
-    async def _lift(self, loan: Request, gone: asyncio.Event) -> None:
+    async def _promote(self, loan: Request, gone: asyncio.Event) -> None:
         """Bring up what is below, and hold it like the rest; ends after a while, or with who asked."""
         if self._host.parts.scheduler.tiers is None:
             return
-        max_blocks = max(1, _LIFT_BYTES // self._host.parts.layout.worker_block_bytes)
+        max_blocks = max(1, _PROMOTE_BYTES // self._host.parts.layout.worker_block_bytes)
         try:
-            async with asyncio.timeout(_LIFT_S):
+            async with asyncio.timeout(_PROMOTE_S):
                 while not gone.is_set():
                     read = self._host.next_read()  # before: what is read meanwhile counts
-                    lifted = await self._host.call(partial(_lift, loan, max_blocks))
-                    if lifted is Lift.DONE:
+                    promoted = await self._host.call(partial(_promote, loan, max_blocks))
+                    if promoted is Promotion.DONE:
                         return
-                    if lifted is Lift.WAIT:
+                    if promoted is Promotion.WAIT:
                         await _either(read, gone)
         except TimeoutError:
             # In its place among the calls: one that lifts may be under way.
@@ -128,12 +128,12 @@ def _take(loan: Request, scheduler: Scheduler) -> None:
     scheduler.blocks.take_prefix(loan, scheduler.blocks.match(loan))
 
 
-def _lift(loan: Request, max_blocks: int, scheduler: Scheduler) -> Lift:
+def _promote(loan: Request, max_blocks: int, scheduler: Scheduler) -> Promotion:
     blocks, tiers = scheduler.blocks, scheduler.tiers
     if tiers is None:
-        return Lift.DONE
+        return Promotion.DONE
     spare_blocks = blocks.pool.num_blocks // 4
-    return lift(blocks, tiers, loan, now=time.monotonic(), max_blocks=max_blocks, spare_blocks=spare_blocks)
+    return promote(blocks, tiers, loan, now=time.monotonic(), max_blocks=max_blocks, spare_blocks=spare_blocks)
 
 
 def _is_arriving(loan: Request, scheduler: Scheduler) -> bool:

@@ -1,4 +1,4 @@
-"""A successor's part: a worker that was told to stop leaves its cache; this one fetches of it what it can use.
+"""The receiving side of a cache migration: a worker that stops offers its cache; this one fetches what it can use.
 
 Hottest blocks first, a few runs at a time, into room that nobody needs: free blocks, and the half of what is cached
 here that was not used for longest. Each run is priced as any fetch is. No request waits; whatever goes wrong ends it.
@@ -14,7 +14,7 @@ from typing import Any
 from engine.scheduler.scheduler import Scheduler
 from tandem.errors import InvalidRequest
 from tandem.v1 import session_pb2 as pb
-from worker.decisions.migration_plan import Estate, estate_of
+from worker.decisions.migration_plan import MigrationPlan, plan_migration
 from worker.engine_host import EngineHost
 from worker.kv_exchange.fetch import Declined
 from worker.kv_exchange.fetcher import Fetcher
@@ -34,8 +34,8 @@ Leaver = tuple[str, int]
 """Its worker_id and incarnation."""
 
 
-class Heir:
-    """One worker's inheritances, one after another. On the event loop's thread."""
+class MigrationTarget:
+    """Fetches the caches of leaving workers, one after another. On the event loop's thread."""
 
     def __init__(
         self, host: EngineHost, fetcher: Fetcher, *, spawn: Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
@@ -50,7 +50,7 @@ class Heir:
         self._askers: dict[Leaver, set[SessionPort]] = {}
         self._closed = False
 
-    def inherit(self, port: SessionPort, order: pb.Inherit) -> None:
+    def migrate(self, port: SessionPort, order: pb.Inherit) -> None:
         """A router names this worker successor of another; it is told when nothing more is fetched.
 
         One order about a worker is carried out at a time. Whoever sends another, as a router does that the leaving
@@ -61,12 +61,12 @@ class Heir:
             askers.add(port)
             return
         self._askers[leaver] = {port}
-        estate = None if self._closed else self._estate_of(order)
-        if estate is None:
+        plan = None if self._closed else self._plan_of(order)
+        if plan is None:
             self._answer(leaver)
             return
         now_s = asyncio.get_running_loop().time()
-        taking = _Taking(self._host, self._fetcher, estate)
+        taking = _Migration(self._host, self._fetcher, plan)
         task = self._spawn(self._take(taking, ends_s=now_s + order.within_s))
         self._tasks.add(task)
         # Not within the task, which may be cancelled before it has begun.
@@ -86,29 +86,29 @@ class Heir:
         for task in self._tasks:
             task.cancel()
 
-    def _estate_of(self, order: pb.Inherit) -> Estate | None:
+    def _plan_of(self, order: pb.Inherit) -> MigrationPlan | None:
         try:
-            return estate_of(
+            return plan_migration(
                 order,
                 own_block_size=self._host.parts.layout.block_size,
                 own_max_tokens=self._host.parts.config.max_model_len - 1,
                 own_prefill_tokens_per_s=self._host.rates.prefill_tokens_per_s,
             )
         except InvalidRequest as error:
-            _log.warning("an inheritance is declined: %s", error.message)
+            _log.warning("a cache migration is declined: %s", error.message)
             return None
 
-    async def _take(self, taking: "_Taking", *, ends_s: float) -> None:
+    async def _take(self, taking: "_Migration", *, ends_s: float) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout_at(ends_s), self._turn:
                 await taking.run(await self._host.call(_room))
 
-    def _over(self, task: "asyncio.Task[None]", leaver: Leaver, taking: "_Taking", began_s: float) -> None:
+    def _over(self, task: "asyncio.Task[None]", leaver: Leaver, taking: "_Migration", began_s: float) -> None:
         self._tasks.discard(task)
         counts = taking.counts()
         self.num_blocks.update(counts)
         _log.info(
-            "inherited from %s in %.3f s: %s blocks",
+            "cache migrated from %s in %.3f s: %s blocks",
             leaver[0],
             asyncio.get_running_loop().time() - began_s,
             ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()) if count) or "no",
@@ -121,12 +121,12 @@ class Heir:
             port.send(pb.WorkerMessage(inherited=pb.Inherited(worker_id=worker_id, incarnation=incarnation)))
 
 
-class _Taking:
-    """One estate being fetched."""
+class _Migration:
+    """Fetches what one plan offers."""
 
-    def __init__(self, host: EngineHost, fetcher: Fetcher, estate: Estate) -> None:
+    def __init__(self, host: EngineHost, fetcher: Fetcher, plan: MigrationPlan) -> None:
         self._fetcher = fetcher
-        self._estate = estate
+        self._plan = plan
         self._spare_blocks = host.parts.config.num_blocks // 4
         self._room = 0
         """Blocks that may still be taken."""
@@ -138,8 +138,8 @@ class _Taking:
 
     def counts(self) -> Counter[str]:
         """Blocks by outcome; of what was not come to, too."""
-        rest = range(len(self._num_names), len(self._estate.runs))
-        num_left = sum(self._estate.num_blocks(index) for index in rest)
+        rest = range(len(self._num_names), len(self._plan.runs))
+        num_left = sum(self._plan.num_blocks(index) for index in rest)
         return self._counts + Counter({FAILED if self._has_failed else NO_TIME: num_left})
 
     @property
@@ -151,7 +151,7 @@ class _Taking:
         self._room = room
         gate = asyncio.Semaphore(_MAX_FETCHES)
         async with asyncio.TaskGroup() as group:
-            for index in range(len(self._estate.runs)):
+            for index in range(len(self._plan.runs)):
                 await gate.acquire()
                 if self._has_failed:
                     return
@@ -160,10 +160,10 @@ class _Taking:
 
     async def _fetch(self, index: int) -> str:
         """What became of a run of blocks, or of most of it."""
-        num_offered = self._estate.num_blocks(index)
-        num_wanted = min(self._estate.num_usable(index), self._room)
+        num_offered = self._plan.num_blocks(index)
+        num_wanted = min(self._plan.num_usable(index), self._room)
         self._room -= num_wanted
-        self._num_names.append(self._estate.num_names(index, num_wanted))
+        self._num_names.append(self._plan.num_names(index, num_wanted))
         self._counts[NO_ROOM] += num_offered - num_wanted
         outcome, num_moved = NO_TIME, 0
         try:
@@ -185,7 +185,7 @@ class _Taking:
 
     async def _before(self, index: int) -> str:
         """What became of the blocks that a run follows, which were begun earlier: this cannot go in circles."""
-        run = self._estate.runs[index]
+        run = self._plan.runs[index]
         if run.parent is None:
             return HELD
         outcome = await self._runs[run.parent]
@@ -193,12 +193,12 @@ class _Taking:
 
     async def _adopt(self, index: int, num_blocks: int) -> tuple[str, int]:
         """What became of the first blocks of a run, and how many came."""
-        root, names = self._estate.path(index, num_blocks)
+        root, names = self._plan.path(index, num_blocks)
         result = await self._fetcher.adopt(
             root,
             names,
-            self._estate.holder,
-            prefill_tokens_per_s=self._estate.prefill_tokens_per_s,
+            self._plan.holder,
+            prefill_tokens_per_s=self._plan.prefill_tokens_per_s,
             spare_blocks=self._spare_blocks,
         )
         if isinstance(result, Declined):

@@ -10,7 +10,7 @@ from worker.kv_exchange.fetcher import Fetcher
 from worker.kv_exchange.lender import Lender
 
 
-class Arrivals:
+class IncomingTransfers:
     """ReceiverOwner of everything that comes to this worker."""
 
     def __init__(self, fetcher: Fetcher, handoffs: ReceiverOwner | None = None) -> None:
@@ -50,7 +50,7 @@ class Arrivals:
         self._owner(transfer_id).released(transfer_id, blocks)
 
 
-class Departures:
+class OutgoingTransfers:
     """SenderOwner of everything that leaves this worker."""
 
     def __init__(self, lender: Lender, prompts: SenderOwner | None = None, fetcher: Fetcher | None = None) -> None:

@@ -1,12 +1,15 @@
 """Both hubs of one worker, on its gRPC server: what comes, what leaves, what is fetched and what is lent."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine.assembly import EngineParts
+from engine.runner.device_queue import device_queue
 from kv_transfer.memory.region import KVRegion
+from kv_transfer.memory.torch_pool import TorchPool
 from kv_transfer.protocol.settings import TransferSettings
 from kv_transfer.session.peer import LocalWorker
 from kv_transfer.session.receiver_attempt import ReceiverOwner
@@ -14,6 +17,7 @@ from kv_transfer.session.receiver_hub import ReceiverHub
 from kv_transfer.session.receiver_link import Dialer
 from kv_transfer.session.sender_attempt import SenderOwner
 from kv_transfer.session.sender_hub import SenderHub
+from kv_transfer.session.stats import TransferStats
 from kv_transfer.transports.catalogue import open_receivers, open_senders
 from kv_transfer.transports.in_process import MemoryFabric
 from kv_transfer.transports.tcp.settings import PLAIN, TcpSettings
@@ -22,11 +26,11 @@ from tandem.telemetry.tracing import NoTracer, Tracer
 from tandem.v1 import session_pb2 as pb
 from tandem.values.worker_identity import WorkerIdentity
 from worker.engine_host import EngineHost
+from worker.kv_exchange.fetch import FetchStats
 from worker.kv_exchange.fetcher import Fetcher
 from worker.kv_exchange.lender import Lender
-from worker.kv_exchange.migration_target import Heir
-from worker.kv_exchange.owners import Arrivals, Departures
-from worker.kv_exchange.report import transfer_report
+from worker.kv_exchange.migration_target import MigrationTarget
+from worker.kv_exchange.owners import IncomingTransfers, OutgoingTransfers
 
 Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 
@@ -39,7 +43,7 @@ class Fabric:
     receiver_hub: ReceiverHub
     fetcher: Fetcher
     lender: Lender
-    heir: Heir
+    migration_target: MigrationTarget
     transports: tuple[str, ...]
     """It can use, best first."""
 
@@ -50,7 +54,7 @@ class Fabric:
             self.sender_hub,
             self.receiver_hub,
             self.fetcher.stats,
-            inherited=self.heir.report(),
+            inherited=self.migration_target.report(),
             num_loans=lender.num_loans,
             num_lent_tokens=lender.num_lent_tokens,
         )
@@ -119,13 +123,13 @@ async def open_fabric(stack: AsyncExitStack, server: Any, plan: FabricPlan) -> F
     lender = Lender(plan.host)
     receiver_hub = ReceiverHub(
         local,
-        owner=Arrivals(fetcher, plan.handoffs),
+        owner=IncomingTransfers(fetcher, plan.handoffs),
         receivers=receivers,
         dialer=Dialer(open_channel=open_channel, metadata=plan.auth.client_metadata()),
         settings=plan.settings,
         tracer=plan.tracer,
     )
-    departures = Departures(lender, plan.prompts, fetcher)
+    departures = OutgoingTransfers(lender, plan.prompts, fetcher)
     sender_hub = SenderHub(local, owner=departures, senders=senders, settings=plan.settings, tracer=plan.tracer)
     fetcher.hub = await stack.enter_async_context(receiver_hub)
     lender.hub = await stack.enter_async_context(sender_hub)
@@ -136,6 +140,69 @@ async def open_fabric(stack: AsyncExitStack, server: Any, plan: FabricPlan) -> F
         receiver_hub=receiver_hub,
         fetcher=fetcher,
         lender=lender,
-        heir=Heir(plan.host, fetcher, spawn=plan.spawn),
+        migration_target=MigrationTarget(plan.host, fetcher, spawn=plan.spawn),
         transports=tuple(sender.name for sender in senders),
     )
+
+
+def transfer_report(
+    sender_hub: SenderHub,
+    receiver_hub: ReceiverHub,
+    fetches: FetchStats,
+    *,
+    num_loans: int,
+    num_lent_tokens: int,
+    inherited: Sequence[pb.InheritedBlocks] = (),
+) -> pb.TransferReport:
+    """Totals since start, and gauges of now."""
+    return pb.TransferReport(
+        sent=_side(sender_hub.stats),
+        received=_side(receiver_hub.stats),
+        fetches_started=fetches.started,
+        fetches_completed=fetches.completed,
+        fetches_failed=fetches.failed,
+        fetches_declined=fetches.declined,
+        fetched_tokens=fetches.num_tokens,
+        lent_tokens=num_lent_tokens,
+        pinned_blocks=sender_hub.num_pinned_blocks,
+        leased_blocks=receiver_hub.num_leased_blocks,
+        quarantined_blocks=receiver_hub.stats.quarantined_blocks,
+        loans=num_loans,
+        inherited=inherited,
+    )
+
+
+def _side(stats: TransferStats) -> pb.TransferSide:
+    ended = [
+        pb.TransferEnds(
+            fetch=key.is_fetch,
+            transport=key.transport,
+            outcome=key.outcome.value,
+            count=totals.count,
+            num_bytes=totals.num_bytes,
+            seconds=totals.seconds,
+            chunks=totals.chunks,
+            damaged_chunks=totals.nacks,
+        )
+        for key, totals in stats.ended.items()
+    ]
+    return pb.TransferSide(
+        started=stats.started,
+        ended=ended,
+        bad_messages=stats.bad_messages,
+        live=stats.live,
+        bytes_per_s=stats.bytes_per_s,
+    )
+
+
+def region_of(parts: EngineParts) -> KVRegion | None:
+    """The pool, in host memory or on a GPU; None where its ranks hold it in as many processes."""
+    memory = parts.kv_memory()
+    if memory is not None:
+        return KVRegion.of(memory, parts.layout, fd=None if parts.pool is None else parts.pool.fd)
+    if parts.layout.tp_size > 1:
+        return None
+    blocks = parts.runner.kv_cache.blocks
+    # Transports do not wait for the engine's stream, on which the pool was cleared.
+    device_queue(blocks.device).mark().wait()
+    return KVRegion.on_device(TorchPool(blocks, parts.layout))

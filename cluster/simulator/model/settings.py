@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from cluster.simulator.inputs.latency import StepLatency
-from engine.types.config import EngineConfig
+from engine.types.config import SchedulerConfig
 from router.admission.cluster_capacity import CapacityPolicy
 from router.admission.types import AdmissionPolicy
 
@@ -14,7 +14,7 @@ class PoolSpec:
     """Workers of one kind."""
 
     num_workers: int
-    engine: EngineConfig
+    engine: SchedulerConfig
     latency: StepLatency
 
 
@@ -74,9 +74,9 @@ def engine_config(
     max_running_requests: int = 256,
     chunk_tokens: int = 2048,
     max_step_s: float | None = None,
-) -> EngineConfig:
+) -> SchedulerConfig:
     """The engine's bounds, but for what a simulation has no use for."""
-    return EngineConfig(
+    return SchedulerConfig(
         num_blocks=num_blocks,
         block_size=block_size,
         max_model_len=num_blocks * block_size,

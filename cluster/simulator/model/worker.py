@@ -16,10 +16,10 @@ from cluster.simulator.inputs.block_names import TraceHasher
 from cluster.simulator.inputs.latency import StepLatency, work_of
 from cluster.simulator.model.event_queue import EventQueue
 from cluster.simulator.model.request import SimRequest
-from engine.scheduler.fast_forward import QuietRun
+from engine.scheduler.fast_forward import FastForwardScheduler, SteadyRun
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.step_rates import RateMeter
-from engine.types.config import EngineConfig
+from engine.types.config import SchedulerConfig
 from engine.types.request import Batch, SampledToken
 from engine.types.step_output import StepOutput, StepTimings
 from router.types.worker_view import WorkerInfo
@@ -52,7 +52,7 @@ class StepListener(Protocol):
 class _Quiet(NamedTuple):
     """Steps under way that are taken at once."""
 
-    run: QuietRun
+    run: SteadyRun
     started_s: float
 
 
@@ -63,7 +63,7 @@ class SimWorker:
         self,
         *,
         info: WorkerInfo,
-        config: EngineConfig,
+        config: SchedulerConfig,
         latency: StepLatency,
         events: EventQueue,
         listener: StepListener,
@@ -71,7 +71,7 @@ class SimWorker:
         self.info = info
         self.latency = latency
         self.block_bytes = info.kv_bytes_per_token * info.layout.block_size
-        self.scheduler = Scheduler(config, TraceHasher(config.block_size))
+        self.scheduler = FastForwardScheduler(config, TraceHasher(config.block_size))
         self.rates = RateMeter()
         self.busy_s = 0.0
         self.num_prompt_tokens = 0
@@ -143,7 +143,7 @@ class SimWorker:
         while True:
             while self._calls:
                 self._calls.popleft()(scheduler)
-            run = scheduler.quiet_run()
+            run = scheduler.steady_run()
             if run.num_steps:
                 self._begin_quiet(run)
                 return
@@ -151,7 +151,7 @@ class SimWorker:
             if batch is not None:
                 self._begin_step(batch)
                 return
-            if scheduler.has_notices:
+            if scheduler.has_output:
                 self._tell(scheduler.drain(), Steps(0, 0.0, 0))
             if not self._calls:
                 self.is_busy = False
@@ -176,7 +176,7 @@ class SimWorker:
         self.stepped_s = self._events.now
         self._turn()
 
-    def _begin_quiet(self, run: QuietRun) -> None:
+    def _begin_quiet(self, run: SteadyRun) -> None:
         self._quiet = _Quiet(run, self._events.now)
         self._await_quiet(self._quiet, run.num_steps)
 
@@ -194,7 +194,7 @@ class SimWorker:
         if self._is_void(serial, partial(self._end_quiet, serial, quiet, num_steps, seconds)):
             return
         self._quiet = None
-        output = self.scheduler.take_quiet_steps(num_steps, TOKEN)
+        output = self.scheduler.fast_forward(num_steps, TOKEN)
         num_rows = quiet.run.num_rows
         self._observe(seconds / num_steps, num_rows, num_rows)
         self._tell(output, Steps(num_steps, seconds, num_rows))

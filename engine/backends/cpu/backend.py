@@ -31,7 +31,7 @@ from engine.kernels.cpu.onednn import OneDnnLinear, onednn_bf16
 from engine.kernels.cpu.sampling import CpuSampling
 from engine.kernels.cpu.threads import bind_team
 from engine.kv_storage.paged_cache import TORCH_DTYPES, PagedKVCache
-from engine.model.backend import Closing, Embedding, Projection, RecordableModel, Role, StepGraphs
+from engine.model.backend import Closing, Embedding, Projection, ProjectionRole, RecordableModel, StepGraphs
 from engine.model.layers.attention import AttentionBackend, AttentionSpec
 from engine.model.layers.torch_attention import TorchAttention
 from engine.sampling.backend import SamplingKernels
@@ -184,15 +184,15 @@ class CpuBackend:
         if self._quantize:
             self.name += "-int8"
 
-    def projection(self, weight: Tensor, bias: Tensor | None, role: Role) -> Projection:
+    def projection(self, weight: Tensor, bias: Tensor | None, role: ProjectionRole) -> Projection:
         """See Backend."""
         taken = self._taken(weight, role)
         linear = self._pack(weight, bias, Epilogue.STORE, quantize=self._quantize, tiles=taken)
         # What is added to the residual stream is added in one piece, or sent to other ranks.
-        padding = _row_padding(linear.out_dtype) if role is Role.QKV else 0
+        padding = _row_padding(linear.out_dtype) if role is ProjectionRole.QKV else 0
         return BufferedProjection(linear, self._buffers, role.value, padding=padding)
 
-    def closing(self, weight: Tensor, bias: Tensor | None, role: Role) -> Closing:
+    def closing(self, weight: Tensor, bias: Tensor | None, role: ProjectionRole) -> Closing:
         """See Backend."""
         if not self._has_packing:
             return LaterAdded(self.projection(weight, bias, role))
@@ -278,9 +278,9 @@ class CpuBackend:
             self._library, weight, bias, epilogue=epilogue, quantize=quantize, tiles=tiles, num_threads=self._threads
         )
 
-    def _taken(self, weight: Tensor, role: Role) -> Tiles:
+    def _taken(self, weight: Tensor, role: ProjectionRole) -> Tiles:
         """Norms and gates give tiles, attention does not."""
-        return Tiles.NOTHING if role is Role.OUTPUT else self._tiles(weight.shape[1], Tiles.INPUT)
+        return Tiles.NOTHING if role is ProjectionRole.OUTPUT else self._tiles(weight.shape[1], Tiles.INPUT)
 
     def _tiles(self, row_size: int, handed: Tiles) -> Tiles:
         """What is handed over in tiles: bf16 in rows of whole tiles, unless it is to be quantized first."""

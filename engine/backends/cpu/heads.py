@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from engine.backends.buffers import Buffers
-from engine.kernels.cpu.attention import AttentionShape
+from engine.kernels.cpu.attention import CpuAttentionShape
 from engine.kernels.cpu.elementwise import CpuElementwise, RotationPlan
 from engine.model.layers.attention import AttentionSpec
 from engine.types.step_inputs import StepInputs
@@ -17,7 +17,7 @@ class CpuHeads:
 
     def __init__(self, spec: AttentionSpec, kernels: CpuElementwise, buffers: Buffers, *, block_size: int) -> None:
         config, norms = spec.config, spec.head_norms or ()
-        self.shape = AttentionShape(
+        self.shape = CpuAttentionShape(
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
@@ -40,7 +40,7 @@ class CpuHeads:
         cos, sin = self._rope.half_angles(torch.from_numpy(inputs.positions))
         return self.kernels.plan_rotation(self.shape, cos, sin, inputs.slots)
 
-    def of(self, qkv: Tensor) -> Tensor:
+    def split_heads(self, qkv: Tensor) -> Tensor:
         """`[num_rows, num_heads + 2 * num_kv_heads, head_dim]`: queries, keys, values."""
         return qkv.view(qkv.shape[0], -1, self.shape.head_dim)
 

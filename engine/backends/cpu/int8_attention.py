@@ -55,7 +55,7 @@ class CpuInt8AttentionPlan:
     def attend(self, layer: int, qkv: Tensor) -> Tensor:
         """See AttentionPlan."""
         heads, cache = self._backend.heads, self._backend.layers[layer]
-        given, out = heads.of(qkv), heads.results(qkv.shape[0])
+        given, out = heads.split_heads(qkv), heads.results(qkv.shape[0])
         heads.kernels.qk_norm_rope_write_int8(self._rotation, given, cache, *heads.norm(layer))
         queries = given[:, : heads.shape.num_heads]
         self._backend.paged.attend(cache, queries, self._metadata, heads.windows[layer], out)

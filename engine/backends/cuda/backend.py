@@ -18,7 +18,7 @@ from engine.kernels.triton.norm import add_rms_norm
 from engine.kernels.triton.sampling import TritonSampling, compile_for
 from engine.kernels.triton.tuning import GemmLaunch, load_table
 from engine.kv_storage.paged_cache import TORCH_DTYPES, PagedKVCache
-from engine.model.backend import RecordableModel, Role, StepGraphs
+from engine.model.backend import ProjectionRole, RecordableModel, StepGraphs
 from engine.model.layers.attention import AttentionBackend, AttentionSpec
 from engine.model.layers.linear import TokenEmbedding
 from engine.sampling.backend import SamplingKernels
@@ -107,11 +107,11 @@ class CudaBackend:
         self._block_size = 0
         self._gemm = self._table.gemm(wide=self.dtype is torch.float32) if options.deterministic else None
 
-    def projection(self, weight: Tensor, bias: Tensor | None, role: Role) -> CudaProjection:
+    def projection(self, weight: Tensor, bias: Tensor | None, role: ProjectionRole) -> CudaProjection:
         """See Backend."""
         return CudaProjection(weight, bias, self._gemm)
 
-    def closing(self, weight: Tensor, bias: Tensor | None, role: Role) -> LaterAdded:
+    def closing(self, weight: Tensor, bias: Tensor | None, role: ProjectionRole) -> LaterAdded:
         """See Backend."""
         return LaterAdded(self.projection(weight, bias, role))
 

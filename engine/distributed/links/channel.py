@@ -21,7 +21,7 @@ MOST_PAYLOAD_BYTES = 1 << 30
 _MAX_FDS = 1
 
 
-class Kind(IntEnum):
+class ChannelKind(IntEnum):
     """What a message is. The arrows: rank 0 is on the left."""
 
     READY = 1
@@ -64,7 +64,7 @@ class Kind(IntEnum):
     """<- their content."""
 
 
-class Channel:
+class RankChannel:
     """One end. Used by one thread."""
 
     def __init__(
@@ -83,7 +83,7 @@ class Channel:
         self._header = bytearray(_HEADER.size)
         self._payload = bytearray()
 
-    def send(self, kind: Kind, payload: bytes = b"", *, fd: int | None = None) -> None:
+    def send(self, kind: ChannelKind, payload: bytes = b"", *, fd: int | None = None) -> None:
         """Send a message; waits for room as long as the socket's timeout allows. Raises RankLost."""
         frame = _HEADER.pack(kind, len(payload)) + payload
         try:
@@ -95,7 +95,7 @@ class Channel:
         except OSError as error:
             raise RankLost(f"{self._peer} does not listen: {error}") from None
 
-    def receive(self) -> tuple[Kind, memoryview, int | None] | None:
+    def receive(self) -> tuple[ChannelKind, memoryview, int | None] | None:
         """The next message: kind, payload (valid until the next call), descriptor. None when the peer has ended.
 
         Raises RankLost when the peer is silent for the socket's timeout, or talks nonsense.
@@ -112,11 +112,11 @@ class Channel:
             payload = memoryview(self._payload)[:size]
             if self._fill(payload) < size:
                 return None
-            return Kind(number), payload, fds[0] if fds else None
+            return ChannelKind(number), payload, fds[0] if fds else None
         except (OSError, ValueError) as error:
             raise RankLost(f"{self._peer} does not answer: {error}") from None
 
-    def expect(self, kind: Kind) -> tuple[memoryview, int | None]:
+    def expect(self, kind: ChannelKind) -> tuple[memoryview, int | None]:
         """Payload and descriptor of the next message, which is to be of this kind.
 
         Raises ConfigError when the peer refuses what it was asked, RankLost when it says anything else or has ended.
@@ -124,7 +124,7 @@ class Channel:
         message = self.receive()
         if message is None:
             raise RankLost(f"{self._peer} has ended")
-        if message[0] is Kind.REFUSED:
+        if message[0] is ChannelKind.REFUSED:
             raise ConfigError(f"{self._peer}: {bytes(message[1]).decode(errors='replace')}")
         if message[0] is not kind:
             raise RankLost(f"{self._peer} sent {message[0].name}, not {kind.name}")

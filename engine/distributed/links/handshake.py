@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
-from engine.distributed.links.channel import Channel, Kind
+from engine.distributed.links.channel import ChannelKind, RankChannel
 from engine.distributed.links.lost import RankLost
 from tandem.errors import ConfigError
 
@@ -36,7 +36,7 @@ class Purpose(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Caller:
+class JoiningRank:
     """Who comes."""
 
     rank: int
@@ -60,51 +60,51 @@ def installed() -> str:
         return ""
 
 
-def greet(channel: Channel, caller: Caller, secret: bytes, bond: bytes = b"") -> str:
+def greet(channel: RankChannel, caller: JoiningRank, secret: bytes, bond: bytes = b"") -> str:
     """The follower's side; the token that the leader gives.
 
     `bond`: fingerprints of the leader's and of the follower's certificate. Raises RankLost, also when whoever answers
     is not the leader; ConfigError when the leader refuses.
     """
     hello = json.dumps(asdict(caller) | {"nonce": secrets.token_hex(_NONCE_BYTES)}).encode()
-    channel.send(Kind.HELLO, hello)
-    challenge = _mapping(_unproven(channel, Kind.CHALLENGE))
+    channel.send(ChannelKind.HELLO, hello)
+    challenge = _mapping(_unproven(channel, ChannelKind.CHALLENGE))
     said = hello + _bytes(challenge.get("nonce")) + bond
     if not hmac.compare_digest(_bytes(challenge.get("proof")), _proof(secret, "leader", said)):
         raise RankLost(f"{channel.peer} does not know this cluster's secret, or somebody stands before it")
-    channel.send(Kind.PROOF, _proof(secret, "follower", said))
-    return bytes(channel.expect(Kind.WELCOME)[0]).decode(errors="replace")
+    channel.send(ChannelKind.PROOF, _proof(secret, "follower", said))
+    return bytes(channel.expect(ChannelKind.WELCOME)[0]).decode(errors="replace")
 
 
 def admit(
-    channel: Channel, secret: bytes, refusal: Callable[[Caller], str | None], bond: bytes = b""
-) -> tuple[Caller, str]:
+    channel: RankChannel, secret: bytes, refusal: Callable[[JoiningRank], str | None], bond: bytes = b""
+) -> tuple[JoiningRank, str]:
     """The leader's side, up to the welcome: who came, and the token that was given.
 
     `refusal`: why somebody who knows the secret is not taken all the same, now or later; it raises RankLost for one who
     may knock again. `bond`: see `greet`. Raises RankLost.
     """
-    hello = bytes(_unproven(channel, Kind.HELLO))
+    hello = bytes(_unproven(channel, ChannelKind.HELLO))
     caller = _caller(hello)
     nonce = secrets.token_hex(_NONCE_BYTES)
     said = hello + nonce.encode() + bond
     challenge = {"nonce": nonce, "proof": _proof(secret, "leader", said).decode()}
-    channel.send(Kind.CHALLENGE, json.dumps(challenge).encode())
-    answer = bytes(_unproven(channel, Kind.PROOF))
+    channel.send(ChannelKind.CHALLENGE, json.dumps(challenge).encode())
+    answer = bytes(_unproven(channel, ChannelKind.PROOF))
     if not hmac.compare_digest(answer, _proof(secret, "follower", said)):
         raise RankLost(f"{channel.peer} does not know this cluster's secret")
     if (reason := refusal(caller)) is not None:
-        channel.send(Kind.REFUSED, reason.encode())
+        channel.send(ChannelKind.REFUSED, reason.encode())
         raise RankLost(f"{channel.peer} is not taken: {reason}")
     return caller, caller.token or secrets.token_hex(_NONCE_BYTES)
 
 
-def welcome(channel: Channel, token: str) -> None:
+def welcome(channel: RankChannel, token: str) -> None:
     """The last word of a greeting. Raises RankLost."""
-    channel.send(Kind.WELCOME, token.encode())
+    channel.send(ChannelKind.WELCOME, token.encode())
 
 
-def too_early(caller: Caller, *, revision: str, software: str) -> str | None:
+def too_early(caller: JoiningRank, *, revision: str, software: str) -> str | None:
     """Why a caller cannot be taken now, though it may be that one of this group's own comes after it; None: it can.
 
     What is not told makes no difference.
@@ -116,7 +116,7 @@ def too_early(caller: Caller, *, revision: str, software: str) -> str | None:
     return None
 
 
-def unlike(caller: Caller, *, size: int, num_nodes: int) -> str | None:
+def unlike(caller: JoiningRank, *, size: int, num_nodes: int) -> str | None:
     """Why a caller is not of such a group; None when it is."""
     if caller.version != _VERSION:
         return f"it speaks version {caller.version} of this link, rank 0 version {_VERSION}"
@@ -130,7 +130,7 @@ def unlike(caller: Caller, *, size: int, num_nodes: int) -> str | None:
     return None
 
 
-def _caller(hello: bytes) -> Caller:
+def _caller(hello: bytes) -> JoiningRank:
     values = _mapping(memoryview(hello))
     try:
         rank, size, num_nodes, version = (int(values[name]) for name in ("rank", "size", "num_nodes", "version"))
@@ -138,7 +138,7 @@ def _caller(hello: bytes) -> Caller:
         revision, software = (str(values.get(name, "")) for name in ("revision", "software"))
     except (KeyError, TypeError, ValueError, OverflowError):
         raise RankLost("somebody came who is no rank") from None
-    return Caller(
+    return JoiningRank(
         rank=rank,
         size=size,
         num_nodes=num_nodes,
@@ -160,7 +160,7 @@ def _mapping(payload: memoryview) -> dict[str, Any]:
     return values
 
 
-def _unproven(channel: Channel, kind: Kind) -> memoryview:
+def _unproven(channel: RankChannel, kind: ChannelKind) -> memoryview:
     """What somebody says who may be anybody: no refusal of his is for good. Raises RankLost."""
     try:
         return channel.expect(kind)[0]

@@ -11,9 +11,9 @@ import os
 import threading
 from collections.abc import Callable
 
-from engine.distributed.links.channel import Channel, Kind
+from engine.distributed.links.channel import ChannelKind, RankChannel
 from engine.distributed.links.lost import RankLost
-from engine.distributed.links.rendezvous import KeyBoard, RemoteKeys
+from engine.distributed.links.rendezvous import RemoteKeys, RendezvousStore
 
 _log = logging.getLogger(__name__)
 PULSE_S = 2.0
@@ -29,7 +29,7 @@ class Pulse:
     """A rank's side: asks for as long as the process lives."""
 
     def __init__(
-        self, channel: Channel, *, silence_s: float = SILENCE_S, end_process: Callable[[int], object] = os._exit
+        self, channel: RankChannel, *, silence_s: float = SILENCE_S, end_process: Callable[[int], object] = os._exit
     ) -> None:
         self.keys = RemoteKeys(channel, silence_s=silence_s)
         self._end_process = end_process
@@ -48,7 +48,7 @@ class Pulse:
             self._end_process(1)
 
 
-class PulseDesk:
+class HeartbeatServer:
     """Rank 0's side: a thread for each other rank, which mostly sleeps."""
 
     def __init__(
@@ -58,16 +58,16 @@ class PulseDesk:
 
         `start_s`: silence that is borne before a rank's first question.
         """
-        self.keys = KeyBoard()
+        self.keys = RendezvousStore()
         self._on_lost = on_lost
         self._silence_s = silence_s
         self._start_s = start_s
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
-        self._channels: list[Channel] = []
+        self._channels: list[RankChannel] = []
         self._is_over = False
 
-    def serve(self, channel: Channel) -> None:
+    def serve(self, channel: RankChannel) -> None:
         """Answer one more rank from now on; owns the channel."""
         thread = threading.Thread(target=self._run, args=(channel,), name="tandem-pulses", daemon=True)
         with self._lock:
@@ -96,15 +96,15 @@ class PulseDesk:
         for channel in self._channels:
             channel.close()
 
-    def _run(self, channel: Channel) -> None:
+    def _run(self, channel: RankChannel) -> None:
         try:
             channel.set_timeout(self._start_s)
             while (message := channel.receive()) is not None:
                 channel.set_timeout(self._silence_s)
-                if message[0] is not Kind.ASK:
+                if message[0] is not ChannelKind.ASK:
                     raise RankLost(f"{channel.peer} sent {message[0].name}, not a question")
                 answer = self.keys.answer(json.loads(bytes(message[1])))
-                channel.send(Kind.ANSWER, json.dumps(answer).encode())
+                channel.send(ChannelKind.ANSWER, json.dumps(answer).encode())
             self._lose(RankLost(f"{channel.peer} has ended"))
         except RankLost as lost:
             self._lose(lost)

@@ -6,8 +6,8 @@ import ssl
 import threading
 from dataclasses import dataclass
 
-from engine.distributed.links.channel import MOST_PAYLOAD_BYTES, Channel
-from engine.distributed.links.handshake import MOST_BYTES, Caller, Purpose, greet, installed
+from engine.distributed.links.channel import MOST_PAYLOAD_BYTES, RankChannel
+from engine.distributed.links.handshake import MOST_BYTES, JoiningRank, Purpose, greet, installed
 from engine.distributed.links.lost import RankLost
 from engine.distributed.links.node_group import NodeGroup
 from tandem.rpc.hosts import join, keep_alive
@@ -26,8 +26,8 @@ _TELL_EVERY = 30
 class RankLink:
     """A rank's ways to rank 0."""
 
-    steps: Channel
-    pulse: Channel | None = None
+    steps: RankChannel
+    pulse: RankChannel | None = None
     """Of a group that spans nodes."""
     host: str | None = None
     """Address of this node, where rank 0 and the others reach it."""
@@ -35,8 +35,8 @@ class RankLink:
 
 def given_link(control_fd: int, pulse_fd: int | None, host: str | None) -> RankLink:
     """Of a rank on rank 0's own node, by the descriptors of connected sockets."""
-    steps = Channel(socket.socket(fileno=control_fd), "rank 0")
-    pulse = None if pulse_fd is None else Channel(socket.socket(fileno=pulse_fd), "rank 0")
+    steps = RankChannel(socket.socket(fileno=control_fd), "rank 0")
+    pulse = None if pulse_fd is None else RankChannel(socket.socket(fileno=pulse_fd), "rank 0")
     return RankLink(steps=steps, pulse=pulse, host=host)
 
 
@@ -70,7 +70,7 @@ def _come(group: NodeGroup, rank: int, source: str | None, tls: MutualTls | None
 
 def _connect(
     group: NodeGroup, rank: int, source: str | None, tls: MutualTls | None, purpose: Purpose, token: str
-) -> tuple[Channel, str, str]:
+) -> tuple[RankChannel, str, str]:
     """One connection, the token that rank 0 gave, and this end's address."""
     from_where = None if source is None else (source, 0)
     sock = socket.create_connection((group.host, group.port), _CONNECT_S, source_address=from_where)
@@ -80,8 +80,8 @@ def _connect(
         if tls is not None:
             sock = encrypted = tls.client.wrap_socket(sock)
             bond = peer_fingerprint(encrypted) + tls.fingerprint
-        channel = Channel(sock, "rank 0", carries_descriptors=False, most_bytes=MOST_BYTES)
-        caller = Caller(
+        channel = RankChannel(sock, "rank 0", carries_descriptors=False, most_bytes=MOST_BYTES)
+        caller = JoiningRank(
             rank=rank,
             size=group.size,
             num_nodes=group.num_nodes,

@@ -14,8 +14,17 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from engine.distributed.links.channel import Channel
-from engine.distributed.links.handshake import MOST_BYTES, Caller, Purpose, admit, installed, too_early, unlike, welcome
+from engine.distributed.links.channel import RankChannel
+from engine.distributed.links.handshake import (
+    MOST_BYTES,
+    JoiningRank,
+    Purpose,
+    admit,
+    installed,
+    too_early,
+    unlike,
+    welcome,
+)
 from engine.distributed.links.lost import RankLost
 from engine.distributed.links.node_group import NodeGroup
 from tandem.rpc.hosts import join, keep_alive
@@ -32,7 +41,7 @@ _ACCEPT_PAUSE_S = 0.1
 class _TimeLimit:
     """Of one greeting, as a context: hangs up when it is over, however much was said. Leaving raises RankLost then."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: RankChannel) -> None:
         self._channel = channel
         self._lock = threading.Lock()
         self._is_settled = False
@@ -62,13 +71,13 @@ class _Comer:
     """What one process of a rank has opened so far."""
 
     token: str
-    steps: Channel
+    steps: RankChannel
 
 
-class NodeDoor:
+class NodeListener:
     """Listens from its construction on."""
 
-    def __init__(self, group: NodeGroup, on_pulse: Callable[[Channel], None]) -> None:
+    def __init__(self, group: NodeGroup, on_pulse: Callable[[RankChannel], None]) -> None:
         """`on_pulse` gets each rank's second connection, on any thread. Raises OSError, ConfigError."""
         self._group = group
         self._on_pulse = on_pulse
@@ -82,12 +91,12 @@ class NodeDoor:
         self._callers: Counter[str] = Counter()
         """Those being looked at, by address."""
         self._comers: dict[int, _Comer] = {}
-        self._whole: dict[int, Channel] = {}
+        self._whole: dict[int, RankChannel] = {}
         self._failure: RankLost | None = None
         self._is_closing = False
         threading.Thread(target=self._accept, name="tandem-rank-door", daemon=True).start()
 
-    def gather(self) -> dict[int, Channel]:
+    def gather(self) -> dict[int, RankChannel]:
         """Wait until every rank of another node is here; the connections for steps, which are then the caller's.
 
         Raises RankLost when they do not come in time, or `fail` was called.
@@ -188,7 +197,7 @@ class NodeDoor:
         encrypted, bond = None, b""
         if self._tls is not None:
             sock = encrypted = self._tls.server.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
-        channel = Channel(sock, name, carries_descriptors=False, most_bytes=MOST_BYTES)
+        channel = RankChannel(sock, name, carries_descriptors=False, most_bytes=MOST_BYTES)
         try:
             with _TimeLimit(channel):
                 if self._tls is not None and encrypted is not None:
@@ -196,18 +205,18 @@ class NodeDoor:
                     bond = self._tls.fingerprint + peer_fingerprint(encrypted)
                 caller, token = admit(channel, self._group.secret, self._refusal, bond)
             # Where it comes from tells people which node it is.
-            known = Channel(sock, f"rank {caller.rank} at {name}", carries_descriptors=False)
+            known = RankChannel(sock, f"rank {caller.rank} at {name}", carries_descriptors=False)
             self._enter(caller, token, known)
         except BaseException:
             sock.close()
             raise
 
-    def _refusal(self, caller: Caller) -> str | None:
+    def _refusal(self, caller: JoiningRank) -> str | None:
         if (reason := too_early(caller, revision=self._group.revision, software=installed())) is not None:
             raise RankLost(reason)  # no refusal, whatever else differs
         return unlike(caller, size=self._group.size, num_nodes=self._group.num_nodes)
 
-    def _enter(self, caller: Caller, token: str, channel: Channel) -> None:
+    def _enter(self, caller: JoiningRank, token: str, channel: RankChannel) -> None:
         """Keep a connection; with its second one a rank is here."""
         with self._changed:
             if self._is_closing:

@@ -5,14 +5,14 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from engine.distributed.links.channel import Channel, Kind
+from engine.distributed.links.channel import ChannelKind, RankChannel
 from engine.distributed.links.lost import RankLost
 
 MOST_WAIT_S = 600.0
 """For a key; nobody may ask rank 0 to wait longer."""
 
 
-class KeyBoard:
+class RendezvousStore:
     """Keys in memory (see engine.distributed.link_store)."""
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class KeyBoard:
 class RemoteKeys:
     """Keys as another rank than 0 reaches them: one question at a time over its second connection."""
 
-    def __init__(self, channel: Channel, *, silence_s: float) -> None:
+    def __init__(self, channel: RankChannel, *, silence_s: float) -> None:
         """`silence_s`: how long rank 0 may be silent where it has nothing to wait for."""
         self._channel = channel
         self._silence_s = silence_s
@@ -127,8 +127,8 @@ class RemoteKeys:
     def _ask(self, question: Mapping[str, Any], *, waits_s: float = 0.0) -> dict[str, Any]:
         with self._lock:
             self._channel.set_timeout(self._silence_s + min(waits_s, MOST_WAIT_S))
-            self._channel.send(Kind.ASK, json.dumps(question).encode())
-            payload, _ = self._channel.expect(Kind.ANSWER)
+            self._channel.send(ChannelKind.ASK, json.dumps(question).encode())
+            payload, _ = self._channel.expect(ChannelKind.ANSWER)
             try:
                 answer: dict[str, Any] = json.loads(bytes(payload))
             except ValueError:

@@ -3,9 +3,50 @@
 import socket
 from collections.abc import Callable, Mapping, Sequence
 
-from engine.distributed.links.channel import Channel, Kind
-from engine.distributed.ranks.arrivals import Arrivals
+from engine.distributed.links.channel import ChannelKind, RankChannel
+from engine.distributed.links.heartbeat import HeartbeatServer
+from engine.distributed.links.listener import NodeListener
+from engine.distributed.links.node_group import NodeGroup
+from engine.distributed.ranks.group_end import GroupEnd
 from engine.distributed.ranks.processes import RankCommand, rank_command
+from engine.distributed.torch_group import OverNodes
+
+
+class NodeRanks:
+    """From the open door to the group's end."""
+
+    def __init__(self, nodes: NodeGroup, end: GroupEnd) -> None:
+        """Listens at once. `end` is told of a rank that is gone. Raises OSError, ConfigError."""
+        self._desk = HeartbeatServer(end.report)
+        self._door = NodeListener(nodes, self.serve)
+        # However a rank went: nobody else is left in a sum that will never be whole.
+        end.watch(lambda _lost: self._desk.hang_up())
+        end.watch(self._door.fail)
+
+    @property
+    def host(self) -> str:
+        """This node's address."""
+        return self._door.host
+
+    def serve(self, pulse: RankChannel) -> None:
+        """One more rank asks whether this one lives."""
+        self._desk.serve(pulse)
+
+    def gather(self) -> dict[int, RankChannel]:
+        """Wait for all ranks of other nodes, then listen no longer. Raises RankLost."""
+        try:
+            return self._door.gather()
+        finally:
+            self._door.close()
+
+    def over_nodes(self) -> OverNodes:
+        """How this rank meets the others."""
+        return OverNodes(keys=self._desk.keys, host=self._door.host)
+
+    def close(self) -> None:
+        """Every rank sees the end. Twice does no harm."""
+        self._door.close()
+        self._desk.close()
 
 
 class Channels:
@@ -13,20 +54,20 @@ class Channels:
 
     def __init__(self) -> None:
         self._far_ends: list[socket.socket] = []
-        self._all: dict[int, Channel] = {}
+        self._all: dict[int, RankChannel] = {}
         self._elsewhere: set[int] = set()
 
-    def open_pairs(self, ranks: Sequence[int], arrivals: Arrivals | None) -> list[RankCommand]:
+    def open_pairs(self, ranks: Sequence[int], arrivals: NodeRanks | None) -> list[RankCommand]:
         """Socket pairs to ranks of this node, and how each is started with its ends."""
         return [self._open_pair(rank, arrivals) for rank in ranks]
 
-    def add(self, channels: Mapping[int, Channel]) -> None:
+    def add(self, channels: Mapping[int, RankChannel]) -> None:
         """Ranks of other nodes."""
         self._all |= dict(sorted(channels.items()))
         self._elsewhere |= channels.keys()
 
     @property
-    def elsewhere(self) -> Mapping[int, Channel]:
+    def elsewhere(self) -> Mapping[int, RankChannel]:
         """Those to ranks of other nodes."""
         return {rank: self._all[rank] for rank in sorted(self._elsewhere)}
 
@@ -40,17 +81,17 @@ class Channels:
         for channel in self._all.values():
             channel.set_timeout(timeout_s)
 
-    def send(self, kind: Kind, payload: bytes = b"") -> None:
+    def send(self, kind: ChannelKind, payload: bytes = b"") -> None:
         """The same to all."""
         for channel in self._all.values():
             channel.send(kind, payload)
 
-    def send_each(self, kind: Kind, payload: Callable[[int], bytes], *, fd: int | None) -> None:
+    def send_each(self, kind: ChannelKind, payload: Callable[[int], bytes], *, fd: int | None) -> None:
         """To each rank its own; the descriptor to those of this node."""
         for rank, channel in self._all.items():
             channel.send(kind, payload(rank), fd=None if rank in self._elsewhere else fd)
 
-    def collect(self, kind: Kind) -> Sequence[memoryview]:
+    def collect(self, kind: ChannelKind) -> Sequence[memoryview]:
         """One answer of each, in order of rank. Raises ConfigError when one refuses."""
         return [channel.expect(kind)[0] for channel in self._all.values()]
 
@@ -65,16 +106,16 @@ class Channels:
         for channel in self._all.values():
             channel.close()
 
-    def _open_pair(self, rank: int, arrivals: Arrivals | None) -> RankCommand:
+    def _open_pair(self, rank: int, arrivals: NodeRanks | None) -> RankCommand:
         near, far = socket.socketpair()
-        self._all[rank] = Channel(near, f"rank {rank}")
+        self._all[rank] = RankChannel(near, f"rank {rank}")
         self._far_ends.append(far)
         argv = [*rank_command(), "--control-fd", str(far.fileno())]
         fds = [far.fileno()]
         if arrivals is not None:
             pulse, far_pulse = socket.socketpair()
             self._far_ends.append(far_pulse)
-            arrivals.serve(Channel(pulse, f"rank {rank}"))
+            arrivals.serve(RankChannel(pulse, f"rank {rank}"))
             argv += ["--pulse-fd", str(far_pulse.fileno()), "--host", arrivals.host]
             fds.append(far_pulse.fileno())
         return RankCommand(rank=rank, argv=argv, fds=fds)

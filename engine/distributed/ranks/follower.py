@@ -9,7 +9,7 @@ import signal
 import torch
 
 from engine.backends.select import select_backend
-from engine.distributed.links.channel import Channel, Kind
+from engine.distributed.links.channel import ChannelKind, RankChannel
 from engine.distributed.links.heartbeat import Pulse
 from engine.distributed.links.joining import REFUSED, RankLink, knock
 from engine.distributed.links.lost import RankLost
@@ -19,8 +19,7 @@ from engine.distributed.torch_group import OverNodes, TorchGroup
 from engine.distributed.wire.mirrored_blocks import Planes, content, decode_blocks, put
 from engine.distributed.wire.steps import decode_step
 from engine.kernels.cpu.threads import threads_of_one
-from engine.kv_storage.free_memory import free_memory_bytes
-from engine.kv_storage.host_room import HostRoom
+from engine.kv_storage.free_memory import HostRoom, free_memory_bytes
 from engine.kv_storage.paged_cache import PagedKVCache
 from engine.model.decoder import Decoder
 from engine.model.gpu_memory import gpu_limit_bytes
@@ -57,8 +56,8 @@ def serve_rank(link: RankLink) -> int:
     channel = link.steps
     pulse = None if link.pulse is None else Pulse(link.pulse)
     try:
-        channel.send(Kind.READY)
-        payload, store_fd = channel.expect(Kind.SETUP)
+        channel.send(ChannelKind.READY)
+        payload, store_fd = channel.expect(ChannelKind.SETUP)
         setup = RankSetup.from_json(payload)
         configure(setup.log_level, f"rank-{setup.rank}", setup.log_format)
         over_nodes = None if pulse is None or link.host is None else OverNodes(keys=pulse.keys, host=link.host)
@@ -69,7 +68,7 @@ def serve_rank(link: RankLink) -> int:
         return 1
 
 
-def _follow(channel: Channel, setup: RankSetup, store_fd: int | None, over_nodes: OverNodes | None) -> int:
+def _follow(channel: RankChannel, setup: RankSetup, store_fd: int | None, over_nodes: OverNodes | None) -> int:
     if store_fd is None and over_nodes is None:
         raise RankLost("the set-up came without the group's store")
     options = setup.on_own_machine(threads_of_one)
@@ -91,14 +90,14 @@ def _follow(channel: Channel, setup: RankSetup, store_fd: int | None, over_nodes
         limit_bytes = _limit_bytes(setup, device)
         model = load_model(setup.model_path, backend=select_backend(options), group=group)
     except ConfigError as refusal:
-        channel.send(Kind.REFUSED, str(refusal).encode())
+        channel.send(ChannelKind.REFUSED, str(refusal).encode())
         channel.receive()  # rank 0 ends the group; an earlier exit would look like a death
         return REFUSED
     room = None if over_nodes is None or setup.is_beside_rank_0 else HostRoom(free_memory_bytes(), over_nodes.host)
     facts = RankFacts(
         weights_bytes=model.weights_bytes, fingerprint=model.fingerprint, limit_bytes=limit_bytes, room=room
     )
-    channel.send(Kind.LOADED, facts.to_json())
+    channel.send(ChannelKind.LOADED, facts.to_json())
     _Follower(channel, model).run()
     return 0
 
@@ -119,7 +118,7 @@ def _limit_bytes(setup: RankSetup, device: torch.device) -> int | None:
 class _Follower:
     """Carries out what rank 0 says, in order."""
 
-    def __init__(self, channel: Channel, model: Decoder) -> None:
+    def __init__(self, channel: RankChannel, model: Decoder) -> None:
         self._channel = channel
         self._model = model
         self._peak = PeakMemory(model.device)
@@ -131,27 +130,27 @@ class _Follower:
         while (message := self._channel.receive()) is not None:
             kind, payload, fd = message
             match kind:
-                case Kind.STEP:
+                case ChannelKind.STEP:
                     self._step(payload)
-                case Kind.DRY_RUN:
+                case ChannelKind.DRY_RUN:
                     self._use(PoolPlan.from_json(payload), None)
                     self._is_measured = self._peak.start()
-                case Kind.MEASURE:
+                case ChannelKind.MEASURE:
                     growth = self._peak.growth_bytes() if self._is_measured else None
                     self._runner = None
                     give_back(self._model)
-                    self._channel.send(Kind.MEASURED, json.dumps(growth).encode())
-                case Kind.POOL:
+                    self._channel.send(ChannelKind.MEASURED, json.dumps(growth).encode())
+                case ChannelKind.POOL:
                     self._use(PoolPlan.from_json(payload), fd)
-                    self._channel.send(Kind.POOL_READY)
-                case Kind.PLACE:
+                    self._channel.send(ChannelKind.POOL_READY)
+                case ChannelKind.PLACE:
                     planes = self._planes()
                     blocks, data = decode_blocks(payload, num_blocks=planes.shape[1])
                     put(planes, blocks, data)
-                case Kind.FETCH:
+                case ChannelKind.FETCH:
                     planes = self._planes()
                     blocks, _ = decode_blocks(payload, num_blocks=planes.shape[1])
-                    self._channel.send(Kind.BLOCKS, content(planes, blocks))
+                    self._channel.send(ChannelKind.BLOCKS, content(planes, blocks))
                 case _:
                     raise RankLost(f"rank 0 sent {kind.name}")
 

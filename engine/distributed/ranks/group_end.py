@@ -39,7 +39,7 @@ class GroupEnd:
         if lost is not None:
             listener(lost)
 
-    def tell(self, lost: RankLost) -> None:
+    def report(self, lost: RankLost) -> None:
         """A rank has died. Blocks until the group is closed; later deaths are echoes of the first."""
         with self._lock:
             if self._lost is not None or self._closing.is_set():

@@ -13,12 +13,11 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 
-from engine.distributed.links.channel import Kind
+from engine.distributed.links.channel import ChannelKind
 from engine.distributed.links.heartbeat import START_S
 from engine.distributed.links.lost import RankLost
 from engine.distributed.links.node_group import NodeGroup
-from engine.distributed.ranks.arrivals import Arrivals
-from engine.distributed.ranks.channels import Channels
+from engine.distributed.ranks.channels import Channels, NodeRanks
 from engine.distributed.ranks.group_end import GroupEnd
 from engine.distributed.ranks.messages import PoolMemory, PoolPlan, RankFacts, RankSetup, tightest
 from engine.distributed.ranks.mirror import Mirror
@@ -52,7 +51,7 @@ class Leader:
             self._channels = Channels()
             undo.callback(self._channels.close)
             self._end.watch(lambda _lost: self._channels.hang_up())
-            arrivals = None if nodes is None else Arrivals(nodes, self._end)
+            arrivals = None if nodes is None else NodeRanks(nodes, self._end)
             if arrivals is not None:
                 undo.callback(arrivals.close)
             self._arrivals = arrivals
@@ -80,7 +79,7 @@ class Leader:
 
     def wait_loaded(self, own: RankFacts) -> RankFacts:
         """See Ranks."""
-        everyone = [own, *(RankFacts.from_json(answer) for answer in self._channels.collect(Kind.LOADED))]
+        everyone = [own, *(RankFacts.from_json(answer) for answer in self._channels.collect(ChannelKind.LOADED))]
         for rank, facts in enumerate(everyone):
             if facts.fingerprint != own.fingerprint:
                 raise ConfigError(f"rank {rank} has loaded another model than rank 0 from the same directory")
@@ -88,12 +87,12 @@ class Leader:
 
     def begin_dry_run(self, layout: KVLayout) -> None:
         """See Ranks."""
-        self._send_plans(Kind.DRY_RUN, PoolPlan(layout=layout, num_blocks=1), None)
+        self._send_plans(ChannelKind.DRY_RUN, PoolPlan(layout=layout, num_blocks=1), None)
 
     def end_dry_run(self, own_bytes: int | None) -> int | None:
         """See Ranks."""
-        self._channels.send(Kind.MEASURE)
-        measured = [own_bytes, *(json.loads(bytes(answer)) for answer in self._channels.collect(Kind.MEASURED))]
+        self._channels.send(ChannelKind.MEASURE)
+        measured = [own_bytes, *(json.loads(bytes(answer)) for answer in self._channels.collect(ChannelKind.MEASURED))]
         known = [value for value in measured if value is not None]
         return max(known) if len(known) == len(measured) else None
 
@@ -102,8 +101,8 @@ class Leader:
     ) -> None:
         """See Ranks."""
         plan = PoolPlan(layout=layout, num_blocks=num_blocks, num_host_slots=num_host_slots)
-        self._send_plans(Kind.POOL, plan, None if memory is None else memory.fd)
-        self._channels.collect(Kind.POOL_READY)
+        self._send_plans(ChannelKind.POOL, plan, None if memory is None else memory.fd)
+        self._channels.collect(ChannelKind.POOL_READY)
         if memory is not None and (elsewhere := self._channels.elsewhere):
             self._mirror = Mirror(elsewhere, plan, memory.buffer)
         self._channels.set_timeout(self._timeout_s)
@@ -112,7 +111,7 @@ class Leader:
         """See Ranks."""
         if self._mirror is not None:
             self._mirror.before(inputs)
-        self._channels.send(Kind.STEP, encode_step(inputs))
+        self._channels.send(ChannelKind.STEP, encode_step(inputs))
 
     def watch(self, listener: Callable[[RankLost], None]) -> None:
         """See Ranks."""
@@ -129,14 +128,14 @@ class Leader:
     def _meet(self, setup: RankSetup) -> TorchGroup:
         self._timeout_s = setup.timeout_s
         self._channels.set_timeout(START_S)
-        self._channels.collect(Kind.READY)
+        self._channels.collect(ChannelKind.READY)
         # To load a model and to zero a pool take their time; a death ends the wait.
         self._channels.set_timeout(None)
         over_nodes = None if self._arrivals is None else self._arrivals.over_nodes()
         # Without a name: nobody else can open it, and nothing is left behind.
         store_fd = os.memfd_create("tandem-ranks", os.MFD_CLOEXEC) if over_nodes is None else None
         try:
-            self._channels.send_each(Kind.SETUP, lambda rank: setup.of_rank(rank).to_json(), fd=store_fd)
+            self._channels.send_each(ChannelKind.SETUP, lambda rank: setup.of_rank(rank).to_json(), fd=store_fd)
             return TorchGroup(
                 store_fd,
                 rank=0,
@@ -151,7 +150,7 @@ class Leader:
                 os.close(store_fd)
             raise
 
-    def _send_plans(self, kind: Kind, plan: PoolPlan, fd: int | None) -> None:
+    def _send_plans(self, kind: ChannelKind, plan: PoolPlan, fd: int | None) -> None:
         def of_rank(rank: int) -> bytes:
             return replace(plan, layout=replace(plan.layout, tp_rank=rank)).to_json()
 

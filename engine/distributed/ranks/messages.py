@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from engine.backends.options import BackendOptions
-from engine.kv_storage.host_room import HostRoom
+from engine.kv_storage.free_memory import HostRoom
 from engine.model.gpu_memory import GpuWish
 from tandem.values.kv_layout import KVLayout
 

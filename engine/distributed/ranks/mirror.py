@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from engine.distributed.links.channel import Channel, Kind
+from engine.distributed.links.channel import ChannelKind, RankChannel
 from engine.distributed.ranks.messages import PoolPlan
 from engine.distributed.wire.mirror_state import MirrorBook
 from engine.distributed.wire.mirrored_blocks import Planes, content, encode_blocks, put
@@ -22,7 +22,7 @@ _MESSAGE_BYTES = 32 << 20
 class Mirror:
     """Of one pool, for as long as it is served. Used by the engine's thread."""
 
-    def __init__(self, channels: Mapping[int, Channel], plan: PoolPlan, memory: memoryview) -> None:
+    def __init__(self, channels: Mapping[int, RankChannel], plan: PoolPlan, memory: memoryview) -> None:
         """`channels`: to the ranks of other nodes; `memory`: the whole pool here, the ranks' parts side by side."""
         self._channels = channels
         self._book = MirrorBook(plan.num_blocks)
@@ -43,7 +43,7 @@ class Mirror:
         """Take there what this step reads and does not know yet. Raises RankLost."""
         for blocks in self._portions(self._book.step(inputs)):
             for rank, channel in self._channels.items():
-                channel.send(Kind.PLACE, encode_blocks(blocks) + content(self._planes[rank], blocks))
+                channel.send(ChannelKind.PLACE, encode_blocks(blocks) + content(self._planes[rank], blocks))
 
     def after(self, batch: Batch) -> None:
         """Bring what this batch has computed for others: they read it as soon as they hear of it. Raises RankLost."""
@@ -61,9 +61,9 @@ class Mirror:
         for portion in self._portions(self._book.leaves(blocks)):
             # All are asked before the first is heard: they copy at the same time.
             for channel in self._channels.values():
-                channel.send(Kind.FETCH, encode_blocks(portion))
+                channel.send(ChannelKind.FETCH, encode_blocks(portion))
             for rank, channel in self._channels.items():
-                payload, _ = channel.expect(Kind.BLOCKS)
+                payload, _ = channel.expect(ChannelKind.BLOCKS)
                 put(self._planes[rank], portion, payload)
 
     def _portions(self, blocks: IntArray) -> Iterator[IntArray]:

@@ -118,7 +118,7 @@ class RankProcesses:
 
     def _tell(self, rank: int) -> None:
         child = self._children[rank]
-        self._end.tell(RankLost(f"rank {rank} (pid {child.pid}) {_describe(child.returncode)}"))
+        self._end.report(RankLost(f"rank {rank} (pid {child.pid}) {_describe(child.returncode)}"))
 
 
 def _describe(status: int) -> str:

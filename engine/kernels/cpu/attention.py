@@ -41,7 +41,7 @@ Int32Array = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionShape:
+class CpuAttentionShape:
     """What all layers of a model share. `dtype`: of cache, queries and output."""
 
     num_heads: int
@@ -84,7 +84,7 @@ class PagedAttention:
     """Causal, grouped-query attention over a paged cache, with optional sliding windows."""
 
     def __init__(
-        self, library: KernelLibrary, shape: AttentionShape, *, num_threads: int, deterministic: bool = False
+        self, library: KernelLibrary, shape: CpuAttentionShape, *, num_threads: int, deterministic: bool = False
     ) -> None:
         """ConfigError for a shape or dtype that the kernels do not serve."""
         if shape.dtype not in (torch.float32, torch.bfloat16):

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.kernels.cpu.attention import AttentionMetadata, AttentionShape, PagedAttention
+from engine.kernels.cpu.attention import AttentionMetadata, CpuAttentionShape, PagedAttention
 from engine.kernels.cpu.library import KernelLibrary
 from engine.types.step_inputs import IntArray, StepInputs
 from tandem.errors import ConfigError, InvariantError
@@ -110,7 +110,7 @@ class PagedInt8Attention:
     def __init__(
         self,
         library: KernelLibrary,
-        shape: AttentionShape,
+        shape: CpuAttentionShape,
         *,
         windows: tuple[int | None, ...],
         num_threads: int,

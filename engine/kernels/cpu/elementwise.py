@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.kernels.cpu.attention import AttentionShape
+from engine.kernels.cpu.attention import CpuAttentionShape
 from engine.kernels.cpu.attention_int8 import CodedLayer
 from engine.kernels.cpu.gemm import TILE_COLUMNS, check_whole_tiles
 from engine.kernels.cpu.library import KernelLibrary
@@ -133,7 +133,7 @@ class CpuElementwise:
         if refused:
             raise InvariantError(f"{refused} of {rows} rows to gather lie outside a table of {table_rows}")
 
-    def plan_rotation(self, shape: AttentionShape, cos: Tensor, sin: Tensor, slots: IntArray) -> RotationPlan:
+    def plan_rotation(self, shape: CpuAttentionShape, cos: Tensor, sin: Tensor, slots: IntArray) -> RotationPlan:
         """Prepare `qk_norm_rope_write` for one step.
 
         `cos`, `sin`: float32 `[num_rows, head_dim / 2]` of each pair's angle (sine unsigned), rows perhaps a view of

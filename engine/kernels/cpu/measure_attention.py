@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.kernels.cpu.attention import AttentionShape, PagedAttention
+from engine.kernels.cpu.attention import CpuAttentionShape, PagedAttention
 from engine.kernels.cpu.elementwise import CpuElementwise
 from engine.kernels.cpu.library import KernelLibrary, load_kernels
 from engine.kv_storage.paged_cache import PagedKVCache
-from engine.model.config import ModelConfig, parse_model_config
+from engine.model.config import ModelArchitecture, parse_model_config
 from engine.model.layers.attention import AttentionSpec
 from engine.model.layers.rope import RotaryEmbedding
 from engine.model.layers.torch_attention import TorchAttention
@@ -76,7 +76,7 @@ class AttentionBench:
     """Attention of the reference shape: 16 query and 8 key-value heads of 64, bfloat16."""
 
     def __init__(self, library: KernelLibrary, num_threads: int, *, max_cache_bytes: int = MAX_CACHE_BYTES) -> None:
-        self.shape = AttentionShape(num_heads=16, num_kv_heads=8, head_dim=64, block_size=16, dtype=torch.bfloat16)
+        self.shape = CpuAttentionShape(num_heads=16, num_kv_heads=8, head_dim=64, block_size=16, dtype=torch.bfloat16)
         self._library = library
         self._num_threads = num_threads
         self._max_cache_bytes = max_cache_bytes
@@ -101,7 +101,7 @@ class AttentionBench:
         )
 
     def _alternate(
-        self, config: ModelConfig, cache: PagedKVCache, inputs: StepInputs, rounds: int
+        self, config: ModelArchitecture, cache: PagedKVCache, inputs: StepInputs, rounds: int
     ) -> tuple[float, float, float]:
         shape, rope = self.shape, RotaryEmbedding(config.rope, config.head_dim)
         attention = PagedAttention(self._library, shape, num_threads=self._num_threads)
@@ -137,7 +137,7 @@ def measure_all(library: KernelLibrary, num_threads: int) -> list[AttentionFigur
     return decode + [bench.measure(f"{count} rows after {start}", [start], [count]) for start, count in PREFILL]
 
 
-def _config(shape: AttentionShape, num_layers: int) -> ModelConfig:
+def _config(shape: CpuAttentionShape, num_layers: int) -> ModelArchitecture:
     return parse_model_config(
         {
             "architectures": ["LlamaForCausalLM"],
@@ -156,7 +156,7 @@ def _config(shape: AttentionShape, num_layers: int) -> ModelConfig:
     )
 
 
-def _cache(config: ModelConfig, block_size: int, num_blocks: int) -> PagedKVCache:
+def _cache(config: ModelArchitecture, block_size: int, num_blocks: int) -> PagedKVCache:
     layout = KVLayout(
         model_fingerprint="",
         dtype="bfloat16",

@@ -31,7 +31,7 @@ MAX_SHARED_BYTES = 227 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Resources:
+class KernelResources:
     """What one compiled kernel needs."""
 
     name: str
@@ -59,13 +59,13 @@ def source_of(case: AotCase) -> ASTSource:
     return ASTSource(case.kernel, signature, constants, _alignments(case))
 
 
-def compile_case(case: AotCase) -> Resources:
+def compile_case(case: AotCase) -> KernelResources:
     """Compile one case to machine code and count. Raises what triton raises when it cannot be compiled."""
     fuse = not case.constants.get("FIXED_KEYS")  # as the launchers say
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages, "enable_fp_fusion": fuse}
     compiled = triton.compile(source_of(case), target=_TARGET, options=options)
     registers, stack = _usage(compiled.asm["cubin"])
-    return Resources(
+    return KernelResources(
         name=case.name,
         registers=registers,
         spill_bytes=stack,
@@ -90,7 +90,7 @@ def _alignments(case: AotCase) -> dict[tuple[int], list[list[object]]]:
     }
 
 
-def compile_all(table: LaunchTable, *, representative: bool = False, only: str = "") -> Iterator[Resources]:
+def compile_all(table: LaunchTable, *, representative: bool = False, only: str = "") -> Iterator[KernelResources]:
     """One after another, as launched by `table`; `only` those whose name holds it."""
     for case in all_cases(table):
         if (case.representative or not representative) and only in case.name:

@@ -1,4 +1,4 @@
-"""Gumbel noise by counter on the device: the words of `engine.sampling.philox`, and the same noise up to rounding.
+"""Gumbel noise by counter on the device: the words of `engine.sampling.backend`, and the same noise up to rounding.
 
 The logarithms are written out: the hardware's are off by 2^-22 absolutely, which near one is no digit at all, and the
 smallest uniform variates, whose logarithms those are, decide who wins a draw.

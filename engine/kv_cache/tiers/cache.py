@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from engine.kv_cache.block_manager import BlockManager
-from engine.kv_cache.eviction import Entry
+from engine.kv_cache.eviction import IndexedBlock
 from engine.kv_cache.lower_tiers import BlockCopier
 from engine.kv_cache.tiers.costs import TierCosts
 from engine.kv_cache.tiers.disk import DiskSpec, DiskTier
 from engine.kv_cache.tiers.disk_waits import DiskWaits
-from engine.kv_cache.tiers.host import HostPlaces, Place, PlaceState
+from engine.kv_cache.tiers.host import HostPlace, HostPlaces, PlaceState
 from engine.types.block_moves import BlockLoad, BlockOffload
 from engine.types.kv_events import Evicted
 from engine.types.request import Request
@@ -47,8 +47,8 @@ class TierSpec:
 class _Moves(NamedTuple):
     """What one batch does to places."""
 
-    stores: list[Place]
-    loads: list[Place]
+    stores: list[HostPlace]
+    loads: list[HostPlace]
 
 
 class CacheTiers:
@@ -79,7 +79,7 @@ class CacheTiers:
 
     # Down
 
-    def demote(self, entry: Entry) -> bool:
+    def demote(self, entry: IndexedBlock) -> bool:
         """See LowerCache."""
         name = entry.name
         place = self._host.get(name)
@@ -88,7 +88,7 @@ class CacheTiers:
             return True
         if self.costs.prefers_store():
             if self._make_room():
-                place = self._host.take(name, PlaceState.COMING)
+                place = self._host.allocate(name, PlaceState.COMING)
                 self._moves.stores.append(place)
                 self._offloads.append(BlockOffload(entry.block, place.slot))
                 return True
@@ -133,14 +133,14 @@ class CacheTiers:
         self._filled(moves.stores)
         self._unpin(moves.loads)
 
-    def _filled(self, stores: Sequence[Place]) -> None:
+    def _filled(self, stores: Sequence[HostPlace]) -> None:
         self._tally.stores += len(stores)
         for place in stores:
             self._host.filled(place)
             if self._disk is not None and not place.is_forgotten:
                 self._unwritten.append(place.name)
 
-    def _unpin(self, loads: Sequence[Place]) -> None:
+    def _unpin(self, loads: Sequence[HostPlace]) -> None:
         # Tails first: of a chain its beginning is then the last to be given up.
         for place in reversed(loads):
             self._host.unpin(place)
@@ -156,7 +156,7 @@ class CacheTiers:
             self._give_up(oldest)
         return True
 
-    def _give_up(self, place: Place) -> None:
+    def _give_up(self, place: HostPlace) -> None:
         self._tally.evictions += 1
         self._host.forget(place)
         self._left(place.name)
@@ -227,7 +227,7 @@ class CacheTiers:
         return request.request_id in self._waits and self._waits.goes_on(request.request_id, now)
 
     def _begin_wait(self, disk: DiskTier, request: Request, found: int, now: float) -> None:
-        run: list[Place] = []
+        run: list[HostPlace] = []
         to_read: list[BlockHash] = []
         fetching: set[BlockHash] = set()
         for i in range(found, self._num_full(request)):
@@ -284,7 +284,7 @@ class CacheTiers:
         `missed` follows, when no more will be.
         """
         first = num_found_blocks
-        places: list[Place] = []
+        places: list[HostPlace] = []
         for i in range(first, first + count):
             place = self._host.get(self._blocks.name(request, i))
             if place is None:
@@ -320,7 +320,7 @@ class CacheTiers:
     def _num_full(self, request: Request) -> int:
         return (request.num_tokens - 1) // self._blocks.block_size
 
-    def _count_hits(self, places: Sequence[Place]) -> int:
+    def _count_hits(self, places: Sequence[HostPlace]) -> int:
         """How many the disk had."""
         from_disk = sum(place.came_from_disk for place in places)
         self._tally.hits += len(places) - from_disk
@@ -352,7 +352,7 @@ class CacheTiers:
         if place is None and block is not None:
             if not self._moves_between_steps or not self._make_room():
                 return True
-            place = self._host.take(name, PlaceState.COMING)
+            place = self._host.allocate(name, PlaceState.COMING)
             self._copier.move_now((BlockOffload(block, place.slot),), ())
             self._filled([place])
         if place is not None and place.state is PlaceState.READY and not place.num_pins:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from engine.kv_cache.tiers.costs import TierCosts
 from engine.kv_cache.tiers.disk_index import DiskDone, DiskIndex, DiskJob, DiskPort, DiskVerdict
-from engine.kv_cache.tiers.host import HostPlaces, Place, PlaceState
+from engine.kv_cache.tiers.host import HostPlace, HostPlaces, PlaceState
 from engine.types.tier_counts import Tally, TierCounts
 from tandem.values.ids import BlockHash
 
@@ -38,7 +38,7 @@ class DiskTier:
         host: HostPlaces,
         costs: TierCosts,
         *,
-        give_up: Callable[[Place], None],
+        give_up: Callable[[HostPlace], None],
         left: Callable[[BlockHash], None],
     ) -> None:
         """`give_up` takes a place whose copy is made; `left` is told of every name that is here no more."""
@@ -75,7 +75,7 @@ class DiskTier:
     def __iter__(self) -> Iterator[BlockHash]:
         return iter(self._index)
 
-    def write(self, place: Place, *, leaves: bool) -> bool:
+    def write(self, place: HostPlace, *, leaves: bool) -> bool:
         """Begin to copy a ready place, which may leave then; False when as many are on their way as may be."""
         if not self.can_write:
             return False
@@ -95,7 +95,7 @@ class DiskTier:
 
     def fetch(self, name: BlockHash) -> None:
         """Begin to read a block that is here into a free place."""
-        place = self._host.take(name, PlaceState.FETCHING)
+        place = self._host.allocate(name, PlaceState.FETCHING)
         self._index.touch(name)
         self._port.read(name, place.slot)
 

@@ -23,7 +23,7 @@ class PlaceState(Enum):
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Place:
+class HostPlace:
     """One block-sized piece of host memory in use."""
 
     name: BlockHash
@@ -45,16 +45,16 @@ class HostPlaces:
     def __init__(self, slots: range) -> None:
         self._slots = slots
         self._free = list(reversed(slots))
-        self._names: dict[BlockHash, Place] = {}
-        self._in_use: dict[int, Place] = {}
-        self._line: OrderedDict[BlockHash, Place] = OrderedDict()
+        self._names: dict[BlockHash, HostPlace] = {}
+        self._in_use: dict[int, HostPlace] = {}
+        self._line: OrderedDict[BlockHash, HostPlace] = OrderedDict()
         self.num_leaving = 0
         self.num_fetching = 0
 
     def __len__(self) -> int:
         return len(self._names)
 
-    def __iter__(self) -> Iterator[Place]:
+    def __iter__(self) -> Iterator[HostPlace]:
         return iter(self._names.values())
 
     @property
@@ -72,45 +72,45 @@ class HostPlaces:
         """Places that hold nothing."""
         return len(self._free)
 
-    def get(self, name: BlockHash) -> Place | None:
+    def get(self, name: BlockHash) -> HostPlace | None:
         """The place that holds, or will hold, a block."""
         return self._names.get(name)
 
-    def at(self, slot: int) -> Place:
+    def at(self, slot: int) -> HostPlace:
         """The place in use there; InvariantError when it is free."""
         place = self._in_use.get(slot)
         if place is None:
             raise InvariantError(f"place {slot} is free")
         return place
 
-    def take(self, name: BlockHash, state: PlaceState) -> Place:
+    def allocate(self, name: BlockHash, state: PlaceState) -> HostPlace:
         """Use a free place, pinned for whoever fills it; InvariantError when there is none, or the name has one."""
         if not self._free or name in self._names or state is PlaceState.READY:
             raise InvariantError("no free place, or the block has one")
-        place = Place(name=name, slot=self._free.pop(), state=state, num_pins=1)
+        place = HostPlace(name=name, slot=self._free.pop(), state=state, num_pins=1)
         self._names[name] = self._in_use[place.slot] = place
         self.num_fetching += state is PlaceState.FETCHING
         return place
 
-    def filled(self, place: Place) -> None:
+    def filled(self, place: HostPlace) -> None:
         """What was on its way is there, and its filler's pin is gone."""
         self.num_fetching -= place.state is PlaceState.FETCHING
         place.state = PlaceState.READY
         self.unpin(place)
 
-    def pin(self, place: Place) -> None:
+    def pin(self, place: HostPlace) -> None:
         """Somebody reads or writes it."""
         place.num_pins += 1
         self._line.pop(place.name, None)
 
-    def unpin(self, place: Place) -> None:
+    def unpin(self, place: HostPlace) -> None:
         """Undo one `pin`: the last makes it the most recently used, or free when it was forgotten."""
         if not place.num_pins:
             raise InvariantError(f"place {place.slot} is not pinned")
         place.num_pins -= 1
         self._settle(place)
 
-    def touch(self, place: Place) -> None:
+    def touch(self, place: HostPlace) -> None:
         """It is wanted: it becomes the most recently used, and stays where it was about to leave."""
         if place.is_leaving:
             place.is_leaving = False
@@ -118,24 +118,24 @@ class HostPlaces:
         if place.name in self._line:
             self._line.move_to_end(place.name)
 
-    def leave(self, place: Place) -> None:
+    def leave(self, place: HostPlace) -> None:
         """Pin a ready place for its copy to disk; it is to be free after that."""
         self.pin(place)
         place.is_leaving = True
         self.num_leaving += 1
 
-    def oldest(self) -> Place | None:
+    def oldest(self) -> HostPlace | None:
         """The ready place that nobody has used for longest; None when all are pinned or on their way."""
         return next(iter(self._line.values()), None)
 
-    def forget(self, place: Place) -> None:
+    def forget(self, place: HostPlace) -> None:
         """Nobody finds the block any more, and its place is free as soon as nobody reads or writes it."""
         del self._names[place.name]
         self._line.pop(place.name, None)
         place.is_forgotten = True
         self._settle(place)
 
-    def _settle(self, place: Place) -> None:
+    def _settle(self, place: HostPlace) -> None:
         if place.num_pins:
             return
         if place.is_forgotten:

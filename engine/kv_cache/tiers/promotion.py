@@ -8,8 +8,8 @@ from engine.types.block_moves import BlockLoad
 from engine.types.request import Request
 
 
-class Lift(Enum):
-    """What one call of `lift` has come to."""
+class Promotion(Enum):
+    """What one call of `promote` has come to."""
 
     DONE = "done"
     """Nothing more comes up."""
@@ -19,16 +19,16 @@ class Lift(Enum):
     """Something is being read from disk."""
 
 
-def raise_promised(blocks: BlockManager, tiers: CacheTiers, request: Request, count: int) -> None:
+def promote_promised(blocks: BlockManager, tiers: CacheTiers, request: Request, count: int) -> None:
     """Lengthen the request's table by `count` blocks of `CacheTiers.reach` that were promised; they are cache then.
 
     Nothing more comes up for it.
     """
-    _raise_slice(blocks, tiers, request, count)
+    _promote_slice(blocks, tiers, request, count)
     tiers.missed(request, len(request.block_table))
 
 
-def _raise_slice(blocks: BlockManager, tiers: CacheTiers, request: Request, count: int) -> None:
+def _promote_slice(blocks: BlockManager, tiers: CacheTiers, request: Request, count: int) -> None:
     found = len(request.block_table)
     places = tiers.enter(request, found, count)
     if not count:
@@ -40,9 +40,9 @@ def _raise_slice(blocks: BlockManager, tiers: CacheTiers, request: Request, coun
     blocks.release(blocks.index_computed(request, found))
 
 
-def lift(
+def promote(
     blocks: BlockManager, tiers: CacheTiers, request: Request, *, now: float, max_blocks: int, spare_blocks: int
-) -> Lift:
+) -> Promotion:
     """Bring up at most `max_blocks` that follow the request's table, and leave `spare_blocks` available.
 
     What is on disk is read first, where that takes less time than computing. What is not there counts as missed once,
@@ -51,14 +51,14 @@ def lift(
     tiers.collect()
     found = len(request.block_table)
     if tiers.must_wait(request, found, now):
-        return Lift.WAIT
+        return Promotion.WAIT
     count = min(
         tiers.reach(request, found, between_steps=True), max_blocks, max(0, blocks.num_available - spare_blocks)
     )
     if not count:
         tiers.drop(request.request_id)
         tiers.missed(request, found)
-        return Lift.DONE
+        return Promotion.DONE
     blocks.promise(count)
-    _raise_slice(blocks, tiers, request, count)
-    return Lift.MORE
+    _promote_slice(blocks, tiers, request, count)
+    return Promotion.MORE

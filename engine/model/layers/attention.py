@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.model.config import ModelConfig
+from engine.model.config import ModelArchitecture
 from engine.model.layers.norm import HeadNorm
 from engine.model.layers.rope import RotaryEmbedding
 from engine.types.step_inputs import StepInputs
@@ -16,7 +16,7 @@ from engine.types.step_inputs import StepInputs
 class AttentionSpec:
     """What attention is, apart from the cache: geometry, rotation, norms of queries and keys."""
 
-    config: ModelConfig
+    config: ModelArchitecture
     """Head counts are those of this rank."""
     rope: RotaryEmbedding
     head_norms: tuple[HeadNorm, ...] | None

@@ -16,7 +16,7 @@ MAX_TOKENS = 24
 ANSWER = 160
 SLOW = {"engine__prefill_chunk_tokens": 80, "engine__max_batched_tokens": 96}
 """Computing is dear: whatever is held somewhere is worth fetching."""
-INHERITED = re.compile(r"^(\S+): .*inherited from (\S+) in \S+ s: (.*) blocks")
+INHERITED = re.compile(r"^(\S+): .*cache migrated from (\S+) in \S+ s: (.*) blocks")
 
 
 def inherited(cluster) -> list[tuple[str, str, str]]:

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from engine.assembly import EngineParts, assemble
-from engine.distributed.links.heartbeat import SILENCE_S, PulseDesk
-from engine.distributed.links.listener import NodeDoor
+from engine.distributed.links.heartbeat import SILENCE_S, HeartbeatServer
+from engine.distributed.links.listener import NodeListener
 from engine.distributed.links.lost import RankLost
 from engine.distributed.ranks import leader as leading
 from engine.distributed.ranks.leader import Leader
@@ -133,8 +133,8 @@ def test_a_death_on_another_node_ends_the_group_and_the_node_comes_to_the_next()
 @pytest.mark.slow
 def test_a_node_that_knows_another_secret_says_so_and_knocks_on() -> None:
     given = group()
-    desk = PulseDesk(pytest.fail)
-    door = NodeDoor(given, desk.serve)
+    desk = HeartbeatServer(pytest.fail)
+    door = NodeListener(given, desk.serve)
     with another_node(replace(given, secret=b"another secret..")) as starter:
         said = next(line for line in starter.stderr if "cannot be reached" in line)
         assert "rank 0 does not know this cluster's secret" in said

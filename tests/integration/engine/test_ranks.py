@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.assembly import EngineParts, assemble
 from engine.backends.options import BackendOptions
-from engine.distributed.links.channel import Channel, Kind
+from engine.distributed.links.channel import ChannelKind, RankChannel
 from engine.distributed.links.lost import RankLost
 from engine.distributed.ranks import leader as leading
 from engine.distributed.ranks.leader import Leader
@@ -28,7 +28,7 @@ from engine.distributed.ranks.messages import RankSetup
 from engine.distributed.ranks.processes import RANK_MODULE
 from engine.kv_cache.tiers.costs import MeasuredRates
 from engine.spec import EngineSpec
-from engine.types.prompt_scoring import Reading
+from engine.types.prompt_scoring import PromptScoringState
 from engine.types.request import Batch, BatchItem, BlockTable, Request, SampledToken
 from kv_transfer.memory.shared_memory import SharedPool
 from tandem.errors import ConfigError
@@ -139,7 +139,7 @@ def say_with_logprobs(parts: EngineParts) -> Iterator[SampledToken]:
 
 def read_prompt(parts: EngineParts) -> tuple[list[float], list[int], list[float]]:
     """What is read of a prompt in two chunks: log probabilities, the most likely tokens, the mean hidden state."""
-    readings = [Reading(num_prompt_tokens=37, num_top=num_top) for num_top in (3, None)]
+    readings = [PromptScoringState(num_prompt_tokens=37, num_top=num_top) for num_top in (3, None)]
     requests = [request_of(range(3, 40), f"read {i}") for i in range(2)]
     for i, (request, reading) in enumerate(zip(requests, readings, strict=True)):
         request.reading = reading
@@ -161,21 +161,21 @@ def compare_logprobs(ours, expected) -> None:
 
 def test_a_step_is_told_once_to_every_rank_whatever_is_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = assemble(spec(BUILTIN, 2))
-    told: list[Kind] = []
-    send = Channel.send
+    told: list[ChannelKind] = []
+    send = RankChannel.send
 
-    def counted(self: Channel, kind: Kind, payload: bytes = b"", *, fd: int | None = None) -> None:
+    def counted(self: RankChannel, kind: ChannelKind, payload: bytes = b"", *, fd: int | None = None) -> None:
         told.append(kind)
         send(self, kind, payload, fd=fd)
 
     steps = []
     execute = parts.runner.execute
-    monkeypatch.setattr(Channel, "send", counted)
+    monkeypatch.setattr(RankChannel, "send", counted)
     monkeypatch.setattr(parts.runner, "execute", lambda batch: steps.append(batch) or execute(batch))
     try:
         say(parts, ODD)
         assert len(steps) >= OUTPUT
-        assert told == [Kind.STEP] * len(steps)
+        assert told == [ChannelKind.STEP] * len(steps)
     finally:
         parts.ranks.close()
 

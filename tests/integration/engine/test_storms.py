@@ -110,7 +110,7 @@ def test_an_engine_that_is_stopped_with_a_step_under_way_tells_it_first(model, l
     rig.ends.get(timeout=WAIT_S)
     assert rig.engine.stop(WAIT_S)
     rig.scheduler.check_invariants()
-    assert not any(request.num_in_flight_tokens for request in rig.scheduler._roster.requests.values())
+    assert not any(request.num_in_flight_tokens for request in rig.scheduler._table.requests.values())
     nobody_says_anything_else(rig, told_alone(model, asked))
     with pytest.raises(Unavailable):
         rig.engine.call(lambda _: None).result(WAIT_S)

@@ -31,7 +31,7 @@ from tests.support.kv_transfer.handoff_fakes import (
 )
 from tests.support.spans import CLIENT, Kept, keeping
 from worker.kv_exchange.fetcher import FetchStats
-from worker.kv_exchange.report import transfer_report
+from worker.kv_exchange.service import transfer_report
 
 RECEIVED = ["tandem.bind", "tandem.commit", "tandem.handoff"]
 SENT = ["tandem.prefill", "tandem.prefill_queue", "tandem.send"]

@@ -13,8 +13,8 @@ from typing import Any
 
 from engine.scheduler.scheduler import Scheduler
 from engine.types.block_moves import BlockLoad, BlockOffload
-from engine.types.config import EngineConfig
-from engine.types.prompt_scoring import Reading
+from engine.types.config import SchedulerConfig
+from engine.types.prompt_scoring import PromptScoringState
 from engine.types.request import Batch, Request, SampledToken, TokenLogprob
 from engine.types.tier_counts import Traffic
 from tandem.values.block_hash import BlockHasher, root_hash
@@ -27,7 +27,7 @@ BLOCK = 16
 SECRET = b"test"
 ROOT = root_hash(secret=SECRET, model_fingerprint="ledger")
 
-CONFIG = EngineConfig(
+CONFIG = SchedulerConfig(
     num_blocks=24,
     block_size=BLOCK,
     max_model_len=200,
@@ -44,7 +44,7 @@ CONFIG = EngineConfig(
 )
 
 
-def config(**changes: Any) -> EngineConfig:
+def config(**changes: Any) -> SchedulerConfig:
     return replace(CONFIG, **changes)
 
 
@@ -81,7 +81,7 @@ def continuation(prompt: Sequence[int], params: SamplingParams, limit: int = CON
 
 
 class Crawl:
-    """A pace slower than any machine's: beside decodes so few prompt tokens a step. Stands in for `ChunkPace`."""
+    """A pace slower than any machine's: beside decodes so few prompt tokens a step. Stands in for `ChunkSizer`."""
 
     def __init__(self, num_tokens: int) -> None:
         self._num_tokens = num_tokens
@@ -171,7 +171,7 @@ class LedgerRunner:
             self.write(blocks, position, entries[position])
 
 
-def read(request: Request, reading: Reading, start: int, num_tokens: int) -> None:
+def read(request: Request, reading: PromptScoringState, start: int, num_tokens: int) -> None:
     """Figures that tell where in which prompt they were read."""
     for position in reading.rows(start, num_tokens):
         token = request.token_ids[position]

@@ -25,10 +25,10 @@ from engine.kv_storage.paged_cache import PagedKVCache
 from engine.model.decoder import Decoder
 from engine.model.memory_budget import kv_layout
 from engine.runner.model_runner import ModelRunner
-from engine.runner.pending_samples import ComingTokens
+from engine.runner.pending_samples import PendingSamples
 from engine.sampling.sampler import Chosen, Sampler, SampleRow
 from engine.scheduler.scheduler import Scheduler
-from engine.types.config import EngineConfig
+from engine.types.config import SchedulerConfig
 from engine.types.request import Batch, FinishReason, Request, RequestState, SampledToken
 from engine.types.step_inputs import StepInputs
 from engine.types.step_output import StepOutput
@@ -98,7 +98,7 @@ class LateRunner(ModelRunner):
             logits, _ = self._compute(step.inputs)  # nobody asks for readings here
             chosen = None if logits is None else self._sampler.choose(logits, step.rows)
             self._sampled = None if chosen is None else chosen.token_ids
-            step.found = [] if chosen is None else ComingTokens(self._queue, chosen).tokens()
+            step.found = [] if chosen is None else PendingSamples(self._queue, chosen).tokens()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -163,7 +163,7 @@ class Rig:
             pipelined=pipelined,
         )
 
-    def _make_scheduler(self, config: EngineConfig, cache: TierSpec | None) -> Scheduler:
+    def _make_scheduler(self, config: SchedulerConfig, cache: TierSpec | None) -> Scheduler:
         """With whatever it has below the pool next to free."""
         tier = self.tier if self.tier.num_slots else None
         made = Scheduler(config, BlockHasher(ledger.SECRET), tier=tier, block_bytes=1, cache=cache)

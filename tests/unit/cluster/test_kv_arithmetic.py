@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from cluster.kv_arithmetic import Asked, layout_of, main, num_parameters, read_model, room
-from decode_worker.config import engine_spec
 from engine.assembly import assemble
 from tandem.config.cluster import load
+from tandem.values.roles import WorkerRole
+from worker.engine_spec import engine_spec
 
 ROOT = Path(__file__).parents[3]
 LONE = {"prefill.replicas": 0, "secret": "0123456789abcdef", "engine.device": "cpu", "engine.num_threads": 1}
@@ -19,7 +20,7 @@ LONE = {"prefill.replicas": 0, "secret": "0123456789abcdef", "engine.device": "c
 def test_the_engine_counts_the_same() -> None:
     memory_bytes, kv_dtype = 1 << 30, "int8"
     config = load(None, LONE | {"engine.memory_bytes": memory_bytes, "engine.kv_dtype": kv_dtype})
-    parts = assemble(engine_spec(config))
+    parts = assemble(engine_spec(config, WorkerRole.DECODE))
     model = read_model("builtin")
     found = room(model, Asked(dtype="float32", kv_dtype=kv_dtype, rank_bytes=memory_bytes))
     assert found.block_bytes == parts.layout.worker_block_bytes

@@ -1,9 +1,8 @@
 import pytest
 
 from decode_worker.orders import request_from_pb, route_from_pb
-from decode_worker.sent_tokens import ToldTokens
-from decode_worker.task import DecodeTask, TaskPhase
-from decode_worker.task_index import TaskBook
+from decode_worker.task import DecodeTask, SentTokens, TaskPhase
+from decode_worker.task_index import TaskIndex
 from tandem.errors import InvalidRequest, InvariantError
 from tandem.v1 import common_pb2 as common
 from tandem.v1 import session_pb2 as pb
@@ -52,13 +51,13 @@ def task(port: SessionPort, name: str, *, attempt: int = 1, transfer: TransferId
         transfer_id=transfer,
         holder=None,
         arrived_s=0.0,
-        told=ToldTokens(()),
+        sent=SentTokens(()),
     )
 
 
 def test_a_task_is_found_by_every_name_until_it_is_removed() -> None:
     emptied = []
-    book = TaskBook(lambda: emptied.append(True))
+    book = TaskIndex(lambda: emptied.append(True))
     port, other = SessionPort(Incarnation(1)), SessionPort(Incarnation(2))
     one = task(port, "r", transfer=A)
     same_name_elsewhere = task(other, "r")
@@ -81,7 +80,7 @@ def test_a_task_is_found_by_every_name_until_it_is_removed() -> None:
 
 
 def test_the_same_attempt_or_transfer_twice_is_refused() -> None:
-    book = TaskBook(lambda: None)
+    book = TaskIndex(lambda: None)
     port = SessionPort(Incarnation(1))
     book.add(task(port, "r", transfer=A))
     with pytest.raises(InvalidRequest):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from decode_worker.orphaned_streams import Orphanage
+from decode_worker.takeover import OrphanedStreams
 from decode_worker.task import DecodeTask, TaskPhase
 from decode_worker.worker import DecodeWorker
 from engine.types.request import Batch
@@ -137,7 +137,7 @@ def orphan(router: int) -> DecodeTask:
 
 def test_two_routers_of_one_choice_have_gone_and_neither_of_its_tasks_stays() -> None:
     first, second = orphan(1), orphan(2)
-    orphans = Orphanage(keep_s=10.0)
+    orphans = OrphanedStreams(keep_s=10.0)
     orphans.take_in(first, now_s=0.0)
     orphans.take_in(second, now_s=1.0)
     assert len(orphans) == 2
@@ -148,7 +148,7 @@ def test_two_routers_of_one_choice_have_gone_and_neither_of_its_tasks_stays() ->
 
 
 def test_of_two_tasks_of_a_choice_the_latest_good_one_is_given_away() -> None:
-    orphans, tasks = Orphanage(keep_s=10.0), [orphan(router) for router in range(1, 4)]
+    orphans, tasks = OrphanedStreams(keep_s=10.0), [orphan(router) for router in range(1, 4)]
     for each in tasks:
         orphans.take_in(each, now_s=0.0)
     tasks[2].phase = TaskPhase.DONE

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from engine.scheduler.step_rates import RateMeter
-from engine.stall import EngineStalled, StallWatch, Turn
+from engine.stall import EngineStalled, EngineTurn, StallWatch
 from engine.types.request import Batch
 from engine.types.step_output import StepTimings
 from tandem.values.outputs import SampledToken
@@ -35,12 +35,14 @@ def timings(num_tokens: int, num_requests: int, execute_s: float) -> StepTimings
     )
 
 
-def lasts(turn: Turn | None, known: RateMeter, *, stall_s: float | None = 30.0, until_s: float = 10_000.0) -> float:
+def lasts(
+    turn: EngineTurn | None, known: RateMeter, *, stall_s: float | None = 30.0, until_s: float = 10_000.0
+) -> float:
     """How long a turn lasts before it is taken to hang; infinity when never."""
     watch, now_s = StallWatch(stall_s=stall_s, period_s=0.5, now_s=0.0), 0.0
     while now_s < until_s:
         try:
-            watch.look(turn, known, now_s)
+            watch.check(turn, known, now_s)
         except EngineStalled:
             return now_s
         now_s += 0.5
@@ -49,29 +51,31 @@ def lasts(turn: Turn | None, known: RateMeter, *, stall_s: float | None = 30.0, 
 
 def test_the_bound_is_wider_for_a_step_that_is_expected_to_take_long() -> None:
     known = rates(token_s=0.05, decode_s=0.1)
-    assert lasts(Turn(1), known) == pytest.approx(30.0, abs=1.0), "what is done between steps takes no time"
-    assert lasts(Turn(1, 4), known) == pytest.approx(30.0, abs=1.0)
-    assert lasts(Turn(1, 1024), known) == pytest.approx(8 * 51.3, abs=1.0)
-    assert lasts(Turn(1, 256), rates(decode_s=0.1)) == pytest.approx(8 * 25.7, abs=1.0), "no prompt was computed yet"
-    assert lasts(Turn(1, 4), rates()) == pytest.approx(300.0, abs=1.0), "kernels may be compiled"
-    assert lasts(Turn(1, 4), known, stall_s=None) == float("inf")
+    assert lasts(EngineTurn(1), known) == pytest.approx(30.0, abs=1.0), "what is done between steps takes no time"
+    assert lasts(EngineTurn(1, 4), known) == pytest.approx(30.0, abs=1.0)
+    assert lasts(EngineTurn(1, 1024), known) == pytest.approx(8 * 51.3, abs=1.0)
+    assert lasts(EngineTurn(1, 256), rates(decode_s=0.1)) == pytest.approx(8 * 25.7, abs=1.0), (
+        "no prompt was computed yet"
+    )
+    assert lasts(EngineTurn(1, 4), rates()) == pytest.approx(300.0, abs=1.0), "kernels may be compiled"
+    assert lasts(EngineTurn(1, 4), known, stall_s=None) == float("inf")
     assert lasts(None, known) == float("inf"), "it sleeps"
 
 
 def test_who_makes_steps_does_not_hang() -> None:
     watch, known = StallWatch(stall_s=1.0, period_s=0.5, now_s=0.0), rates(decode_s=0.001)
     for number in range(100):
-        watch.look(Turn(number // 2), known, 0.5 * number)
+        watch.check(EngineTurn(number // 2), known, 0.5 * number)
     assert watch.age_s == 0.5
 
 
 def test_time_in_which_the_process_did_not_run_counts_for_nothing() -> None:
     watch, known = StallWatch(stall_s=3.0, period_s=0.5, now_s=0.0), rates(decode_s=0.001)
     for now_s in (0.0, 0.5, 3600.0, 3600.5):
-        watch.look(Turn(1, 4), known, now_s)
+        watch.check(EngineTurn(1, 4), known, now_s)
     assert watch.age_s == 2.0
     with pytest.raises(EngineStalled, match=r"a step of 4 tokens has run for 3\.0 s"):
-        watch.look(Turn(1, 4), known, 7200.0)
+        watch.check(EngineTurn(1, 4), known, 7200.0)
 
 
 class Hanging:
@@ -140,7 +144,7 @@ async def test_an_engine_without_work_does_not_hang() -> None:
         while host._engine.turn is not None:  # noqa: ASYNC110 - its thread tells nobody that it goes to sleep
             await asyncio.sleep(0.001)
         for _ in range(20):
-            host._look_for_stall()
+            host._check_for_stall()
             await asyncio.sleep(0.001)
         assert (await host.load()).step_age_s == 0.0
     assert faults == []

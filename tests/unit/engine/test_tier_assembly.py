@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from engine.kv_storage.host_room import HostRoom
+from engine.kv_storage.free_memory import HostRoom
 from engine.tier_assembly import HostSlots, TierSizes, host_slots
 from tandem.errors import ConfigError
 from tandem.values.kv_layout import KVLayout

@@ -13,7 +13,7 @@ from tandem.values.ids import Incarnation
 from tandem.values.sampling import SamplingParams
 from tests.support.engine import ledger
 from tests.support.engine.ledger_host import parts
-from worker.drain import Legator, leave
+from worker.drain import MigrationSource, leave
 from worker.engine_host import EngineHost
 from worker.kv_exchange.service import Fabric
 from worker.session_port import SessionPort
@@ -26,7 +26,7 @@ class Bench:
     def __init__(self, host: EngineHost) -> None:
         self.host = host
         self.ports = [SessionPort(Incarnation(number)) for number in (8, 7)]
-        self.legator = Legator(host, lambda: self.ports)
+        self.migration_source = MigrationSource(host, lambda: self.ports)
 
     async def bequest(self, port: SessionPort) -> pb.Bequest:
         async with asyncio.timeout(WAIT_S):
@@ -50,21 +50,21 @@ async def bench() -> AsyncIterator[Bench]:
 
 
 async def test_one_router_at_a_time_is_asked(bench: Bench) -> None:
-    leaving = asyncio.create_task(bench.legator.bequeath(60.0))
+    leaving = asyncio.create_task(bench.migration_source.offer_cache(60.0))
     eight, seven = bench.ports
     bequest = await bench.bequest(seven)
     (chain,) = chains_from_pb(bequest.chains)
     assert (chain.from_root, chain.after, len(chain.names)) == (True, ledger.ROOT, 4)
     assert 59.0 < bequest.lends_s <= 60.0
-    bench.legator.settled(eight)  # it was not asked
+    bench.migration_source.settled(eight)  # it was not asked
     seven.close()
     assert len((await bench.bequest(eight)).chains) == 1
-    bench.legator.settled(eight)
+    bench.migration_source.settled(eight)
     await leaving
 
 
 async def test_it_stays_no_longer_than_it_said(bench: Bench) -> None:
-    await bench.legator.bequeath(0.05)
+    await bench.migration_source.offer_cache(0.05)
     assert len((await bench.bequest(bench.ports[1])).chains) == 1
 
 
@@ -76,7 +76,7 @@ async def test_nobody_is_asked_in_vain(bench: Bench, lacks: str) -> None:
     if lacks == "cache":
         await bench.host.call(lambda scheduler: scheduler.blocks.clear_cache())
     async with asyncio.timeout(WAIT_S):
-        await bench.legator.bequeath(0.0 if lacks == "time" else 3600.0)
+        await bench.migration_source.offer_cache(0.0 if lacks == "time" else 3600.0)
     for port in bench.ports:
         port.finish()
         assert await port.next() is None
@@ -89,8 +89,8 @@ class Stages:
         self.told: list[str] = []
         self.finished, self.bequeathed, self.drained = asyncio.Event(), asyncio.Event(), asyncio.Event()
         heir = SimpleNamespace(close=lambda: self.told.append("close"))
-        self.fabric: Any = SimpleNamespace(heir=heir, drain=self._stage("drain", self.drained))
-        self.legator: Any = SimpleNamespace(bequeath=self._stage("bequeath", self.bequeathed))
+        self.fabric: Any = SimpleNamespace(migration_target=heir, drain=self._stage("drain", self.drained))
+        self.migration_source: Any = SimpleNamespace(offer_cache=self._stage("offer_cache", self.bequeathed))
 
     def _stage(self, name: str, ended: asyncio.Event) -> Callable[..., Awaitable[None]]:
         async def stage(*_: Any) -> None:
@@ -117,10 +117,10 @@ async def test_work_first_then_the_cache_then_what_is_still_read() -> None:
     assert stages.told == ["close", "finish"]
     stages.finished.set()
     await turns()
-    assert stages.told == ["close", "finish", "finish ended", "bequeath"]
+    assert stages.told == ["close", "finish", "finish ended", "offer_cache"]
     stages.bequeathed.set()
     await turns()
-    assert stages.told[4:] == ["bequeath ended", "drain"]
+    assert stages.told[4:] == ["offer_cache ended", "drain"]
     stages.drained.set()
     await leaving
 
@@ -129,7 +129,7 @@ async def test_work_that_takes_all_the_time_does_not_cost_the_cache() -> None:
     stages = Stages()
     leaving = stages.leave(drain_s=60.0, succession_s=60.0)
     await turns()
-    assert stages.told == ["close", "finish", "bequeath"]
+    assert stages.told == ["close", "finish", "offer_cache"]
     stages.bequeathed.set()
     await turns()
     assert "drain" not in stages.told
@@ -163,7 +163,12 @@ async def test_the_last_prompt_ends_before_nothing_more_can_come() -> None:
     receives: Any = Hub("receives", None)
     nothing: Any = None
     fabric = Fabric(
-        sender_hub=sends, receiver_hub=receives, fetcher=nothing, lender=nothing, heir=nothing, transports=()
+        sender_hub=sends,
+        receiver_hub=receives,
+        fetcher=nothing,
+        lender=nothing,
+        migration_target=nothing,
+        transports=(),
     )
     draining = asyncio.create_task(fabric.drain())
     await turns()

@@ -8,13 +8,12 @@ import torch
 
 import decode_worker.__main__
 import prefill_worker.__main__
-from decode_worker.config import engine_spec as decode_spec
-from prefill_worker.config import engine_spec as prefill_spec
 from tandem.config.cluster import ClusterConfig, load
 from tandem.config.gpu_placement import GpuSeat
 from tandem.errors import ConfigError
 from tandem.process.lifetime import Lifetime, WorkerPlace
 from tandem.values.roles import WorkerRole
+from worker.engine_spec import engine_spec
 from worker.gpus import take_gpus
 
 PREFILL, DECODE = WorkerRole.PREFILL, WorkerRole.DECODE
@@ -61,13 +60,13 @@ def test_eight_workers_of_a_host_take_a_gpu_each_and_put_it_first() -> None:
 
 
 def test_a_worker_takes_what_it_was_given_and_its_engine_hears_of_it() -> None:
-    for role, spec_of in ((PREFILL, prefill_spec), (DECODE, decode_spec)):
+    for role in (PREFILL, DECODE):
         host = FakeHost(8)
         seat = take_gpus(cluster(), role, WorkerPlace(gpus=(6,), gpu_sharers=2), host)
         assert (seat, host.first) == (GpuSeat(gpus=(6,), sharers=2), (6,))
-        spec = spec_of(cluster(), None, seat)
+        spec = engine_spec(cluster(), role, None, seat)
         assert (spec.gpus, spec.gpu_sharers) == ((6,), 2)
-        assert (spec_of(cluster()).gpus, spec_of(cluster()).gpu_sharers) == ((), 1)
+        assert (engine_spec(cluster(), role).gpus, engine_spec(cluster(), role).gpu_sharers) == ((), 1)
 
 
 @pytest.mark.parametrize("module", [prefill_worker.__main__, decode_worker.__main__])

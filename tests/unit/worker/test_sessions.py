@@ -100,16 +100,16 @@ class BrokenRouter(StuckRouter):
 
     def __init__(self, *, reads: bool, fault: Exception | None = None) -> None:
         super().__init__()
-        self._reads = reads
+        self._scoring = reads
         self._fault = fault or OSError("nobody reads")
 
     async def read(self) -> Any:
-        if self._hello or self._reads:
+        if self._hello or self._scoring:
             return await super().read()
         return pb.RouterMessage()
 
     async def write(self, message: Any) -> None:
-        if self._reads:
+        if self._scoring:
             raise self._fault
 
 

@@ -13,7 +13,7 @@ from tandem.values.sampling import SamplingParams
 from tests.support.engine import ledger
 from tests.support.engine.ledger import LedgerRunner
 from tests.unit.engine.test_engine_loop import Harness, running
-from worker.step_trace import StepTrace, TracedRunner, trace_steps
+from worker.trace_service import StepTrace, TracedRunner, trace_steps
 
 WAIT_S = 60.0
 

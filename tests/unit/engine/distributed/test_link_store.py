@@ -7,23 +7,22 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from engine.distributed.interfaces import interface_of
 from engine.distributed.link_store import LinkStore
 from engine.distributed.links.lost import RankLost
-from engine.distributed.links.rendezvous import KeyBoard
-from engine.distributed.torch_group import OverNodes, TorchGroup
+from engine.distributed.links.rendezvous import RendezvousStore
+from engine.distributed.torch_group import OverNodes, TorchGroup, interface_of
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 30.0
 
 
-def meet(keys: KeyBoard, rank: int, host: str, timeout_s: float = TIMEOUT_S) -> TorchGroup:
+def meet(keys: RendezvousStore, rank: int, host: str, timeout_s: float = TIMEOUT_S) -> TorchGroup:
     over_nodes = OverNodes(keys=keys, host=host)
     return TorchGroup(None, rank=rank, size=2, device=CPU, timeout_s=timeout_s, over_nodes=over_nodes)
 
 
 def test_ranks_of_two_nodes_meet_and_sum() -> None:
-    keys = KeyBoard()
+    keys = RendezvousStore()
 
     def run(rank: int) -> list[float]:
         group = meet(keys, rank, f"127.0.0.{rank + 1}")
@@ -41,11 +40,11 @@ def test_ranks_of_two_nodes_meet_and_sum() -> None:
 
 def test_who_meets_nobody_in_time_is_told() -> None:
     with pytest.raises(RankLost, match="rank 0 did not meet the others"):
-        meet(KeyBoard(), 0, "127.0.0.1", timeout_s=0.1)
+        meet(RendezvousStore(), 0, "127.0.0.1", timeout_s=0.1)
 
 
 def test_a_store_says_which_key_is_missing() -> None:
-    store = LinkStore(KeyBoard(), timeout_s=0.01)
+    store = LinkStore(RendezvousStore(), timeout_s=0.01)
     store.set("there", "text")
     store.wait(["there"], timedelta(seconds=1))
     assert (store.get("there"), store.check(["there"]), store.check(["there", "else"])) == (b"text", True, False)
@@ -55,7 +54,7 @@ def test_a_store_says_which_key_is_missing() -> None:
 
 
 def test_a_store_has_what_nccl_asks_of_one() -> None:
-    store = LinkStore(KeyBoard(), timeout_s=0.01)
+    store = LinkStore(RendezvousStore(), timeout_s=0.01)
     store.set("one", b"1")
     store.set("two", b"2")
     # As torch's own code calls them, and through its prefix, too.

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.kernels.cpu.attention import AttentionShape, PagedAttention
+from engine.kernels.cpu.attention import CpuAttentionShape, PagedAttention
 from engine.kernels.cpu.library import CpuFeatures, load_kernels
 from engine.kernels.cpu.measure_attention import AttentionBench, step_over
 from tandem.errors import ConfigError, InvariantError
@@ -39,7 +39,7 @@ class Case:
     """A shape, sequences on shuffled blocks among foreign ones, and what attention over them is."""
 
     def __init__(self, rng, dtype, *, starts, counts, **shape):
-        self.shape = AttentionShape(
+        self.shape = CpuAttentionShape(
             num_kv_heads=shape.pop("num_kv_heads", 2),
             num_heads=shape.pop("num_heads", 4),
             head_dim=shape.pop("head_dim", 64),
@@ -220,7 +220,7 @@ def test_threads_change_no_bit(library):
 
 
 def test_an_empty_step_is_planned_and_does_nothing(library):
-    shape = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=64, block_size=16, dtype=torch.bfloat16)
+    shape = CpuAttentionShape(num_heads=4, num_kv_heads=2, head_dim=64, block_size=16, dtype=torch.bfloat16)
     attention = PagedAttention(library, shape, num_threads=2)
     metadata = attention.plan(step_over([], [], 16, np.empty(0, dtype=np.int64)))
     cache = torch.zeros(1, 2, 2, 16, 64, dtype=torch.bfloat16)
@@ -245,7 +245,7 @@ def test_wrong_tensors_are_refused(library):
         with pytest.raises(InvariantError):
             attention.attend(*wrong)
     for dtype, heads in ((torch.float16, 4), (torch.float32, 3)):
-        shape = AttentionShape(num_heads=heads, num_kv_heads=2, head_dim=64, block_size=16, dtype=dtype)
+        shape = CpuAttentionShape(num_heads=heads, num_kv_heads=2, head_dim=64, block_size=16, dtype=dtype)
         with pytest.raises(ConfigError):
             PagedAttention(library, shape, num_threads=1)
 

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from engine.kernels.cpu.attention import AttentionShape
+from engine.kernels.cpu.attention import CpuAttentionShape
 from engine.kernels.cpu.elementwise import CpuElementwise
 from engine.kernels.cpu.library import load_kernels
 from engine.model.layers.norm import HeadNorm
@@ -70,7 +70,7 @@ def test_silu_mul(library, dtype, size):
 
 def rotation(library, dtype, head_dim, *, rows, block_size, num_blocks, threads=2):
     """Everything one call needs, and the float32 layers' answer on the same input."""
-    shape = AttentionShape(num_heads=6, num_kv_heads=2, head_dim=head_dim, block_size=block_size, dtype=dtype)
+    shape = CpuAttentionShape(num_heads=6, num_kv_heads=2, head_dim=head_dim, block_size=block_size, dtype=dtype)
     rng = random.Random(head_dim)
     positions = torch.tensor([rng.randrange(4000) for _ in range(rows)])
     slots = torch.tensor(rng.sample(range(num_blocks * block_size), rows))
@@ -177,7 +177,7 @@ def test_wrong_tensors_are_refused(library):
         ops.add_rms_norm(x, x[:2], weight, 1e-6, x.clone())
     with pytest.raises(InvariantError):
         ops.silu_mul(x, x)
-    shape = AttentionShape(num_heads=2, num_kv_heads=1, head_dim=8, block_size=4, dtype=torch.bfloat16)
+    shape = CpuAttentionShape(num_heads=2, num_kv_heads=1, head_dim=8, block_size=4, dtype=torch.bfloat16)
     with pytest.raises(InvariantError):
         ops.plan_rotation(shape, torch.zeros(3, 8), torch.zeros(3, 8), torch.zeros(3).long().numpy())
     with pytest.raises(ConfigError):

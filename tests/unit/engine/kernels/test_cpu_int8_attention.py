@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.kernels.cpu.attention import AttentionShape
+from engine.kernels.cpu.attention import CpuAttentionShape
 from engine.kernels.cpu.attention_int8 import CodedLayer, PagedInt8Attention
 from engine.kernels.cpu.elementwise import CpuElementwise
 from engine.kernels.cpu.library import CpuFeatures, load_kernels
@@ -61,7 +61,7 @@ class Case:
         rng = random.Random(seed)
         num_seqs, num_kv_heads = rng.randint(1, 5), rng.choice([1, 2, 3])
         group = fixed.pop("group", rng.choice(GROUPS))
-        self.shape = AttentionShape(
+        self.shape = CpuAttentionShape(
             num_heads=num_kv_heads * group,
             num_kv_heads=num_kv_heads,
             head_dim=fixed.pop("head_dim", HEAD_DIMS[seed % len(HEAD_DIMS)]),
@@ -181,7 +181,7 @@ def test_restored_blocks_of_long_prompts_keep_one_sequence_at_a_time(library):
 def test_the_write_makes_the_codes_of_torch(library, dtype, head_dim, has_norm):
     torch.manual_seed(head_dim)
     rows, heads, kv_heads, size = 37, 4, 2, 16
-    shape = AttentionShape(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, block_size=size, dtype=dtype)
+    shape = CpuAttentionShape(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, block_size=size, dtype=dtype)
     qkv = torch.randn(rows, heads + 2 * kv_heads, head_dim).to(dtype)
     qkv[3, heads:] = 0.0
     qkv[4, heads + kv_heads, 1], qkv[5, -1, 0] = math.inf, math.nan

@@ -13,8 +13,7 @@ import triton.language as tl
 from engine.kernels.triton.cutoffs import kth_largest
 from engine.kernels.triton.noise import accurate_log, gumbel_tile, philox_words
 from engine.kernels.triton.sampling import TritonSampling
-from engine.sampling.backend import UNUSABLE, DrawParams, LogitEdits, TorchSampling
-from engine.sampling.philox import gumbel_noise, philox4x32
+from engine.sampling.backend import UNUSABLE, DrawParams, LogitEdits, TorchSampling, gumbel_noise, philox4x32
 from engine.sampling.sampler import Sampler, SampleRow
 from engine.sampling.token_counts import Penalties, TokenCounts
 from engine.types.request import Request

@@ -2,7 +2,7 @@ import pytest
 
 from engine.kv_cache.block_manager import BlockManager
 from engine.kv_cache.pool import KVBlockPool, PoolExhausted
-from engine.types.config import EngineConfig
+from engine.types.config import SchedulerConfig
 from engine.types.kv_events import Evicted, KVEventLog, Stored
 from tandem.errors import Code, ConfigError, InvariantError
 from tandem.values.block_hash import BlockHasher
@@ -126,4 +126,4 @@ def test_clearing_the_cache_keeps_and_tells_again_what_is_in_use() -> None:
 def test_config_refuses_impossible_bounds(change: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match=next(iter(change))):
         ledger.config(**change)
-    assert isinstance(ledger.config(block_size=32), EngineConfig)
+    assert isinstance(ledger.config(block_size=32), SchedulerConfig)

@@ -220,7 +220,7 @@ def test_a_reservation_larger_than_the_rest_makes_way_and_a_smaller_one_waits() 
     desk.cancel(TransferId("small"))
     grant = desk.reserve(TransferId("large"), ledger.request(range(7000, 7000 + 18 * BLOCK)))
     assert grant.num_blocks == 18
-    assert world.sched.has_notices
+    assert world.sched.has_output
     assert len(world.sched.drain().lost_pins) == 1
 
 

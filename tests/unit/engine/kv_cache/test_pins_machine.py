@@ -7,7 +7,7 @@ from hypothesis.stateful import invariant, rule
 
 from engine.kv_cache.pins import PinBounds
 from engine.scheduler.scheduler import Scheduler
-from engine.types.config import EngineConfig
+from engine.types.config import SchedulerConfig
 from engine.types.request import RequestState
 from tandem.values.block_hash import BlockHasher
 from tandem.values.ids import BlockHash
@@ -24,7 +24,7 @@ class Pins:
     now: float
     is_ending = False
 
-    def make_scheduler(self, config: EngineConfig) -> Scheduler:
+    def make_scheduler(self, config: SchedulerConfig) -> Scheduler:
         self.held: dict[PinKey, BlockHash] = {}
         self.bounds = PinBounds(max_blocks=config.num_blocks // 2, max_tenant_blocks=config.num_blocks // 3)
         return Scheduler(config, BlockHasher(ledger.SECRET), tier=self.tier, block_bytes=1, pins=self.bounds)

@@ -7,16 +7,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from decode_worker.config import engine_spec as decode_spec
 from engine.assembly import assemble
 from engine.backends.options import BackendOptions
 from engine.backends.select import select_backend
 from engine.model.dtype import resolve_dtype
-from prefill_worker.config import engine_spec as prefill_spec
 from tandem.config.cluster import load
 from tandem.errors import ConfigError
 from tandem.model_path import BUILTIN
+from tandem.values.roles import WorkerRole
 from tests.support.engine.paged_harness import reference_model
+from worker.engine_spec import engine_spec
 
 SECRET = {"secret": "0123456789abcdef", "engine.device": "cpu", "engine.num_threads": 1}
 
@@ -71,16 +71,18 @@ def test_auto_dtype_of_an_unusable_checkpoint_is_refused_by_field(checkpoint: Pa
 def test_the_builtin_model_is_float32_though_its_file_is_not() -> None:
     assert json.loads((Path("engine/builtin_model") / "config.json").read_text())["dtype"] == "bfloat16"
     assert load(None).model.dtype == "auto"
-    for spec in (prefill_spec, decode_spec):
-        assert spec(load(None, SECRET)).dtype == "float32"
+    for role in WorkerRole:
+        assert engine_spec(load(None, SECRET), role).dtype == "float32"
     assert resolve_dtype("bfloat16", BUILTIN) == "bfloat16"
 
 
-@pytest.mark.parametrize("spec", [prefill_spec, decode_spec])
-def test_both_workers_compute_cache_and_report_what_auto_stands_for(spec, checkpoint: Path) -> None:
+@pytest.mark.parametrize("role", list(WorkerRole))
+def test_both_workers_compute_cache_and_report_what_auto_stands_for(role: WorkerRole, checkpoint: Path) -> None:
     small = {"model.path": str(checkpoint), "engine.num_blocks": 8, "engine.kernels": "torch"}
     for dtype, found in ((None, "bfloat16"), ("float32", "float32")):
-        parts = assemble(spec(load(None, SECRET | small | {"model.dtype": dtype, "engine.memory_bytes": 256 << 20})))
+        parts = assemble(
+            engine_spec(load(None, SECRET | small | {"model.dtype": dtype, "engine.memory_bytes": 256 << 20}), role)
+        )
         assert (parts.facts()["dtype"], parts.layout.dtype, str(parts.runner.model.dtype)) == (
             found,
             found,
@@ -90,9 +92,9 @@ def test_both_workers_compute_cache_and_report_what_auto_stands_for(spec, checkp
 
 def test_a_wire_dtype_that_auto_rules_out_is_refused_when_the_model_is_known(checkpoint: Path) -> None:
     config = load(None, SECRET | {"model.path": str(checkpoint), "transfer.wire_dtype": "float32"})
-    for spec in (prefill_spec, decode_spec):
+    for role in WorkerRole:
         with pytest.raises(ConfigError, match=r"no conversion from bfloat16 to float32.*auto is bfloat16"):
-            spec(config)
+            engine_spec(config, role)
     with pytest.raises(ConfigError, match=r"transfer\.wire_dtype: no conversion from float32 to bfloat16"):
         load(None, {"transfer.wire_dtype": "bfloat16"})
 

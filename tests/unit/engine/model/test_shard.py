@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.model.config import ModelConfig, parse_model_config
+from engine.model.config import ModelArchitecture, parse_model_config
 from engine.model.loader import expected_shapes
 from engine.model.shard import Shard
 from tandem.errors import ConfigError
@@ -15,7 +15,7 @@ SIZES = (1, 2, 4, 8)
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
-def config(architecture: str = "LlamaForCausalLM", **values) -> ModelConfig:
+def config(architecture: str = "LlamaForCausalLM", **values) -> ModelArchitecture:
     raw = {
         "architectures": [architecture],
         "vocab_size": 97,
@@ -30,7 +30,7 @@ def config(architecture: str = "LlamaForCausalLM", **values) -> ModelConfig:
     return parse_model_config(raw, {})
 
 
-def splits(model: ModelConfig, size: int) -> bool:
+def splits(model: ModelArchitecture, size: int) -> bool:
     kv = model.num_kv_heads
     return not (model.num_heads % size or model.intermediate_size % size or (kv % size and size % kv))
 
@@ -69,7 +69,7 @@ def test_the_parts_of_all_ranks_are_the_whole() -> None:
     assert divided > 300
 
 
-def check_whole(model: ModelConfig, shards: list[Shard]) -> None:
+def check_whole(model: ModelArchitecture, shards: list[Shard]) -> None:
     for name, shape in expected_shapes(model).items():
         stored = torch.arange(torch.Size(shape).numel()).view(shape)
         holders = [shard for shard in shards if shard.holds(name)]
@@ -88,7 +88,7 @@ def check_whole(model: ModelConfig, shards: list[Shard]) -> None:
     check_vocabulary(model, shards)
 
 
-def check_heads(model: ModelConfig, shards: list[Shard]) -> None:
+def check_heads(model: ModelArchitecture, shards: list[Shard]) -> None:
     """Each query head finds its own key-value head on its own rank."""
     for shard in shards:
         local = shard.config
@@ -101,7 +101,7 @@ def check_heads(model: ModelConfig, shards: list[Shard]) -> None:
             assert keys.begin // model.head_dim + head // local.group_size == wanted
 
 
-def check_vocabulary(model: ModelConfig, shards: list[Shard]) -> None:
+def check_vocabulary(model: ModelArchitecture, shards: list[Shard]) -> None:
     rows = shards[0].config.vocab_size
     assert [shard.first_token for shard in shards] == [rank * rows for rank in range(len(shards))]
     assert model.vocab_size <= rows * len(shards) < model.vocab_size + len(shards)

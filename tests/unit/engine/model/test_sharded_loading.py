@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from engine.model.checkpoint import Checkpoint, SafetensorsFile
 from engine.model.config import load_model_config
 from engine.model.loader import expected_shapes
-from engine.model.shard import Part, Shard
+from engine.model.shard import Shard, TensorSlice
 from tests.support.engine.paged_harness import load_plain, reference_model
 
 SIZE = 4
@@ -94,7 +94,12 @@ def test_parts_of_a_tensor_at_any_offset(tmp_path, dtype) -> None:
         raw = tensor.view(torch.uint8).numpy().tobytes()
         header[key] = {"dtype": name, "shape": list(tensor.shape), "data_offsets": [len(data), len(data) + len(raw)]}
         data += raw
-    parts = [Part(dim=0, begin=1, end=4), Part(dim=1, begin=2, end=7), Part(dim=0, begin=2, end=2), None]
+    parts = [
+        TensorSlice(dim=0, begin=1, end=4),
+        TensorSlice(dim=1, begin=2, end=7),
+        TensorSlice(dim=0, begin=2, end=2),
+        None,
+    ]
     for padding in range(4):
         text = json.dumps(header).encode()
         text += b" " * ((padding - len(text)) % 4)

@@ -9,7 +9,7 @@ import engine.runner.prompt_scoring as row_reader
 from engine.backends.options import BackendOptions
 from engine.backends.select import select_backend
 from engine.model.loader import load_model
-from engine.types.prompt_scoring import Reading
+from engine.types.prompt_scoring import PromptScoringState
 from engine.types.request import FinishReason
 from tandem.errors import ContextLengthExceeded, InvariantError
 from tandem.values.sampling import SamplingParams
@@ -37,7 +37,7 @@ def model(request, reference, tmp_path_factory):
 def reader(prompt, num_top, number=0):
     """A request that reads; even ones score and odd ones pool, unless `num_top` says."""
     request = ledger.request(prompt, params=SamplingParams(max_tokens=1, temperature=0.0), arrival_s=float(number))
-    request.reading = Reading(num_prompt_tokens=len(prompt), num_top=num_top)
+    request.reading = PromptScoringState(num_prompt_tokens=len(prompt), num_top=num_top)
     return request
 
 
@@ -143,7 +143,7 @@ def test_a_prompt_as_long_as_the_context_can_be_read_but_not_continued(model, re
 
 
 def test_a_reading_after_a_preemption_goes_on_where_it_was():
-    reading = Reading(num_prompt_tokens=10, num_top=0)
+    reading = PromptScoringState(num_prompt_tokens=10, num_top=0)
     assert list(reading.rows(0, 6)) == [0, 1, 2, 3, 4, 5]
     reading.scored(6, logprobs=[-1.0] * 6, ranks=[1] * 6, top_ids=[], top_logprobs=[])
     assert (list(reading.rows(0, 4)), list(reading.rows(4, 6))) == ([], [6, 7, 8])

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.runner.device_queue import Download, HostQueue, device_queue
+from engine.runner.device_queue import Download, HostQueue, Staging, device_queue
 from engine.runner.pending_samples import ComingKeys
-from engine.runner.staging import Staging
 
 
 class LateMark:
@@ -64,7 +63,7 @@ def test_what_was_put_arrives_whatever_is_put_later(queue_type):
                 array = np.array([rng.randrange(1000) for _ in range(int(np.prod(shape)))]).reshape(shape)
                 array = array.astype(rng.choice([np.int64, np.int32, np.float32]))
                 expected.append(array.copy())
-                arrived.append(staging.put(array))
+                arrived.append(staging.upload(array))
                 array[...] = -1
     queue.mark().wait()
     for array, tensor in zip(expected, arrived, strict=True):
@@ -78,7 +77,7 @@ def test_the_steady_state_allocates_nothing():
     for step in range(20):
         with staging.step():
             for _ in range(4):
-                staging.put(np.arange(9000, dtype=np.int64))
+                staging.upload(np.arange(9000, dtype=np.int64))
         if step == 3:
             before = queue.num_allocations
     assert queue.num_allocations == before

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.sampling.philox import gumbel_noise, philox4x32
+from engine.sampling.backend import gumbel_noise, philox4x32
 
 # Random123's kat_vectors, "philox4x32 10": counter, key, result.
 VECTORS = [

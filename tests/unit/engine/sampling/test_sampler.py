@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.runner.device_queue import HostQueue
-from engine.runner.pending_samples import ComingTokens
+from engine.runner.pending_samples import PendingSamples
 from engine.sampling.backend import TorchSampling, adjusted
 from engine.sampling.sampler import Sampler, SampleRow
 from engine.sampling.token_counts import TokenCounts
@@ -40,7 +40,7 @@ def logits_of(*seeds):
 def sample(logits, requests, sampler=None):
     sampler = sampler or Sampler(eos_token_ids=(EOS,))
     chosen = sampler.choose(logits, [SampleRow(request, request.num_tokens) for request in requests])
-    return ComingTokens(HostQueue(), chosen).tokens()
+    return PendingSamples(HostQueue(), chosen).tokens()
 
 
 def ids(logits, requests):

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from engine.scheduler.chunk_size import MIN_CHUNK_TOKENS, ChunkPace, has_decodes
+from engine.scheduler.chunk_size import MIN_CHUNK_TOKENS, ChunkSizer, has_decodes
 from engine.scheduler.scheduler import Scheduler
 from engine.types.request import Batch, BatchItem, SampledToken
 from engine.types.step_output import StepTimings
@@ -33,7 +33,7 @@ class Paced:
 
     def __init__(self, machine: Machine, max_step_s: float | None = BOUND_S, max_tokens: int = FULL) -> None:
         self.machine = machine
-        self.pace = ChunkPace(max_step_s=max_step_s, max_tokens=max_tokens)
+        self.pace = ChunkSizer(max_step_s=max_step_s, max_tokens=max_tokens)
 
     def observe(self, chunk: int, *, num_readers: int = NUM_READERS) -> float:
         took = self.machine.step_s(chunk, is_read=num_readers > 0)

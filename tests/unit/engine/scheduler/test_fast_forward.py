@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.fast_forward import FastForwardScheduler
 from engine.types.kv_events import KVEvent
 from engine.types.request import Request, SampledToken
 from tandem.errors import InvariantError
+from tandem.values.block_hash import BlockHasher
 from tandem.values.ids import RequestId
 from tandem.values.sampling import SamplingParams
 from tests.support.engine import ledger
@@ -22,12 +23,13 @@ Job = tuple[int, int, int, int]
 
 
 class Worker:
-    """A scheduler whose every token is the same; runs of quiet steps are taken at once if asked."""
+    """A scheduler whose every token is the same; runs of steady steps are taken at once if asked."""
 
     def __init__(self, jobs: Sequence[Job], *, at_once: bool, num_blocks: int, rows: int, block_size: int) -> None:
-        self.sched: Scheduler = ledger.scheduler(
+        config = ledger.config(
             num_blocks=num_blocks, max_running_requests=rows, block_size=block_size, max_model_len=400
         )
+        self.sched = FastForwardScheduler(config, BlockHasher(ledger.SECRET))
         self.jobs = sorted(jobs, key=lambda job: job[3])
         self.at_once = at_once
         self.step = 0
@@ -61,14 +63,14 @@ class Worker:
             )
 
     def leap(self, num_steps: int) -> bool:
-        run = self.sched.quiet_run()
+        run = self.sched.steady_run()
         count = min(run.num_steps, num_steps - self.step, (self.jobs[0][3] if self.jobs else num_steps) - self.step)
         if count < 1:
             return False
-        rows = self.sched._roster.running
+        rows = self.sched._table.running
         assert run.num_rows == len(rows)
         assert run.num_context_tokens == sum(request.num_tokens for request in rows)
-        output = self.sched.take_quiet_steps(count, TOKEN)
+        output = self.sched.fast_forward(count, TOKEN)
         assert not output.events
         self.events += output.kv_events.events
         self.step += count
@@ -81,7 +83,7 @@ class Worker:
         return (
             [
                 (r.request_id, r.state, r.token_ids, r.num_computed_tokens, list(r.block_table), r.block_hashes)
-                for r in self.sched._roster.requests.values()
+                for r in self.sched._table.requests.values()
             ],
             [(e.name, e.block, e.num_uses, e.is_parked) for e in blocks.index._entries.values()],
             list(blocks.index._policy.hottest_first()),
@@ -117,15 +119,15 @@ def test_most_steps_of_a_long_answer_are_taken_at_once() -> None:
 def test_nobody_ends_within_a_run() -> None:
     worker = Worker([(1, 10, 20, 0)], at_once=False, num_blocks=40, rows=4, block_size=16)
     worker.run(3)
-    left = worker.sched.quiet_run().num_steps
+    left = worker.sched.steady_run().num_steps
     with pytest.raises(InvariantError, match="ends within a run"):
-        worker.sched.take_quiet_steps(left + 1, TOKEN)
+        worker.sched.fast_forward(left + 1, TOKEN)
 
 
 def test_no_run_while_a_step_is_under_way() -> None:
     worker = Worker([(1, 10, 20, 0)], at_once=False, num_blocks=40, rows=4, block_size=16)
     worker.run(3)
     assert worker.sched.schedule(4.0) is not None
-    assert worker.sched.quiet_run().num_steps == 0
+    assert worker.sched.steady_run().num_steps == 0
     with pytest.raises(InvariantError, match="under way"):
-        worker.sched.take_quiet_steps(1, TOKEN)
+        worker.sched.fast_forward(1, TOKEN)

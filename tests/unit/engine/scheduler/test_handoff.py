@@ -241,7 +241,7 @@ def test_a_held_prefill_that_ended_tells_no_second_end() -> None:
     run(sched, runner)
     assert (request.state, request.finish_reason) == (RequestState.HELD, FinishReason.LENGTH)
     assert sched.abort(request.request_id)
-    assert not sched.has_notices
+    assert not sched.has_output
     assert_empty(sched)
 
 
@@ -268,7 +268,7 @@ def test_a_second_attempt_takes_no_more_than_its_peer_was_told() -> None:
 
 
 def test_a_prompt_for_another_worker_is_never_preempted_so_its_blocks_are_told_once() -> None:
-    """What `Notices` counts as told would be wrong after a preemption: there is none, whoever crowds it."""
+    """What `StepEventCollector` counts as told would be wrong after a preemption: there is none, whoever crowds it."""
     sched, runner = ledger.scheduler(num_blocks=13, max_batched_tokens=24, max_overtakes=0), LedgerRunner()
     urgent = [ledger.request(range(40 * i, 40 * i + 30), priority=-1, arrival_s=float(i)) for i in range(3)]
     for one in urgent:

@@ -9,7 +9,7 @@ from engine.kv_cache.lower_tiers import HostTier
 from engine.kv_cache.pool import PoolExhausted
 from engine.kv_cache.tiers.costs import MeasuredRates
 from engine.scheduler.scheduler import Scheduler
-from engine.types.config import EngineConfig
+from engine.types.config import SchedulerConfig
 from engine.types.request import Batch, FinishReason, Request, RequestState
 from tandem.values.block_hash import BlockHasher
 from tandem.values.ids import BlockId, RequestId, TransferId
@@ -73,7 +73,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def make_runner(self) -> LedgerRunner:
         return LedgerRunner()
 
-    def make_scheduler(self, config: EngineConfig) -> Scheduler:
+    def make_scheduler(self, config: SchedulerConfig) -> Scheduler:
         return Scheduler(config, BlockHasher(ledger.SECRET), tier=self.tier, block_bytes=1)
 
     def expected(self, request: Request) -> list[int]:

@@ -5,8 +5,7 @@ from array import array
 import pytest
 
 from engine.scheduler.scheduler import Scheduler
-from engine.types.block_seconds import BlockSeconds
-from engine.types.request import Request
+from engine.types.request import BlockSeconds, Request
 from tandem.values.block_hash import BlockHasher
 from tandem.values.ids import RequestId
 from tandem.values.sampling import SamplingParams

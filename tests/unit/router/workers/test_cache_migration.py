@@ -97,7 +97,7 @@ class World:
             snapshots=lambda: list(self.workers.values()), port=ports.get, clock=lambda: self.now_s
         )
 
-    def bequeath(self, name: str, lends_s: float = 5.0) -> None:
+    def offer_cache(self, name: str, lends_s: float = 5.0) -> None:
         self.workers[key(name)] = replace(self.workers[key(name)], draining=True)
         self.successions.bequeathed(key(name), CacheOffer(chains=CHAINS, lends_s=lends_s))
 
@@ -119,7 +119,7 @@ def key(name: str) -> WorkerKey:
 
 def test_a_succession_from_the_bequest_to_its_end() -> None:
     world = World(made("d0", rate=10.0), made("d1"), made("d2", free=10, rate=30.0))
-    world.bequeath("d0")
+    world.offer_cache("d0")
     assert world.asked() == ["d1"]
     [(share, within_s, rate)] = world.ports[key("d1")].inherited
     assert (share.holder.worker_id, share.chains, within_s, rate) == ("d0", CHAINS, 5.0, 30.0)
@@ -133,14 +133,14 @@ def test_a_succession_from_the_bequest_to_its_end() -> None:
 
 def test_without_a_successor_the_leaver_is_let_go_at_once() -> None:
     world = World(made("d0"))
-    world.bequeath("d0")
+    world.offer_cache("d0")
     assert world.ports[key("d0")].num_settled == 1
     assert not len(world.successions)
 
 
 def test_a_successor_that_dies_has_a_successor_while_there_is_time() -> None:
     world = World(made("d0"), made("d1"), made("d2", free=10), made("d3", free=5))
-    world.bequeath("d0")
+    world.offer_cache("d0")
     world.now_s += 2.0
     world.leave("d1")
     [(_, within_s, _)] = world.ports[key("d2")].inherited
@@ -154,7 +154,7 @@ def test_a_successor_that_dies_has_a_successor_while_there_is_time() -> None:
 
 def test_a_leaver_that_dies_leaves_nothing_behind() -> None:
     world = World(made("d0"), made("d1"))
-    world.bequeath("d0")
+    world.offer_cache("d0")
     world.leave("d0")
     assert not len(world.successions)
     world.successions.inherited(key("d1"), key("d0"))
@@ -163,8 +163,8 @@ def test_a_leaver_that_dies_leaves_nothing_behind() -> None:
 
 def test_two_that_leave_do_not_inherit_from_each_other() -> None:
     world = World(made("d0"), made("d1"))
-    world.bequeath("d0")
-    world.bequeath("d1")
+    world.offer_cache("d0")
+    world.offer_cache("d1")
     assert world.asked() == ["d1"], "who leaves later is asked before that is known"
     assert world.ports[key("d1")].num_settled == 1
     world.successions.inherited(key("d1"), key("d0"))
@@ -174,9 +174,9 @@ def test_two_that_leave_do_not_inherit_from_each_other() -> None:
 
 def test_a_successor_that_is_told_to_go_has_a_successor_while_there_is_time() -> None:
     world = World(made("d0"), made("d1"), made("d2", free=50), made("d3", free=5))
-    world.bequeath("d0")
+    world.offer_cache("d0")
     world.now_s += 1.0
-    world.bequeath("d1")
+    world.offer_cache("d1")
     assert world.asked() == ["d1", "d2"]
     world.successions.inherited(key("d1"), key("d0"))
     assert world.whom("d2") == ["d1", "d0"]
@@ -203,12 +203,12 @@ def test_a_worker_that_bequeaths_again_makes_no_more_work() -> None:
     """Neither while somebody inherits nor afterwards, until it has gone and come back."""
     world = World(made("d0"), made("d1"))
     for _ in range(3):
-        world.bequeath("d0")
+        world.offer_cache("d0")
     assert world.whom("d1") == ["d0"]
     world.successions.inherited(key("d1"), key("d0"))
-    world.bequeath("d0")
+    world.offer_cache("d0")
     assert world.whom("d1") == ["d0"]
     assert world.ports[key("d0")].num_settled == 1
     world.successions.left(key("d0"))
-    world.bequeath("d0")
+    world.offer_cache("d0")
     assert world.whom("d1") == ["d0", "d0"]

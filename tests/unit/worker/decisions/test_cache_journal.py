@@ -57,14 +57,14 @@ class Board:
 
 def test_the_first_write_is_the_whole_state_and_then_changes_follow() -> None:
     journal, board = CacheJournal(), Board()
-    assert journal.take(0, stored(1)), "a snapshot is under way"
+    assert journal.apply(0, stored(1)), "a snapshot is under way"
     assert journal.next_write() is None
     journal.restart(2, [name(1), name(2)])
     fresh = journal.next_write()
     assert fresh is not None
     assert fresh.is_fresh
     assert fresh.state == (name(1), name(2))
-    assert journal.take(2, stored(3)), "while the state is being written"
+    assert journal.apply(2, stored(3)), "while the state is being written"
     assert journal.next_write() is None, "one at a time"
     board.write(fresh)
     journal.written(fresh)
@@ -82,11 +82,11 @@ def test_the_first_write_is_the_whole_state_and_then_changes_follow() -> None:
 def test_events_that_were_had_are_skipped_and_a_gap_asks_for_a_snapshot() -> None:
     journal = CacheJournal()
     journal.restart(2, [name(1)])
-    assert journal.take(0, stored(8, 9, 3)), "two of them are old"
+    assert journal.apply(0, stored(8, 9, 3)), "two of them are old"
     write = journal.next_write()
     assert write is not None
     assert write.state == (name(1), name(3))
-    assert not journal.take(9, stored(4))
+    assert not journal.apply(9, stored(4))
     assert journal.next_write() is None, "until it restarts"
     journal.written(write)
     journal.restart(10, [name(4)])
@@ -101,7 +101,7 @@ def test_too_much_to_catch_up_with_becomes_one_fresh_state() -> None:
     journal.restart(0, [])
     journal.written(journal.next_write())
     for i in range(40):
-        journal.take(i, stored(i))
+        journal.apply(i, stored(i))
     write = journal.next_write()
     assert write is not None
     assert write.is_fresh
@@ -130,7 +130,7 @@ def test_whoever_had_read_everything_reads_on_when_the_board_was_lost() -> None:
     journal.restart(0, [name(1)])
     journal.written(journal.next_write())
     for first, count, is_told in ((0, 3, True), (3, 20_000, False)):
-        journal.take(first, stored(*range(100 + first, 100 + first + count)))
+        journal.apply(first, stored(*range(100 + first, 100 + first + count)))
         assert not journal.seen(None)
         write = journal.next_write()
         assert write is not None
@@ -149,7 +149,7 @@ def test_a_write_in_doubt_is_settled_by_what_is_there() -> None:
         journal.restart(0, [])
         board.write(write := journal.next_write())
         journal.written(write)
-        journal.take(0, stored(1))
+        journal.apply(0, stored(1))
         write = journal.next_write()
         if happened:
             board.write(write)
@@ -172,7 +172,7 @@ def test_the_state_is_written_again_as_the_log_grows_and_both_stay_bounded() -> 
     journal.restart(0, [])
     states = 0
     for step in range(400):
-        journal.take(step, [(name(step % 10), step % 3 != 0)])
+        journal.apply(step, [(name(step % 10), step % 3 != 0)])
         write = journal.next_write()
         board.write(write)
         journal.written(write)
@@ -210,7 +210,7 @@ class Life:
         changes = [(name(self.rng.randrange(30)), self.rng.random() < 0.7) for _ in range(count)]
         for block, is_stored in changes:
             (self.held.add if is_stored else self.held.discard)(block)
-        assert self.journal.take(self.sequence, changes)
+        assert self.journal.apply(self.sequence, changes)
         self.sequence += count
 
     def suffer(self) -> None:

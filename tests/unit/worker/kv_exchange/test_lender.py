@@ -16,7 +16,7 @@ from tests.support.engine import ledger
 from tests.support.engine.ledger_host import parts, settled
 from worker.engine_host import EngineHost
 from worker.kv_exchange.lender import Lender
-from worker.kv_exchange.owners import Departures
+from worker.kv_exchange.owners import OutgoingTransfers
 
 WAIT_S = 20.0
 PROMPT = tuple((7 * i) % 90 for i in range(75))
@@ -125,7 +125,7 @@ async def test_what_is_not_here_is_refused(bench: Bench) -> None:
 
 async def test_a_worker_that_only_lends_computes_for_nobody(bench: Bench) -> None:
     with pytest.raises(InvalidRequest, match="only lends"):
-        await Departures(bench.lender).submit(job(fetch=False, token_ids=PROMPT))
+        await OutgoingTransfers(bench.lender).submit(job(fetch=False, token_ids=PROMPT))
 
 
 async def test_a_loan_that_was_given_back_before_it_was_told_is_not_told(bench: Bench) -> None:

@@ -131,7 +131,7 @@ def evict_tail(scheduler: Scheduler) -> None:
 
 
 async def test_what_is_in_host_memory_is_lent(sizes, monkeypatch):
-    monkeypatch.setattr(lender, "_LIFT_BYTES", 2 * sizes[0])  # two blocks between two steps
+    monkeypatch.setattr(lender, "_PROMOTE_BYTES", 2 * sizes[0])  # two blocks between two steps
     async with lending_from(tiny(sizes, host=24, num_blocks=9)) as bench:
         await bench.compute(1)
         computed = await bench.content(await bench.blocks_of(1))
@@ -190,7 +190,7 @@ async def test_a_disk_that_does_not_answer_holds_nobody_for_ever(sizes, tmp_path
     spec = tiny(sizes, host=12, disk=60, path=tmp_path, num_blocks=9)
     async with lending_from(spec) as bench:
         await bench.compute(1)
-    monkeypatch.setattr(lender, "_LIFT_S", 0.05 if ends == "by itself" else 10 * WAIT_S)
+    monkeypatch.setattr(lender, "_PROMOTE_S", 0.05 if ends == "by itself" else 10 * WAIT_S)
     async with lending_from(spec) as bench:
         free = threading.Event()
         assert bench.host.parts.disk is not None
@@ -217,7 +217,7 @@ async def test_a_disk_that_does_not_answer_holds_nobody_for_ever(sizes, tmp_path
 
 
 async def test_hits_and_misses_are_counted_once_however_many_slices_come_up(sizes, monkeypatch):
-    monkeypatch.setattr(lender, "_LIFT_BYTES", sizes[0])
+    monkeypatch.setattr(lender, "_PROMOTE_BYTES", sizes[0])
     async with lending_from(tiny(sizes, host=24, num_blocks=9)) as bench:
         for k in range(1, 5):
             await bench.compute(k)

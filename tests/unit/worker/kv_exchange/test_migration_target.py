@@ -21,7 +21,7 @@ from tests.unit.worker.kv_exchange.test_fetcher import HOLDER, FakeHub
 from worker.engine_host import EngineHost
 from worker.kv_exchange.fetch import Declined
 from worker.kv_exchange.fetcher import Fetcher
-from worker.kv_exchange.migration_target import Heir
+from worker.kv_exchange.migration_target import MigrationTarget
 from worker.session_port import SessionPort
 
 WAIT_S = 20.0
@@ -45,10 +45,10 @@ class Bench:
         self.hub = FakeHub()
         hub: Any = self.hub
         self.fetcher.hub = hub
-        self.heir = Heir(host, self.fetcher, spawn=group.create_task)
+        self.migration_target = MigrationTarget(host, self.fetcher, spawn=group.create_task)
         self.port = SessionPort(Incarnation(2))
 
-    def inherit(
+    def migrate(
         self,
         chains: Sequence[pb.CachedChain] = CHAINS,
         *,
@@ -62,7 +62,7 @@ class Bench:
             "within_s": 60.0,
             **changes,
         }
-        self.heir.inherit(port or self.port, pb.Inherit(chains=chains, **fields))
+        self.migration_target.migrate(port or self.port, pb.Inherit(chains=chains, **fields))
 
     async def asked(self) -> PrefillJob:
         async with asyncio.timeout(WAIT_S):
@@ -90,7 +90,7 @@ class Bench:
 
     @property
     def counts(self) -> dict[str, int]:
-        return {outcome: count for outcome, count in self.heir.num_blocks.items() if count}
+        return {outcome: count for outcome, count in self.migration_target.num_blocks.items() if count}
 
     async def assert_empty(self) -> None:
         ledger.assert_empty(await settled(self.host))
@@ -108,7 +108,7 @@ async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
 
 
 async def test_everything_is_fetched_by_name_and_each_block_once(bench: Bench) -> None:
-    bench.inherit()
+    bench.migrate()
     first, second = await bench.asked(), await bench.asked_or_none()
     assert first.fetch
     assert (first.names, first.held_tokens) == (tuple(TRUNK), 0)
@@ -128,10 +128,10 @@ async def test_everything_is_fetched_by_name_and_each_block_once(bench: Bench) -
 
 
 async def test_what_is_here_already_is_not_asked_for(bench: Bench) -> None:
-    bench.inherit([chain(TRUNK)])
+    bench.migrate([chain(TRUNK)])
     await bench.give(await bench.asked())
     await bench.answered()
-    bench.inherit([chain(TRUNK)])
+    bench.migrate([chain(TRUNK)])
     await bench.answered()
     assert bench.hub.jobs.empty()
     assert bench.counts == {"moved": 4, "held": 4}
@@ -140,10 +140,10 @@ async def test_what_is_here_already_is_not_asked_for(bench: Bench) -> None:
 
 async def test_what_is_cheaper_to_compute_is_left(bench: Bench) -> None:
     bench.host.rates.prefill_tokens_per_s = 0.0  # never measured here: what the router knows counts
-    bench.inherit([chain(TRUNK)], prefill_tokens_per_s=1e9)
+    bench.migrate([chain(TRUNK)], prefill_tokens_per_s=1e9)
     await bench.answered()
     assert bench.counts == {"computed": 4}
-    bench.inherit([chain(TRUNK)], prefill_tokens_per_s=1.0)
+    bench.migrate([chain(TRUNK)], prefill_tokens_per_s=1.0)
     await bench.give(await bench.asked())
     await bench.answered()
     assert bench.counts == {"computed": 4, "moved": 4}
@@ -154,7 +154,7 @@ async def test_what_is_cheaper_to_compute_is_left(bench: Bench) -> None:
 async def test_only_room_that_nobody_needs_is_taken(bench: Bench, num_taken: int) -> None:
     """Of 24 blocks a quarter stays available, however little is free."""
     taken = await bench.host.call(lambda scheduler: scheduler.blocks.allocate(num_taken))
-    bench.inherit()
+    bench.migrate()
     await bench.answered()
     assert bench.hub.jobs.empty()
     assert bench.counts == {"no_room": 9}
@@ -179,7 +179,7 @@ async def test_a_run_is_cut_to_what_is_free_and_half_of_what_is_cached(bench: Be
         lambda scheduler: crowd(scheduler, 13)
     )  # one is free, six of those that are cached may go
     long = [BlockHash(bytes([8, i]) + bytes(14)) for i in range(8)]
-    bench.inherit([chain(long), chain(OTHER)])
+    bench.migrate([chain(long), chain(OTHER)])
     job = await bench.asked()
     assert job.names == tuple(long[:7])
     await bench.give(job)
@@ -191,7 +191,7 @@ async def test_a_run_is_cut_to_what_is_free_and_half_of_what_is_cached(bench: Be
 
 async def test_a_leaver_that_dies_in_the_middle_ends_it_and_what_landed_stays(bench: Bench) -> None:
     lone = [chain([BlockHash(bytes([9, i]) + bytes(14))]) for i in range(6)]
-    bench.inherit([chain(TRUNK), *lone])
+    bench.migrate([chain(TRUNK), *lone])
     jobs = [await bench.asked(), await bench.asked()]
     blocks = await bench.fetcher.bind(jobs[0].transfer_id, 4)
     bench.fetcher.failed(jobs[0].transfer_id, blocks[:3], TransferError("gone"))
@@ -207,7 +207,7 @@ async def test_a_leaver_that_dies_in_the_middle_ends_it_and_what_landed_stays(be
 
 
 async def test_the_time_is_over_in_the_middle(bench: Bench) -> None:
-    bench.inherit(within_s=0.2)
+    bench.migrate(within_s=0.2)
     job = await bench.asked()
     blocks = await bench.fetcher.bind(job.transfer_id, 4)
     bench.hub.on_give_up = lambda key: bench.fetcher.failed(key, blocks[:2], TransferError("too long"))
@@ -220,20 +220,20 @@ async def test_the_time_is_over_in_the_middle(bench: Bench) -> None:
 
 
 async def test_an_heir_that_leaves_itself_takes_nothing(bench: Bench) -> None:
-    bench.inherit()
+    bench.migrate()
     job = await bench.asked()
-    bench.heir.close()
+    bench.migration_target.close()
     await bench.answered()
     with pytest.raises(TransferError):
         await bench.fetcher.bind(job.transfer_id, 4)
-    bench.inherit()
+    bench.migrate()
     await bench.answered()
     assert bench.hub.jobs.empty()
     await bench.assert_empty()
 
 
 async def test_a_prompt_may_wait_for_what_is_inherited(bench: Bench) -> None:
-    bench.inherit([chain(TRUNK)])
+    bench.migrate([chain(TRUNK)])
     job = await bench.asked()
     adopting = asyncio.create_task(
         bench.fetcher.adopt(ledger.ROOT, TRUNK, HOLDER, prefill_tokens_per_s=1.0, spare_blocks=0)
@@ -247,11 +247,11 @@ async def test_a_prompt_may_wait_for_what_is_inherited(bench: Bench) -> None:
 
 
 async def test_larger_blocks_here_are_asked_for_by_the_names_that_the_leaver_has(bench: Bench) -> None:
-    bench.inherit([chain(TRUNK)], block_size=32)
+    bench.migrate([chain(TRUNK)], block_size=32)
     await bench.answered()
     assert bench.hub.jobs.empty(), "blocks of 32 do not make up blocks of 16"
-    bench.heir._host.parts.layout.block_size = 32
-    bench.inherit([chain(TRUNK[:2])], block_size=32)
+    bench.migration_target._host.parts.layout.block_size = 32
+    bench.migrate([chain(TRUNK[:2])], block_size=32)
     job = await bench.asked()
     assert job.names == (TRUNK[0], TRUNK[0], TRUNK[1], TRUNK[1])
     bench.fetcher.failed(job.transfer_id, (), TransferError("enough"))
@@ -270,7 +270,7 @@ LARGE = pytest.mark.parametrize("bench", [{"block_size": 64, "max_model_len": 40
 @LARGE
 async def test_what_follows_a_run_too_short_for_a_block_is_fetched_with_it(bench: Bench) -> None:
     short, long = line(10, 3), line(11, 38)
-    bench.inherit([chain(short), chain(long, after=short[1])])
+    bench.migrate([chain(short), chain(long, after=short[1])])
     job = await bench.asked()
     assert job.names == (*short[:2], *long), "40 names make up ten blocks"
     await bench.give(job)
@@ -283,7 +283,7 @@ async def test_what_follows_a_run_too_short_for_a_block_is_fetched_with_it(bench
 @LARGE
 async def test_blocks_are_counted_along_the_path_and_rests_of_runs_are_not_lost(bench: Bench) -> None:
     first, second, third = line(10, 6), line(11, 3), line(12, 8)
-    bench.inherit([chain(first), chain(second, after=first[-1]), chain(third, after=second[-1])])
+    bench.migrate([chain(first), chain(second, after=first[-1]), chain(third, after=second[-1])])
     for length, held in ((4, 0), (8, 4), (16, 8)):
         job = await bench.asked()
         assert job.names == (*first, *second, *third)[:length], "whole blocks and nothing more"
@@ -298,7 +298,7 @@ async def test_blocks_are_counted_along_the_path_and_rests_of_runs_are_not_lost(
 async def test_what_hangs_on_the_part_of_a_run_for_which_there_is_no_room_is_left(bench: Bench) -> None:
     in_use = await bench.host.call(lambda scheduler: crowd(scheduler, 17))  # room for nine
     one, long = line(10, 4), line(11, 42)
-    bench.inherit([chain(one), chain(long), chain(line(12, 9), after=long[-1])])
+    bench.migrate([chain(one), chain(long), chain(line(12, 9), after=long[-1])])
     jobs = sorted([await bench.asked(), await bench.asked()], key=lambda job: len(job.names))
     assert jobs[1].names == tuple(long[:32]), "eight blocks are left for ten"
     bench.fetcher.failed(jobs[0].transfer_id, (), TransferError("gives its room back"))
@@ -322,7 +322,7 @@ async def test_nobody_follows_runs_that_are_longer_than_any_prompt(bench: Bench)
         return await adopt(root, names, *args, **kwargs)
 
     bench.fetcher.adopt = counting  # type: ignore[method-assign]
-    bench.inherit(chains)
+    bench.migrate(chains)
     for _ in range(12):
         await bench.give(await bench.asked())
     await bench.answered()
@@ -332,9 +332,9 @@ async def test_nobody_follows_runs_that_are_longer_than_any_prompt(bench: Bench)
 
 
 async def test_what_waits_for_its_turn_until_its_time_is_over_is_counted(bench: Bench) -> None:
-    bench.inherit([chain(TRUNK)])
+    bench.migrate([chain(TRUNK)])
     job = await bench.asked()
-    bench.inherit([chain(OTHER)], leaver="d8", within_s=0.05)
+    bench.migrate([chain(OTHER)], leaver="d8", within_s=0.05)
     assert (await bench.answered()).worker_id == "d8"
     assert bench.counts == {"no_time": 3}
     await bench.give(job)
@@ -346,11 +346,11 @@ async def test_what_waits_for_its_turn_until_its_time_is_over_is_counted(bench: 
 async def test_who_orders_the_same_again_hears_of_the_end_of_what_is_under_way(bench: Bench) -> None:
     """As a second router does when the first, which the leaving worker had asked, is gone."""
     second = SessionPort(Incarnation(3))
-    bench.inherit([chain(TRUNK)])
+    bench.migrate([chain(TRUNK)])
     job = await bench.asked()
     for _ in range(1000):
-        bench.inherit([chain(OTHER)])
-        bench.inherit([chain(OTHER)], port=second)
+        bench.migrate([chain(OTHER)])
+        bench.migrate([chain(OTHER)], port=second)
     assert await bench.asked_or_none() is None
     await bench.give(job)
     assert (await bench.answered()).worker_id == (await bench.answered(second)).worker_id == "d9"
@@ -362,8 +362,8 @@ async def test_who_orders_the_same_again_hears_of_the_end_of_what_is_under_way(b
 
 
 async def test_an_heir_that_is_told_to_leave_at_once_answers_all_the_same(bench: Bench) -> None:
-    bench.inherit()
-    bench.heir.close()
+    bench.migrate()
+    bench.migration_target.close()
     assert (await bench.answered()).worker_id == "d9"
     assert bench.counts == {"no_time": 9}
     await bench.assert_empty()

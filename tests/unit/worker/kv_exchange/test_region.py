@@ -7,8 +7,8 @@ import torch
 
 from engine.runner.device_queue import HostQueue
 from tandem.values.kv_layout import KVLayout
-from worker.kv_exchange import region
-from worker.kv_exchange.region import region_of
+from worker.kv_exchange import service
+from worker.kv_exchange.service import region_of
 
 LAYOUT = KVLayout(model_fingerprint="m", dtype="float32", num_layers=2, num_kv_heads=1, head_dim=8, block_size=16)
 NUM_BLOCKS = 3
@@ -29,7 +29,7 @@ def test_region_of_a_device_pool_waits_until_the_engine_has_cleared_it(monkeypat
         def mark(self) -> SimpleNamespace:
             return SimpleNamespace(wait=lambda: waited.append(torch.device("cpu")))
 
-    monkeypatch.setattr(region, "device_queue", lambda _device: Late())
+    monkeypatch.setattr(service, "device_queue", lambda _device: Late())
     found = region_of(parts())
     assert found is not None
     assert found.num_blocks == NUM_BLOCKS

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from engine.distributed.links.channel import Channel, Kind
+from engine.distributed.links.channel import ChannelKind, RankChannel
 from engine.distributed.links.lost import RankLost
 from tandem.errors import ConfigError
 
@@ -16,17 +16,17 @@ from tandem.errors import ConfigError
 def ends():
     near, far = socket.socketpair()
     with near, far:
-        yield Channel(near, "rank 1"), Channel(far, "rank 0"), far
+        yield RankChannel(near, "rank 1"), RankChannel(far, "rank 0"), far
 
 
 def test_messages_of_any_size_in_order(ends) -> None:
     near, far, _ = ends
     payloads = [b"", b"x", bytes(range(256)) * 8000, b"end"]
-    writer = threading.Thread(target=lambda: [near.send(Kind.STEP, payload) for payload in payloads])
+    writer = threading.Thread(target=lambda: [near.send(ChannelKind.STEP, payload) for payload in payloads])
     writer.start()
     for payload in payloads:
         kind, got, fd = far.receive()
-        assert (kind, fd) == (Kind.STEP, None)
+        assert (kind, fd) == (ChannelKind.STEP, None)
         assert got == payload
     writer.join()
     near.close()
@@ -36,11 +36,11 @@ def test_messages_of_any_size_in_order(ends) -> None:
 def test_a_descriptor_comes_with_its_message(ends) -> None:
     near, far, _ = ends
     read, write = os.pipe()
-    near.send(Kind.DRY_RUN, b"before")
-    near.send(Kind.POOL, bytes(100_000), fd=write)
+    near.send(ChannelKind.DRY_RUN, b"before")
+    near.send(ChannelKind.POOL, bytes(100_000), fd=write)
     os.close(write)
-    assert far.expect(Kind.DRY_RUN)[1] is None
-    payload, fd = far.expect(Kind.POOL)
+    assert far.expect(ChannelKind.DRY_RUN)[1] is None
+    payload, fd = far.expect(ChannelKind.POOL)
     assert len(payload) == 100_000
     os.write(fd, b"same")
     assert os.read(read, 9) == b"same"
@@ -50,29 +50,29 @@ def test_a_descriptor_comes_with_its_message(ends) -> None:
 
 def test_a_refusal_is_a_wrong_configuration(ends) -> None:
     near, far, _ = ends
-    near.send(Kind.REFUSED, b"no such tensor")
+    near.send(ChannelKind.REFUSED, b"no such tensor")
     with pytest.raises(ConfigError, match="rank 0: no such tensor"):
-        far.expect(Kind.LOADED)
+        far.expect(ChannelKind.LOADED)
 
 
 def test_another_message_than_the_expected_is_the_end(ends) -> None:
     near, far, _ = ends
-    near.send(Kind.READY)
+    near.send(ChannelKind.READY)
     with pytest.raises(RankLost, match="rank 0 sent READY, not LOADED"):
-        far.expect(Kind.LOADED)
+        far.expect(ChannelKind.LOADED)
     near.close()
     with pytest.raises(RankLost, match="rank 0 has ended"):
-        far.expect(Kind.LOADED)
+        far.expect(ChannelKind.LOADED)
 
 
 def test_a_message_that_breaks_off_is_an_end(ends) -> None:
     near, _, raw = ends
-    raw.sendall(struct.pack("<BI", Kind.STEP, 100) + b"half")
+    raw.sendall(struct.pack("<BI", ChannelKind.STEP, 100) + b"half")
     raw.shutdown(socket.SHUT_WR)
     assert near.receive() is None
 
 
-@pytest.mark.parametrize("frame", [struct.pack("<BI", 200, 0), struct.pack("<BI", Kind.STEP, 2**32 - 1)])
+@pytest.mark.parametrize("frame", [struct.pack("<BI", 200, 0), struct.pack("<BI", ChannelKind.STEP, 2**32 - 1)])
 def test_nonsense_is_refused(ends, frame) -> None:
     near, _, raw = ends
     raw.sendall(frame)
@@ -86,4 +86,4 @@ def test_a_silent_peer_is_waited_for_only_so_long(ends) -> None:
     with pytest.raises(RankLost, match="rank 1 does not answer"):
         near.receive()
     with pytest.raises(RankLost, match="rank 1 does not listen"):
-        near.send(Kind.STEP, bytes(1 << 22))
+        near.send(ChannelKind.STEP, bytes(1 << 22))

@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from engine.distributed.links import heartbeat as pulses
-from engine.distributed.links.channel import Channel, Kind
-from engine.distributed.links.heartbeat import Pulse, PulseDesk
+from engine.distributed.links.channel import ChannelKind, RankChannel
+from engine.distributed.links.heartbeat import HeartbeatServer, Pulse
 from engine.distributed.links.lost import RankLost
-from engine.distributed.links.rendezvous import KeyBoard, RemoteKeys
+from engine.distributed.links.rendezvous import RemoteKeys, RendezvousStore
 
 WAIT_S = 20.0
 SILENCE_S = 0.2
@@ -20,7 +20,7 @@ SILENCE_S = 0.2
 @pytest.fixture
 def ends():
     here, there = socket.socketpair()
-    pair = Channel(here, "rank 1"), Channel(there, "rank 0")
+    pair = RankChannel(here, "rank 1"), RankChannel(there, "rank 0")
     yield pair
     for channel in pair:
         channel.close()
@@ -34,7 +34,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_rank_that_falls_silent_is_given_up(ends) -> None:
     told = queue.SimpleQueue()
-    desk = PulseDesk(told.put, silence_s=SILENCE_S)
+    desk = HeartbeatServer(told.put, silence_s=SILENCE_S)
     desk.serve(ends[0])
     RemoteKeys(ends[1], silence_s=WAIT_S).pulse()
     assert "rank 1 does not answer" in str(told.get(timeout=WAIT_S))
@@ -44,7 +44,7 @@ def test_a_rank_that_falls_silent_is_given_up(ends) -> None:
 
 def test_a_rank_that_never_begins_is_given_up(ends) -> None:
     told = queue.SimpleQueue()
-    desk = PulseDesk(told.put, silence_s=WAIT_S, start_s=SILENCE_S)
+    desk = HeartbeatServer(told.put, silence_s=WAIT_S, start_s=SILENCE_S)
     desk.serve(ends[0])
     assert "rank 1 does not answer" in str(told.get(timeout=WAIT_S))
     desk.close()
@@ -59,7 +59,7 @@ def test_a_rank_gives_up_a_leader_that_falls_silent(ends) -> None:
 def test_both_live_on_while_both_speak(ends) -> None:
     told, ended = queue.SimpleQueue(), queue.SimpleQueue()
     asked = threading.Semaphore(0)
-    desk = PulseDesk(told.put)
+    desk = HeartbeatServer(told.put)
     answer = desk.keys.answer
     desk.keys.answer = lambda question: (asked.release(), answer(question))[1]
     desk.serve(ends[0])
@@ -76,15 +76,15 @@ def test_both_live_on_while_both_speak(ends) -> None:
 @pytest.mark.parametrize("question", [b'{"op": "format the disk"}', b"{", b"[]", b'{"op": "set", "key": 1}'])
 def test_nonsense_is_the_end(ends, question: bytes) -> None:
     told = queue.SimpleQueue()
-    desk = PulseDesk(told.put)
+    desk = HeartbeatServer(told.put)
     desk.serve(ends[0])
-    ends[1].send(Kind.ASK, question)
+    ends[1].send(ChannelKind.ASK, question)
     assert "asks what nobody" in str(told.get(timeout=WAIT_S))
     desk.close()
 
 
 def test_what_one_leaves_another_finds(ends) -> None:
-    desk = PulseDesk(pytest.fail)
+    desk = HeartbeatServer(pytest.fail)
     desk.serve(ends[0])
     keys = RemoteKeys(ends[1], silence_s=WAIT_S)
     with ThreadPoolExecutor(1) as threads:
@@ -101,7 +101,7 @@ def test_what_one_leaves_another_finds(ends) -> None:
 
 
 def test_a_board_that_closes_lets_go_of_whoever_waits() -> None:
-    board = KeyBoard()
+    board = RendezvousStore()
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(board.get, "never", WAIT_S)
         board.close()
@@ -110,10 +110,10 @@ def test_a_board_that_closes_lets_go_of_whoever_waits() -> None:
 
 def test_a_channel_without_descriptors_is_as_good(ends) -> None:
     here, there = socket.socketpair()
-    one, other = (Channel(end, "peer", carries_descriptors=False, most_bytes=100) for end in (here, there))
-    one.send(Kind.STEP, b"abc")
-    assert bytes(other.expect(Kind.STEP)[0]) == b"abc"
-    one.send(Kind.STEP, bytes(101))
+    one, other = (RankChannel(end, "peer", carries_descriptors=False, most_bytes=100) for end in (here, there))
+    one.send(ChannelKind.STEP, b"abc")
+    assert bytes(other.expect(ChannelKind.STEP)[0]) == b"abc"
+    one.send(ChannelKind.STEP, bytes(101))
     with pytest.raises(RankLost, match="announces 101 bytes"):
         other.receive()
     one.close()

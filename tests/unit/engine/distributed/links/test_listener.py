@@ -13,11 +13,11 @@ import pytest
 
 from engine.distributed.links import joining
 from engine.distributed.links import listener as doors
-from engine.distributed.links.channel import Channel, Kind
-from engine.distributed.links.handshake import Caller, Purpose, too_early
-from engine.distributed.links.heartbeat import PulseDesk
+from engine.distributed.links.channel import ChannelKind, RankChannel
+from engine.distributed.links.handshake import JoiningRank, Purpose, too_early
+from engine.distributed.links.heartbeat import HeartbeatServer
 from engine.distributed.links.joining import RankLink, knock
-from engine.distributed.links.listener import NodeDoor
+from engine.distributed.links.listener import NodeListener
 from engine.distributed.links.lost import RankLost
 from engine.distributed.links.node_group import NodeGroup
 from tandem.errors import ConfigError
@@ -40,8 +40,8 @@ def lost() -> list[RankLost]:
 
 
 @pytest.fixture
-def desk(lost: list[RankLost]) -> Iterator[PulseDesk]:
-    made = PulseDesk(lost.append)
+def desk(lost: list[RankLost]) -> Iterator[HeartbeatServer]:
+    made = HeartbeatServer(lost.append)
     yield made
     made.close()
 
@@ -57,8 +57,8 @@ def given(authority: Authority, tmp_path: Path) -> NodeGroup:
 
 
 @pytest.fixture
-def door(given: NodeGroup, desk: PulseDesk) -> Iterator[NodeDoor]:
-    made = NodeDoor(given, desk.serve)
+def door(given: NodeGroup, desk: HeartbeatServer) -> Iterator[NodeListener]:
+    made = NodeListener(given, desk.serve)
     yield made
     made.close()
 
@@ -84,7 +84,7 @@ class Guests:
 
     def __init__(self, given: NodeGroup) -> None:
         self.given = given
-        self.channels: list[Channel] = []
+        self.channels: list[RankChannel] = []
 
     def come(self, *ranks: int) -> list[RankLink]:
         with ThreadPoolExecutor(len(ranks)) as threads:
@@ -99,7 +99,7 @@ class Guests:
         self.channels.append(channel)
         return given
 
-    def gathered(self, door: NodeDoor) -> dict[int, Channel]:
+    def gathered(self, door: NodeListener) -> dict[int, RankChannel]:
         found = door.gather()
         self.channels += found.values()
         return found
@@ -113,17 +113,17 @@ def guests(given: NodeGroup) -> Iterator[Guests]:
         channel.close()
 
 
-def test_all_ranks_of_other_nodes_come_and_talk(guests: Guests, door: NodeDoor, given: NodeGroup) -> None:
+def test_all_ranks_of_other_nodes_come_and_talk(guests: Guests, door: NodeListener, given: NodeGroup) -> None:
     links = guests.come(3, 2)
     channels = guests.gathered(door)
     assert sorted(channels) == [2, 3]
     for link, rank in zip(links, (3, 2), strict=True):
-        link.steps.send(Kind.READY, b"x" * 100_000)
-        assert bytes(channels[rank].expect(Kind.READY)[0]) == b"x" * 100_000
+        link.steps.send(ChannelKind.READY, b"x" * 100_000)
+        assert bytes(channels[rank].expect(ChannelKind.READY)[0]) == b"x" * 100_000
         assert link.host == OTHER_HOST
 
 
-def test_nobody_comes_once_all_are_there(guests: Guests, door: NodeDoor, given: NodeGroup) -> None:
+def test_nobody_comes_once_all_are_there(guests: Guests, door: NodeListener, given: NodeGroup) -> None:
     guests.come(2, 3)
     guests.gathered(door)
     door.close()
@@ -131,14 +131,14 @@ def test_nobody_comes_once_all_are_there(guests: Guests, door: NodeDoor, given: 
         socket.create_connection((given.host, given.port))
 
 
-def test_who_comes_between_the_last_and_the_close_is_not_taken(guests: Guests, door: NodeDoor) -> None:
+def test_who_comes_between_the_last_and_the_close_is_not_taken(guests: Guests, door: NodeListener) -> None:
     guests.come(2, 3)
     guests.gathered(door)
     with pytest.raises(RankLost):
         guests.connect(2, Purpose.STEPS)
 
 
-def test_what_others_say_of_the_group_must_agree(door: NodeDoor, given: NodeGroup) -> None:
+def test_what_others_say_of_the_group_must_agree(door: NodeListener, given: NodeGroup) -> None:
     with pytest.raises(ConfigError, match="of 6 ranks over 2 nodes"):
         knock(replace(given, size=6), 3, None)
     with pytest.raises(ConfigError, match="rank 1 is of rank 0's own node"):
@@ -146,9 +146,9 @@ def test_what_others_say_of_the_group_must_agree(door: NodeDoor, given: NodeGrou
 
 
 def test_ranks_of_another_revision_knock_until_their_own_group_is_there(
-    given: NodeGroup, desk: PulseDesk, turned_away: threading.Semaphore
+    given: NodeGroup, desk: HeartbeatServer, turned_away: threading.Semaphore
 ) -> None:
-    door = NodeDoor(replace(given, revision="new"), desk.serve)
+    door = NodeListener(replace(given, revision="new"), desk.serve)
     old = replace(given, revision="old")
     for other in (old, replace(old, size=6)):  # the roll-out may be of another size
         with pytest.raises(RankLost):
@@ -162,12 +162,12 @@ def test_ranks_of_another_revision_knock_until_their_own_group_is_there(
 
 
 def test_ranks_that_run_another_tandem_knock_until_they_run_the_same(
-    door: NodeDoor,
+    door: NodeListener,
     given: NodeGroup,
     turned_away: threading.Semaphore,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    old = Caller(rank=2, size=4, num_nodes=2, purpose=Purpose.STEPS, software="1.9")
+    old = JoiningRank(rank=2, size=4, num_nodes=2, purpose=Purpose.STEPS, software="1.9")
     assert "1.9, rank 0 2.0" in (too_early(old, revision="", software="2.0") or "")
     monkeypatch.setattr(doors, "installed", lambda: "2.0")
     monkeypatch.setattr(joining, "installed", lambda: "1.9")
@@ -181,7 +181,7 @@ def test_ranks_that_run_another_tandem_knock_until_they_run_the_same(
         link.pulse.close()
 
 
-def test_another_secret_opens_nothing_and_ends_nobody(door: NodeDoor, given: NodeGroup) -> None:
+def test_another_secret_opens_nothing_and_ends_nobody(door: NodeListener, given: NodeGroup) -> None:
     other = replace(given, secret=b"another secret !")
     with pytest.raises(RankLost, match="does not know this cluster's secret"):
         joining._come(other, 2, None, other.open_tls())
@@ -190,21 +190,21 @@ def test_another_secret_opens_nothing_and_ends_nobody(door: NodeDoor, given: Nod
 @pytest.mark.parametrize(
     ("kind", "answer", "reason"),
     [
-        (Kind.CHALLENGE, b'{"nonce": "00", "proof": "00"}', "does not know this cluster's secret"),
-        (Kind.CHALLENGE, b'{"nonce": "\\ud800", "proof": "\xc3\xa9"}', "does not know this cluster's secret"),
-        (Kind.CHALLENGE, b"[" * 4000, "a greeting is not understood"),
-        (Kind.REFUSED, b"go home", "refused by who has proven nothing"),
+        (ChannelKind.CHALLENGE, b'{"nonce": "00", "proof": "00"}', "does not know this cluster's secret"),
+        (ChannelKind.CHALLENGE, b'{"nonce": "\\ud800", "proof": "\xc3\xa9"}', "does not know this cluster's secret"),
+        (ChannelKind.CHALLENGE, b"[" * 4000, "a greeting is not understood"),
+        (ChannelKind.REFUSED, b"go home", "refused by who has proven nothing"),
     ],
 )
 def test_who_answers_in_the_leaders_place_is_not_believed_and_ends_nobody(
-    kind: Kind, answer: bytes, reason: str, given: NodeGroup
+    kind: ChannelKind, answer: bytes, reason: str, given: NodeGroup
 ) -> None:
     with socket.create_server((given.host, 0)) as server, ThreadPoolExecutor(1) as threads:
         there = replace(given, port=server.getsockname()[1], tls=None)
         coming = threads.submit(joining._come, there, 2, None, None)
         sock, _ = server.accept()
-        channel = Channel(sock, "stranger", carries_descriptors=False)
-        channel.expect(Kind.HELLO)
+        channel = RankChannel(sock, "stranger", carries_descriptors=False)
+        channel.expect(ChannelKind.HELLO)
         channel.send(kind, answer)
         with pytest.raises(RankLost, match=reason):
             coming.result(timeout=WAIT_S)
@@ -214,23 +214,26 @@ def test_who_answers_in_the_leaders_place_is_not_believed_and_ends_nobody(
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        (Kind.HELLO, b'{"rank": Infinity, "size": 4, "num_nodes": 2, "version": 2, "purpose": "steps", "token": ""}'),
-        (Kind.HELLO, b"[" * 4000),
-        (Kind.REFUSED, b"go home"),
+        (
+            ChannelKind.HELLO,
+            b'{"rank": Infinity, "size": 4, "num_nodes": 2, "version": 2, "purpose": "steps", "token": ""}',
+        ),
+        (ChannelKind.HELLO, b"[" * 4000),
+        (ChannelKind.REFUSED, b"go home"),
     ],
 )
 def test_nonsense_is_turned_away_with_a_word(
-    kind: Kind, said: bytes, given: NodeGroup, desk: PulseDesk, turned_away: threading.Semaphore
+    kind: ChannelKind, said: bytes, given: NodeGroup, desk: HeartbeatServer, turned_away: threading.Semaphore
 ) -> None:
-    door = NodeDoor(replace(given, tls=None), desk.serve)
+    door = NodeListener(replace(given, tls=None), desk.serve)
     with socket.create_connection((given.host, given.port)) as sock:
-        Channel(sock, "door", carries_descriptors=False).send(kind, said)
+        RankChannel(sock, "door", carries_descriptors=False).send(kind, said)
         assert turned_away.acquire(timeout=WAIT_S)
     door.close()
 
 
 def test_who_stands_between_with_a_certificate_but_no_secret_is_noticed(
-    door: NodeDoor, given: NodeGroup, authority: Authority, tmp_path: Path
+    door: NodeListener, given: NodeGroup, authority: Authority, tmp_path: Path
 ) -> None:
     own = tmp_path / "between"
     own.mkdir()
@@ -242,7 +245,7 @@ def test_who_stands_between_with_a_certificate_but_no_secret_is_noticed(
             onward = socket.create_connection((given.host, given.port), WAIT_S)
             with tls.client.wrap_socket(onward) as leader:
                 heard, said = (
-                    Channel(end, "end", carries_descriptors=False, most_bytes=4096) for end in (follower, leader)
+                    RankChannel(end, "end", carries_descriptors=False, most_bytes=4096) for end in (follower, leader)
                 )
                 for source, sink in ((heard, said), (said, heard), (heard, said), (said, heard)):
                     message = source.receive()
@@ -259,12 +262,14 @@ def test_who_stands_between_with_a_certificate_but_no_secret_is_noticed(
         between.result(timeout=WAIT_S)
 
 
-def test_who_drips_is_hung_up_on_in_time(given: NodeGroup, desk: PulseDesk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_drips_is_hung_up_on_in_time(
+    given: NodeGroup, desk: HeartbeatServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(doors, "_GREETING_S", 0.2)
-    door = NodeDoor(replace(given, tls=None), desk.serve)
+    door = NodeListener(replace(given, tls=None), desk.serve)
     with socket.create_connection((given.host, given.port)) as sock:
         sock.settimeout(0.05)
-        sock.sendall(struct.pack("<BI", Kind.HELLO, 4000))
+        sock.sendall(struct.pack("<BI", ChannelKind.HELLO, 4000))
         left = 400  # bytes, each well within the time of one read
         while left:
             left -= 1
@@ -281,7 +286,7 @@ def test_who_drips_is_hung_up_on_in_time(given: NodeGroup, desk: PulseDesk, monk
 
 
 def test_one_address_does_not_take_all_places(
-    guests: Guests, door: NodeDoor, given: NodeGroup, monkeypatch: pytest.MonkeyPatch
+    guests: Guests, door: NodeListener, given: NodeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doors, "_GREETING_S", 600.0)
 
@@ -298,7 +303,7 @@ def test_one_address_does_not_take_all_places(
 def test_who_has_no_certificate_of_the_authority_is_turned_away(
     guests: Guests,
     stranger: str,
-    door: NodeDoor,
+    door: NodeListener,
     given: NodeGroup,
     tmp_path: Path,
     turned_away: threading.Semaphore,
@@ -313,13 +318,15 @@ def test_who_has_no_certificate_of_the_authority_is_turned_away(
     assert sorted(guests.gathered(door)) == [2, 3], "who belongs here came in all the same"
 
 
-def test_a_caller_who_says_nothing_holds_nobody_up(guests: Guests, door: NodeDoor, given: NodeGroup) -> None:
+def test_a_caller_who_says_nothing_holds_nobody_up(guests: Guests, door: NodeListener, given: NodeGroup) -> None:
     with socket.create_connection((given.host, given.port)), socket.create_connection((given.host, given.port)):
         guests.come(2, 3)
         assert sorted(guests.gathered(door)) == [2, 3]
 
 
-def test_the_second_connection_must_be_of_the_same_process(guests: Guests, door: NodeDoor, given: NodeGroup) -> None:
+def test_the_second_connection_must_be_of_the_same_process(
+    guests: Guests, door: NodeListener, given: NodeGroup
+) -> None:
     token = guests.connect(2, Purpose.STEPS)
     other = guests.connect(2, Purpose.STEPS)
     assert token != other
@@ -333,8 +340,8 @@ def test_the_second_connection_must_be_of_the_same_process(guests: Guests, door:
 def test_a_rank_that_goes_before_all_are_there_ends_the_wait(
     guests: Guests, given: NodeGroup, lost: list[RankLost]
 ) -> None:
-    desk = PulseDesk(lambda gone: door.fail(gone))
-    door = NodeDoor(given, desk.serve)
+    desk = HeartbeatServer(lambda gone: door.fail(gone))
+    door = NodeListener(given, desk.serve)
     [link] = guests.come(2)
     link.pulse.close()
     with pytest.raises(RankLost, match=r"rank 2 at 127\.0\.0\.2:\d+ has ended"):
@@ -343,8 +350,8 @@ def test_a_rank_that_goes_before_all_are_there_ends_the_wait(
     desk.close()
 
 
-def test_ranks_that_do_not_come_are_named(guests: Guests, given: NodeGroup, desk: PulseDesk) -> None:
-    door = NodeDoor(replace(given, join_s=0.0), desk.serve)
+def test_ranks_that_do_not_come_are_named(guests: Guests, given: NodeGroup, desk: HeartbeatServer) -> None:
+    door = NodeListener(replace(given, join_s=0.0), desk.serve)
     with pytest.raises(RankLost, match="ranks 2, 3 have not come within 0 s"):
         guests.gathered(door)
     door.close()

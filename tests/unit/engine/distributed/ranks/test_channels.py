@@ -2,7 +2,7 @@
 
 import socket
 
-from engine.distributed.links.channel import Channel
+from engine.distributed.links.channel import RankChannel
 from engine.distributed.ranks.channels import Channels
 
 
@@ -10,13 +10,13 @@ def test_the_end_reaches_all_that_were_there_while_others_are_added() -> None:
     channels = Channels()
     ends = [socket.socketpair() for _ in range(3)]
 
-    class Late(Channel):
+    class Late(RankChannel):
         def hang_up(self) -> None:
             """Just then another thread adds one."""
-            channels.add({3: Channel(ends[2][0], "rank 3")})
+            channels.add({3: RankChannel(ends[2][0], "rank 3")})
             super().hang_up()
 
-    channels.add({1: Late(ends[0][0], "rank 1"), 2: Channel(ends[1][0], "rank 2")})
+    channels.add({1: Late(ends[0][0], "rank 1"), 2: RankChannel(ends[1][0], "rank 2")})
     channels.hang_up()
     assert [there.recv(1) for _, there in ends[:2]] == [b"", b""]
     channels.close()

@@ -6,7 +6,7 @@ import torch
 
 from engine.backends.options import BackendOptions
 from engine.backends.select import select_backend
-from engine.distributed.links.channel import Kind
+from engine.distributed.links.channel import ChannelKind
 from engine.distributed.ranks.follower import _Follower
 from engine.distributed.ranks.messages import PoolPlan
 from engine.distributed.wire.steps import encode_step
@@ -53,13 +53,15 @@ def test_dry_steps_leave_nothing_behind(tmp_path, monkeypatch):
     layout = kv_layout(model.config, fingerprint=model.fingerprint, dtype="float32", block_size=16)
     events = []
     channel = Script(
-        (Kind.DRY_RUN, PoolPlan(layout=layout, num_blocks=1).to_json()), (Kind.STEP, step(16)), (Kind.MEASURE, b"")
+        (ChannelKind.DRY_RUN, PoolPlan(layout=layout, num_blocks=1).to_json()),
+        (ChannelKind.STEP, step(16)),
+        (ChannelKind.MEASURE, b""),
     )
     follower = _Follower(channel, model)
     trim, growth_bytes = backend.trim, follower._peak.growth_bytes
     monkeypatch.setattr(backend, "trim", lambda: events.append("trimmed") or trim())
     monkeypatch.setattr(follower._peak, "growth_bytes", lambda: events.append("measured") or growth_bytes())
     follower.run()
-    assert channel.answers == [Kind.MEASURED]
+    assert channel.answers == [ChannelKind.MEASURED]
     assert events == ["measured", "trimmed"]
     assert follower._runner is None

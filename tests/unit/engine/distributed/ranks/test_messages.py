@@ -8,7 +8,7 @@ import torch
 
 from engine.backends.options import BackendOptions
 from engine.distributed.ranks.messages import PoolPlan, RankFacts, RankSetup, tightest
-from engine.kv_storage.host_room import HostRoom
+from engine.kv_storage.free_memory import HostRoom
 from engine.kv_storage.paged_cache import PagedKVCache
 from kv_transfer.layout.cell_range import CellRange
 from kv_transfer.layout.pairing import Pairing

@@ -52,7 +52,7 @@ class Played:
     def send(self, signum: signal.Signals) -> None:
         """They end, which somebody else tells."""
         self.signals.append(signum)
-        self._ending = threading.Thread(target=self._end.tell, args=(RankLost("rank 2 has ended"),))
+        self._ending = threading.Thread(target=self._end.report, args=(RankLost("rank 2 has ended"),))
         self._ending.start()
 
     def close(self) -> None:

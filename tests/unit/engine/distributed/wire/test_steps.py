@@ -10,7 +10,7 @@ import pytest
 from engine.distributed.wire.steps import decode_step, encode_step
 from engine.runner.step_input_builder import build_step_inputs
 from engine.types.block_moves import BlockCopy, BlockLoad, BlockOffload
-from engine.types.prompt_scoring import Reading
+from engine.types.prompt_scoring import PromptScoringState
 from engine.types.request import Batch, BatchItem, BlockTable, Request
 from engine.types.step_inputs import StepInputs
 from tandem.errors import InvariantError
@@ -32,7 +32,7 @@ def step(rng: random.Random) -> StepInputs:
             block_table=BlockTable([BlockId(rng.randrange(2**24)) for _ in range(num_blocks)]),
         )
         if rng.random() < 0.3:
-            request.reading = Reading(num_prompt_tokens=start + count, num_top=rng.choice([None, 0, 7]))
+            request.reading = PromptScoringState(num_prompt_tokens=start + count, num_top=rng.choice([None, 0, 7]))
         items.append(BatchItem(request=request, start=start, num_tokens=count, samples=rng.random() < 0.5))
     offloads = tuple(BlockOffload(BlockId(rng.randrange(99)), rng.randrange(99)) for _ in range(rng.randrange(3)))
     loads = tuple(BlockLoad(rng.randrange(99), BlockId(rng.randrange(99))) for _ in range(rng.randrange(3)))

@@ -15,7 +15,7 @@ from engine.kv_cache.tiers.cache import CacheTiers, TierSpec
 from engine.kv_cache.tiers.costs import MAX_WAIT_S, MeasuredRates
 from engine.kv_cache.tiers.disk import DiskSpec
 from engine.scheduler.scheduler import Scheduler
-from engine.types.config import EngineConfig
+from engine.types.config import SchedulerConfig
 from engine.types.kv_events import Cleared, Evicted, Stored
 from engine.types.request import RequestState
 from tandem.values.block_hash import BlockHasher
@@ -34,7 +34,7 @@ class Tiers:
 
     sched: Scheduler
 
-    def make_scheduler(self, config: EngineConfig) -> Scheduler:
+    def make_scheduler(self, config: SchedulerConfig) -> Scheduler:
         draw = random.Random(repr(config))
         first = self.tier.num_slots
         num_places = draw.choice([1, 2, 5, 9, 30])

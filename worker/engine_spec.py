@@ -1,0 +1,50 @@
+"""From the cluster's configuration to the engine of one worker."""
+
+from engine.distributed.links.node_group import NodeGroup
+from engine.model.dtype import resolve_dtype
+from engine.spec import EngineSpec
+from tandem.config.cluster import ClusterConfig
+from tandem.config.gpu_placement import GpuSeat
+from tandem.config.worker import cluster_secret, disk_folder, memory_here_bytes, num_ranks
+from tandem.errors import ConfigError
+from tandem.model_path import model_directory
+from tandem.values.roles import WorkerRole
+
+
+def engine_spec(
+    config: ClusterConfig, role: WorkerRole, nodes: NodeGroup | None = None, seat: GpuSeat | None = None
+) -> EngineSpec:
+    """The engine of one worker; `nodes`: where its ranks on other machines are; `seat`: the GPUs it runs on.
+
+    Raises ConfigError.
+    """
+    seat = seat or GpuSeat(gpus=())
+    pool = config.prefill if role is WorkerRole.PREFILL else config.decode
+    settings = config.engine_of(pool).model_dump() | {"disk_cache_path": disk_folder(config, role.value)}
+    if role is WorkerRole.PREFILL:
+        # Prompts under a hand-off are never preempted: nothing would ever be saved.
+        settings["offload_bytes"] = 0
+    return EngineSpec(
+        **settings,
+        model_path=model_directory(config.model.path),
+        dtype=compute_dtype(config),
+        max_model_len=config.model.max_model_len,
+        num_workers_here=num_ranks(config, pool),
+        memory_here_bytes=memory_here_bytes(config, pool),
+        secret=cluster_secret(config),
+        tensor_parallel_size=pool.tensor_parallel_size,
+        gpus=seat.gpus,
+        gpu_sharers=seat.sharers,
+        nodes=nodes,
+    )
+
+
+def compute_dtype(config: ClusterConfig) -> str:
+    """The dtype a worker computes in: `model.dtype`, or what `auto` means for this model.
+
+    Raises ConfigError when the model cannot be read, or when KV of that dtype cannot travel as `transfer.wire_dtype`.
+    """
+    dtype = resolve_dtype(config.model.dtype, config.model.path)
+    if reason := config.mistaken_wire_dtype(dtype):
+        raise ConfigError(f"{reason} (model.dtype {config.model.dtype} is {dtype} here)")
+    return dtype
