@@ -2,7 +2,8 @@
 
 A request that carries a `PromptScoringState` computes its prompt as any other does, in chunks and between preemptions;
 the rows of each chunk are read before they are discarded. KV that is in the cache has no rows to read, so such a
-request reuses nothing of a prefix but what it has read itself. Belongs to the engine thread until its request has ended.
+request reuses nothing of a prefix but what it has read itself. Belongs to the engine thread until its request has
+ended.
 """
 
 from array import array
