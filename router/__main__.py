@@ -13,13 +13,13 @@ from random import SystemRandom
 import grpc.aio
 from starlette.types import ASGIApp
 
-from router.access.access_control import Doorkeeper
-from router.access.tls import DoorTlsState
+from router.access.access_control import AccessControl
+from router.access.tls import ServerTlsState
 from router.admission.concurrency_limit import Admission
 from router.api.frontend import Frontend
 from router.api.request.client_request import ModelInfo
-from router.api.request.named_caches import KeptPrompts, NamedCaches
-from router.api.request.shared_named_caches import SharedNames
+from router.api.request.named_caches import CachedPrompts, NamedCaches
+from router.api.request.shared_named_caches import SharedNamedCaches
 from router.api.slow_client import WRITE_TIMEOUT_S
 from router.cluster_state.redis_tasks import RouterClusterState
 from router.dispatch.choices.context import DispatchSettings
@@ -32,26 +32,24 @@ from router.fleet.quality_probe import QUALITY_SALT, QualityProbe
 from router.fleet.reachable_workers import ReachableWorkers
 from router.fleet.readiness import ReadinessCheck
 from router.fleet.worker_session import SessionSettings
-from router.grpc.server import GrpcDoor, build_server
+from router.grpc.server import GrpcServer, build_server
 from router.http.admin.profiles import ProfileRoutes
-from router.http.app import Extras, create_app
-from router.http.server.connection_limits import ConnectionLimits
-from router.http.server.http_server import HttpDoor
+from router.http.app import OptionalRoutes, create_app
+from router.http.server.connection_limits import ConnectionLimits, connection_bounds, raise_file_limit
+from router.http.server.http_server import HttpServer
 from router.metrics.router_metrics import RouterMetrics
 from router.placement.decision_log import DecisionLog
 from router.placement.placer import Placer
 from router.process.admission_setup import cost_model, hedging_settings, make_gate, make_limits
 from router.process.batch_setup import open_batches
-from router.process.drain import Heirs, drain
-from router.process.listener_handover import HandsOver, Predecessor, enough_joined
-from router.process.metrics_setup import make_metrics
-from router.process.open_files import connection_bounds, raise_file_limit
-from router.process.status_setup import open_status
+from router.process.drain import PortTakeover, drain
+from router.process.listener_handover import ListenerHandover, RunningRouter, wait_for_workers
+from router.process.observability_setup import make_metrics, open_status
 from router.sandbox.grammar_check import GrammarProcess
-from router.siblings.exchange import Siblings
-from router.siblings.named_caches import NamedSiblings
-from router.siblings.rate_limits import SiblingLimits
-from router.tenants.shared_rate_limits import SharedLimits
+from router.siblings.exchange import SiblingExchange
+from router.siblings.named_caches import NamedCacheExchange
+from router.siblings.rate_limits import RateLimitExchange
+from router.tenants.shared_rate_limits import SharedRateLimits
 from router.text.tokenizer import Tokenizer
 from router.workers.prefix_map import PrefixMap
 from router.workers.registry import WorkerRegistry
@@ -79,20 +77,20 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
     """Join the workers, open the doors, serve until told to stop, drain. What is entered last leaves first."""
     secret, registry = cluster_secret(config), _registry(config)
     async with AsyncExitStack() as stack:
-        predecessor = await _look_at_ports(stack, config, place)
+        predecessor = await _check_ports(stack, config, place)
         tokenizer = await asyncio.to_thread(Tokenizer.load, model_directory(config.model.path))
         heart = stack.enter_context(Heartbeat(place.ready_fd, beats=place.siblings is not None))
         tracer = _open_tracer(stack, config, place, lifetime)
         incarnation, limits = draw_incarnation(), make_limits(config.router, secret, time.monotonic)
-        keeper = await stack.enter_async_context(Doorkeeper(config.router, limits))
-        lifetime.on_reread(keeper.look_now)
+        access = await stack.enter_async_context(AccessControl(config.router, limits))
+        lifetime.on_reread(access.check_files)
         board, fleet, named_anew = await _join_workers(stack, config, registry, secret, incarnation, limits)
         lifetime.on_reread(OneAtATime(ConfiguredWorkers(place.config_path, named_anew).read))
-        if not await enough_joined(registry, fleet.addresses, lifetime, predecessor):
+        if not await wait_for_workers(registry, fleet.addresses, lifetime, predecessor):
             return
         model = _model_info(registry)
         tokenizer.check_fits(model.vocab_size)
-        metrics = make_metrics(config, model.name, keeper, board)
+        metrics = make_metrics(config, model.name, access, board)
         lifetime.on_reread(OneAtATime(ConfiguredPoolSizes(place.config_path, config, metrics.stated_workers).read))
         siblings = await _join_siblings(stack, place, metrics, None if board is not None else (incarnation, limits))
         decisions = DecisionLog(config.router.decisions_kept, clock=time.monotonic)
@@ -102,14 +100,16 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         frontend = Frontend(model=model, tokenizer=tokenizer, config=config.router, secret=secret, tracer=tracer)
         _complete(stack, frontend, config, await _kept_prompts(stack, config, registry, place))
         canary = Canary(registry, dispatcher, hash_root=frontend.hash_root(CANARY_SALT))
-        readiness = ReadinessCheck(registry, metrics, canary.answering, keeper.not_ready_reason)
+        readiness = ReadinessCheck(registry, metrics, canary.answering, access.not_ready_reason)
         status = await open_status(stack, place, model, dispatcher, gate, metrics, decisions, readiness)
         batches = await open_batches(stack, frontend, gate, config.router, metrics)
-        extras = Extras(decisions=decisions, status=status, batches=batches, profiles=_looks(config, secret, fleet))
-        app = create_app(frontend, gate, readiness, config.router, metrics, extras, keeper)
+        extras = OptionalRoutes(
+            decisions=decisions, status=status, batches=batches, profiles=_profile_routes(config, secret, fleet)
+        )
+        app = create_app(frontend, gate, readiness, config.router, metrics, extras, access)
         bounds = connection_bounds(config.router.connections, raise_file_limit())
-        server = build_server(frontend, gate, config.router, metrics, bounds.grpc, shares_port=True, keeper=keeper)
-        http, rpc = await _open_doors(stack, config, place, app, server, bounds.http, keeper.tls, predecessor)
+        server = build_server(frontend, gate, config.router, metrics, bounds.grpc, shares_port=True, keeper=access)
+        http, rpc = await _open_servers(stack, config, place, app, server, bounds.http, access.tls, predecessor)
         reached = ReachableWorkers(registry, canary, addresses=fleet.addresses, tell=heart.tell)
         handing = await _await_successor(stack, config, place, http, lifetime, reached, predecessor)
         await stack.enter_async_context(canary)
@@ -120,7 +120,7 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         readiness.drain()
         status.close()
         await canary.stop()
-        leaves_to = await _heirs(config, siblings, handing)
+        leaves_to = await _port_takeover(config, siblings, handing)
         await drain(gate, http, rpc, drain_s=config.decode.drain_s, leaves_to=leaves_to)
 
 
@@ -151,27 +151,27 @@ async def _begin_quality_probe(
     metrics.registry.register(await stack.enter_async_context(probe))
 
 
-def _looks(config: ClusterConfig, secret: bytes, fleet: WorkerFleet) -> ProfileRoutes | None:
+def _profile_routes(config: ClusterConfig, secret: bytes, fleet: WorkerFleet) -> ProfileRoutes | None:
     if not config.profiling.enabled:
         return None
     return ProfileRoutes(Profiles(config.profiling, fleet.addresses, ClusterAuth(secret).client_metadata()))
 
 
-def _announce(heart: Heartbeat, where: str, http: HttpDoor, rpc: GrpcDoor) -> None:
+def _announce(heart: Heartbeat, where: str, http: HttpServer, rpc: GrpcServer) -> None:
     _collect_seldom()
     shown = reachable(where)
     heart.begin({"http": f"{http.scheme}://{join(shown, http.port)}", "grpc": join(shown, rpc.port)})
     _log.info("router serves HTTP on %s:%d and gRPC on %s:%d", where, http.port, where, rpc.port)
 
 
-async def _look_at_ports(stack: AsyncExitStack, config: ClusterConfig, place: RouterPlace) -> Predecessor | None:
+async def _check_ports(stack: AsyncExitStack, config: ClusterConfig, place: RouterPlace) -> RunningRouter | None:
     """Before it waits for workers: whoever will hand over the doors. Raises OSError when one is taken otherwise.
 
     For processes that share them their parent has looked.
     """
     if place.siblings is not None:
         return None
-    predecessor = await asyncio.to_thread(Predecessor.find, config.router)
+    predecessor = await asyncio.to_thread(RunningRouter.connect, config.router)
     if predecessor is not None:
         stack.callback(predecessor.close)
         return predecessor
@@ -185,7 +185,7 @@ def _registry(config: ClusterConfig) -> WorkerRegistry:
     return WorkerRegistry(prefix_map=PrefixMap(), clock=time.monotonic, max_pins=most, rejoin_s=rejoin_s)
 
 
-def _complete(stack: AsyncExitStack, frontend: Frontend, config: ClusterConfig, kept: KeptPrompts) -> None:
+def _complete(stack: AsyncExitStack, frontend: Frontend, config: ClusterConfig, kept: CachedPrompts) -> None:
     """What a frontend has before the doors open."""
     frontend.kept = kept
     frontend.grammars = grammars = _grammars(config, frontend.model)
@@ -210,15 +210,15 @@ def _grammars(config: ClusterConfig, model: ModelInfo) -> GrammarProcess:
 
 async def _kept_prompts(
     stack: AsyncExitStack, config: ClusterConfig, registry: WorkerRegistry, place: RouterPlace
-) -> KeptPrompts:
+) -> CachedPrompts:
     """With what the processes that share the doors have by name already."""
     settings, pins = config.router.prompt_cache, registry.pins
     caches = NamedCaches(clock=time.time, most=settings.max_named, max_ttl_s=settings.max_ttl_s)
     if place.siblings is None:
-        return KeptPrompts(pins=pins, caches=caches)
-    names = SharedNames(caches, pins, clock=time.monotonic)
-    siblings = NamedSiblings(place.siblings, index=place.index, names=names)
-    return KeptPrompts(pins=pins, caches=caches, tell=(await stack.enter_async_context(siblings)).tell)
+        return CachedPrompts(pins=pins, caches=caches)
+    names = SharedNamedCaches(caches, pins, clock=time.monotonic)
+    siblings = NamedCacheExchange(place.siblings, index=place.index, names=names)
+    return CachedPrompts(pins=pins, caches=caches, publish=(await stack.enter_async_context(siblings)).publish)
 
 
 async def _join_workers(
@@ -227,7 +227,7 @@ async def _join_workers(
     registry: WorkerRegistry,
     secret: bytes,
     incarnation: Incarnation,
-    limits: SharedLimits,
+    limits: SharedRateLimits,
 ) -> tuple[RouterClusterState | None, WorkerFleet, Callable[[frozenset[WorkerAddress]], None]]:
     """Keep sessions to all workers; with Redis, those that it tells of are among them, and it tells what they hold.
 
@@ -261,41 +261,44 @@ async def _join_workers(
 
 
 async def _join_siblings(
-    stack: AsyncExitStack, place: RouterPlace, metrics: RouterMetrics, tells: tuple[Incarnation, SharedLimits] | None
-) -> Siblings | None:
+    stack: AsyncExitStack,
+    place: RouterPlace,
+    metrics: RouterMetrics,
+    tells: tuple[Incarnation, SharedRateLimits] | None,
+) -> SiblingExchange | None:
     """Share figures with the processes that share the doors, and what tenants had, unless Redis `tells` it."""
     if place.siblings is None:
         return None
-    siblings = Siblings(place.siblings, index=place.index, render=metrics.render)
+    siblings = SiblingExchange(place.siblings, index=place.index, render=metrics.render)
     metrics.collect_with((await stack.enter_async_context(siblings)).figures)
-    books = Siblings(place.siblings, index=place.index, render=metrics.usage.render, name="usage")
+    books = SiblingExchange(place.siblings, index=place.index, render=metrics.usage.render, name="usage")
     metrics.usage.collect_with((await stack.enter_async_context(books)).others)
     if tells is not None:
         router, limits = tells
-        shared = SiblingLimits(place.siblings, index=place.index, router=router, limits=limits)
+        shared = RateLimitExchange(place.siblings, index=place.index, router=router, limits=limits)
         await stack.enter_async_context(shared)
     return siblings
 
 
-async def _open_doors(
+async def _open_servers(
     stack: AsyncExitStack,
     config: ClusterConfig,
     place: RouterPlace,
     app: ASGIApp,
     server: grpc.aio.Server,
     max_http: int,
-    tls: DoorTlsState | None,
-    predecessor: Predecessor | None,
-) -> tuple[HttpDoor, GrpcDoor]:
+    tls: ServerTlsState | None,
+    predecessor: RunningRouter | None,
+) -> tuple[HttpServer, GrpcServer]:
     where, drain_s = config.router.host, config.decode.drain_s
     shared = place.siblings is not None
-    limits = ConnectionLimits.of(config.router.connections, most=max_http, write_timeout_s=WRITE_TIMEOUT_S)
-    http = HttpDoor(
+    limits = ConnectionLimits.from_config(config.router.connections, most=max_http, write_timeout_s=WRITE_TIMEOUT_S)
+    http = HttpServer(
         app, host=where, port=config.router.port, grace_s=drain_s, shares_port=shared, limits=limits, tls=tls
     )
     if predecessor is not None:
         http.inherit(predecessor.http)
-    rpc = GrpcDoor(server, host=where, port=config.router.grpc_port, grace_s=drain_s, tls=tls)
+    rpc = GrpcServer(server, host=where, port=config.router.grpc_port, grace_s=drain_s, tls=tls)
     # First the one that nobody else can open: gRPC's would let another process in beside us.
     await stack.enter_async_context(http)
     await stack.enter_async_context(rpc)
@@ -307,34 +310,36 @@ async def _await_successor(
     stack: AsyncExitStack,
     config: ClusterConfig,
     place: RouterPlace,
-    http: HttpDoor,
+    http: HttpServer,
     lifetime: Lifetime,
     reached: ReachableWorkers,
-    predecessor: Predecessor | None,
-) -> HandsOver | None:
+    predecessor: RunningRouter | None,
+) -> ListenerHandover | None:
     """From now on this router can be succeeded itself, unless others stand beside it."""
     if place.siblings is not None:
         return None
-    handing = HandsOver(
+    handing = ListenerHandover(
         config.router,
         lambda: http.listening,
         reached=lambda: reached.addresses,
-        relieved=lifetime.stop,
+        on_handed_over=lifetime.stop,
         succeeds=predecessor is not None,
     )
     await stack.enter_async_context(handing)
     if predecessor is not None:
-        predecessor.relieve()
+        predecessor.confirm_serving()
     return handing
 
 
-async def _heirs(config: ClusterConfig, siblings: Siblings | None, handing: HandsOver | None) -> Heirs:
+async def _port_takeover(
+    config: ClusterConfig, siblings: SiblingExchange | None, handing: ListenerHandover | None
+) -> PortTakeover:
     if handing is not None:
         await handing.close()  # one that came now would share the doors with somebody who refuses
-        return Heirs.SUCCESSOR if handing.is_relieved else Heirs.NOBODY
+        return PortTakeover.SUCCESSOR if handing.is_handed_over else PortTakeover.NOBODY
     if siblings is None or not await siblings.others():
-        return Heirs.NOBODY
-    return Heirs.LAST_OF_TWO if config.router.processes == 1 else Heirs.OTHERS
+        return PortTakeover.NOBODY
+    return PortTakeover.LAST_OF_TWO if config.router.processes == 1 else PortTakeover.OTHERS
 
 
 def make_dispatcher(

@@ -12,7 +12,7 @@ from prometheus_client.core import Metric
 
 from cluster.autoscaler.report import PlannerMetrics
 from router.access.audit_file import AuditFile
-from router.access.watched_files import LiveFiles
+from router.access.watched_files import FileWatcher
 from router.cluster_state.redis_metrics import ClusterStateMetrics
 from router.fleet.quality_probe import QualityProbe
 from router.metrics.admission import AdmissionMetrics
@@ -94,7 +94,7 @@ def _router() -> Iterator[_Row]:
     for collector in (AdmissionMetrics(idle, idle), HealthMetrics(idle, None, idle), ClusterStateMetrics(idle)):
         yield from _collected(collector.collect())
     # These open files or follow workers: their figures are asked of none of them.
-    for show in (AuditFile.collect, LiveFiles.collect, QualityProbe.collect):
+    for show in (AuditFile.collect, FileWatcher.collect, QualityProbe.collect):
         yield from _collected(show(idle))
 
 

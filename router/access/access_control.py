@@ -11,12 +11,12 @@ from typing import Any, Self
 
 from prometheus_client import CollectorRegistry
 
-from router.access.api_keys import ApiKeys
+from router.access.api_keys import ApiKeyStore
 from router.access.audit_file import AuditFile
 from router.access.audit_log import NO_AUDIT, AuditLog
-from router.access.tls import DoorIdentity, DoorTlsState, read_identity
-from router.access.watched_files import LiveFile, LiveFiles
-from router.tenants.shared_rate_limits import SharedLimits
+from router.access.tls import ServerIdentity, ServerTlsState, read_identity
+from router.access.watched_files import FileWatcher, WatchedFile
+from router.tenants.shared_rate_limits import SharedRateLimits
 from tandem.config.access import read_keys
 from tandem.config.cluster import RouterConfig
 
@@ -24,23 +24,23 @@ _log = logging.getLogger(__name__)
 _KEYS = "api_keys"
 
 
-class Doorkeeper:
+class AccessControl:
     """Without being entered it knows the configured keys and nothing else. Entering reads files, and follows them."""
 
     def __init__(
         self,
         config: RouterConfig,
-        limits: SharedLimits | None = None,
+        limits: SharedRateLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`limits`: those of the keys' tenants, which a file of keys may change."""
         self._config = config
         self._limits = limits
         self._clock = clock
-        self.keys = ApiKeys(config.api_keys)
+        self.keys = ApiKeyStore(config.api_keys)
         self.audit: AuditLog = NO_AUDIT
-        self.tls: DoorTlsState | None = None
-        self._live: LiveFiles | None = None
+        self.tls: ServerTlsState | None = None
+        self._live: FileWatcher | None = None
         self._collectors: list[Any] = []
         self._stack = AsyncExitStack()
 
@@ -55,7 +55,7 @@ class Doorkeeper:
                 self.audit = audit
                 self._collectors.append(audit)
             if files := self._files():
-                self._live = await stack.enter_async_context(LiveFiles(files, clock=self._clock))
+                self._live = await stack.enter_async_context(FileWatcher(files, clock=self._clock))
                 self._collectors.append(self._live)
                 self.keys.lapsed = self._keys_lapsed
             self._stack = stack.pop_all()
@@ -66,26 +66,26 @@ class Doorkeeper:
     ) -> None:
         await self._stack.aclose()
 
-    def look_now(self) -> None:
+    def check_files(self) -> None:
         """Its files may have changed: they are looked at at once, rather than within a second."""
         if self._live is not None:
-            self._live.look_now()
+            self._live.check_now()
 
     def not_ready_reason(self) -> str | None:
         """Why nobody is let in, if so."""
         return self.keys.lapsed()
 
-    def show(self, registry: CollectorRegistry) -> None:
+    def register_metrics(self, registry: CollectorRegistry) -> None:
         """Its figures from now on."""
         for collector in self._collectors:
             registry.register(collector)
 
-    def _files(self) -> list[LiveFile]:
+    def _files(self) -> list[WatchedFile]:
         config, found = self._config, []
         if config.api_keys_file is not None:
             path = Path(config.api_keys_file)
             found.append(
-                LiveFile(
+                WatchedFile(
                     what=_KEYS,
                     paths=[path],
                     load=lambda: read_keys(path, config.limits),
@@ -95,7 +95,9 @@ class Doorkeeper:
             )
         if (tls := config.tls) is not None:
             paths = [Path(name) for name in (tls.cert, tls.key, tls.client_ca) if name is not None]
-            found.append(LiveFile(what="tls", paths=paths, load=lambda: read_identity(tls), apply=self._use_identity))
+            found.append(
+                WatchedFile(what="tls", paths=paths, load=lambda: read_identity(tls), apply=self._use_identity)
+            )
         return found
 
     def _keys_lapsed(self) -> str | None:
@@ -110,7 +112,7 @@ class Doorkeeper:
         if self._limits is not None:
             self._limits.reconfigure(limits, self.keys.tenants)
 
-    def _use_identity(self, identity: DoorIdentity) -> None:
+    def _use_identity(self, identity: ServerIdentity) -> None:
         if self.tls is None:
-            self.tls = DoorTlsState(identity)
+            self.tls = ServerTlsState(identity)
         self.tls.identity = identity

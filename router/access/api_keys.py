@@ -16,7 +16,7 @@ _BARE_HEADERS = ("x-api-key", "x-goog-api-key")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Caller:
+class ApiCaller:
     """Who asks."""
 
     tenant: str
@@ -26,7 +26,7 @@ class Caller:
     """May see what other tenants use."""
 
 
-NOBODY = Caller(tenant="", key_id=None, operator=True)
+NOBODY = ApiCaller(tenant="", key_id=None, operator=True)
 """Everybody, where nobody has a key."""
 
 
@@ -34,11 +34,11 @@ _NONE = (b"", NOBODY)
 """Compared with in place of an entry: no digest is empty."""
 
 
-class ApiKeys:
+class ApiKeyStore:
     """The keys that are good now. With none at all everybody is the one nameless tenant."""
 
     def __init__(self, keys: Iterable[ApiKey] = ()) -> None:
-        self._known: dict[bytes, tuple[bytes, Caller]] = {}
+        self._known: dict[bytes, tuple[bytes, ApiCaller]] = {}
         self._nameless: frozenset[str] = frozenset()
         self.lapsed: Callable[[], str | None] = lambda: None
         """Why none of them is good any more, if so: nobody knows which have been revoked meanwhile."""
@@ -69,7 +69,7 @@ class ApiKeys:
         """The tenant that an Authorization value proves, "" when no key is asked for. Raises Unauthenticated."""
         return self.caller({} if authorization is None else {"authorization": authorization}).tenant
 
-    def caller(self, headers: Mapping[str, str]) -> Caller:
+    def caller(self, headers: Mapping[str, str]) -> ApiCaller:
         """Whom headers, by their names in small letters, prove.
 
         Raises Unauthenticated; Unavailable while no key is good.
@@ -101,6 +101,6 @@ def _credential(headers: Mapping[str, str]) -> bytes:
     return sent.strip().encode("utf-8", "surrogateescape")
 
 
-def _caller(key: ApiKey) -> Caller:
+def _caller(key: ApiKey) -> ApiCaller:
     tenant = key.tenant or blake2b(key.kept, digest_size=16, person=b"tandem-tenant").hexdigest()
-    return Caller(tenant=tenant, key_id=key_id(key.kept), operator=key.operator)
+    return ApiCaller(tenant=tenant, key_id=key_id(key.kept), operator=key.operator)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
-from router.access.api_keys import Caller
+from router.access.api_keys import ApiCaller
 
 
 @dataclass(slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class AuditEntry:
     """On a clock that never jumps."""
     route: str = "unknown"
     status: str = ""
-    caller: Caller | None = None
+    caller: ApiCaller | None = None
     prompt_tokens: int = 0
     completion_tokens: int = 0
     own_id: str = field(default_factory=lambda: secrets.token_hex(16))

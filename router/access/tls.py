@@ -16,7 +16,7 @@ _SETTING = "router.tls"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DoorIdentity:
+class ServerIdentity:
     """One state of the files."""
 
     context: ssl.SSLContext
@@ -31,7 +31,7 @@ class DoorIdentity:
         return grpc.ssl_server_certificate_configuration([(self.key.encode(), self.cert.encode())], authorities)
 
 
-def read_identity(config: DoorTls) -> DoorIdentity:
+def read_identity(config: DoorTls) -> ServerIdentity:
     """From the files as they are now. Raises ConfigError that names the setting and what is wrong."""
     cert, key = Path(config.cert), Path(config.key)
     texts = _texts(config)
@@ -46,7 +46,7 @@ def read_identity(config: DoorTls) -> DoorIdentity:
         context.verify_mode = ssl.CERT_REQUIRED
     if _texts(config) != texts:
         raise ConfigError(f"{_SETTING}: the files change while they are read")
-    return DoorIdentity(context=context, cert=texts[0], key=texts[1], client_ca=texts[2])
+    return ServerIdentity(context=context, cert=texts[0], key=texts[1], client_ca=texts[2])
 
 
 def _try(server: ssl.SSLContext, cert: Path) -> None:
@@ -75,10 +75,10 @@ def _texts(config: DoorTls) -> tuple[str, str, str | None]:
     )
 
 
-class DoorTlsState:
+class ServerTlsState:
     """What the doors use now. The event loop replaces it; gRPC's threads read it at each handshake."""
 
-    def __init__(self, identity: DoorIdentity) -> None:
+    def __init__(self, identity: ServerIdentity) -> None:
         self.identity = identity
         self._asks_clients = identity.client_ca is not None
         self._given = identity

@@ -1,7 +1,7 @@
 """Files that are read again when they change, such as keys and certificates.
 
 What makes no sense changes nothing. A file that cannot be read is tried again at every look; for how long what was read
-of it before is good meanwhile, `LiveFile.trust_s` says.
+of it before is good meanwhile, `WatchedFile.trust_s` says.
 """
 
 import asyncio
@@ -20,13 +20,13 @@ from prometheus_client.metrics_core import Metric
 from router.access.file_trust import FileTrust
 from tandem.errors import ConfigError, UnreadableFile
 
-_LOOK_S = 1.0
+_CHECK_S = 1.0
 _log = logging.getLogger(__name__)
 _Seen = tuple[tuple[int, ...] | None, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LiveFile:
+class WatchedFile:
     """Some files that belong together."""
 
     what: str
@@ -37,7 +37,7 @@ class LiveFile:
     apply: Callable[[Any], None]
     """On the event loop."""
     trust_s: float | None = None
-    """For how long what was read is good while the files cannot be read (see `LiveFiles.distrust`); None: for ever."""
+    """How long what was read stays good while the files are unreadable (see `FileWatcher.distrust`); None: for ever."""
 
     def seen(self) -> _Seen:
         """Something else whenever one of them is."""
@@ -45,17 +45,17 @@ class LiveFile:
 
 
 class _Watch:
-    """Follows one LiveFile. Each has a task of its own: a file system that hangs holds up nobody else's files."""
+    """Follows one WatchedFile. Each has a task of its own: a file system that hangs holds up nobody else's files."""
 
-    def __init__(self, file: LiveFile, look_s: float, clock: Callable[[], float]) -> None:
+    def __init__(self, file: WatchedFile, check_s: float, clock: Callable[[], float]) -> None:
         self.file = file
         self.counts = {"taken": 0, "refused": 0}
         self.trust = FileTrust(clock(), trust_s=file.trust_s)
-        self.told = asyncio.Event()
-        self._look_s = look_s
+        self.wake = asyncio.Event()
+        self._check_s = check_s
         self._clock = clock
         self._seen: _Seen = ()
-        self._has_told_distrust = False
+        self._has_logged_distrust = False
 
     async def begin(self) -> None:
         """Read it for the first time. Raises ConfigError when it makes no sense."""
@@ -67,21 +67,21 @@ class _Watch:
         """Look again and again."""
         while True:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._look_s):
-                    await self.told.wait()
-            self.told.clear()
-            look = asyncio.ensure_future(self.look())
+                async with asyncio.timeout(self._check_s):
+                    await self.wake.wait()
+            self.wake.clear()
+            check = asyncio.ensure_future(self.check())
             try:
-                while not look.done():
-                    await asyncio.wait({look}, timeout=self._look_s)
-                    if not look.done() and (problem := self.trust.on_waiting(self._clock())) is not None:
+                while not check.done():
+                    await asyncio.wait({check}, timeout=self._check_s)
+                    if not check.done() and (problem := self.trust.on_waiting(self._clock())) is not None:
                         self._refuse(f"{self.file.what}: {problem}")
-                    self.tell_distrust()
-                await look
+                    self.log_distrust()
+                await check
             finally:
-                look.cancel()
+                check.cancel()
 
-    async def look(self) -> None:
+    async def check(self) -> None:
         """Read it again if it has changed, or could not be read the last time."""
         seen = await asyncio.to_thread(self.file.seen)
         if seen == self._seen and self.trust.is_readable:
@@ -91,55 +91,55 @@ class _Watch:
         try:
             self.file.apply(await asyncio.to_thread(self.file.load))
         except (UnreadableFile, OSError) as error:
-            self._tell_unreadable(error)
+            self._report_unreadable(error)
         except ConfigError as error:
             self.trust.on_refused(self._clock())
             self._refuse(str(error))
         except Exception as error:  # noqa: BLE001 - whatever it is, the next change must be seen
             # Files that vanish while they are read may raise what no check foresaw. Nothing is known of them then.
-            self._tell_unreadable(error)
+            self._report_unreadable(error)
         else:
             self.trust.on_taken(self._clock())
             self.counts["taken"] += 1
             _log.info("%s: read again", self.file.what)
 
-    def tell_distrust(self) -> None:
+    def log_distrust(self) -> None:
         """Say so once when what was read has lapsed."""
         reason = self.trust.distrust(self._clock())
-        if reason is not None and not self._has_told_distrust:
+        if reason is not None and not self._has_logged_distrust:
             _log.critical("%s: %s; what was read before is good no more", self.file.what, reason)
-        self._has_told_distrust = reason is not None
+        self._has_logged_distrust = reason is not None
 
-    def _tell_unreadable(self, error: Exception) -> None:
+    def _report_unreadable(self, error: Exception) -> None:
         # No text of an error that is not ours is trusted to be no secret.
-        told = str(error) if isinstance(error, ConfigError) else f"{self.file.what}: {type(error).__name__}"
-        if self.trust.on_unreadable(told):
-            self._refuse(told)
+        message = str(error) if isinstance(error, ConfigError) else f"{self.file.what}: {type(error).__name__}"
+        if self.trust.on_unreadable(message):
+            self._refuse(message)
 
-    def _refuse(self, told: str) -> None:
+    def _refuse(self, message: str) -> None:
         self.counts["refused"] += 1
         if self.trust.is_readable or self.file.trust_s is None:
-            _log.error("%s; what was read before stays in force", told)
+            _log.error("%s; what was read before stays in force", message)
         else:
             _log.error(
-                "%s; what was read before is good for %g s, unless it can be read again", told, self.file.trust_s
+                "%s; what was read before is good for %g s, unless it can be read again", message, self.file.trust_s
             )
 
 
-class LiveFiles:
+class FileWatcher:
     """Looks at files once a second while entered, and tells in metrics what became of each change."""
 
     def __init__(
-        self, files: Sequence[LiveFile], *, look_s: float = _LOOK_S, clock: Callable[[], float] = time.monotonic
+        self, files: Sequence[WatchedFile], *, check_s: float = _CHECK_S, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._clock = clock
-        self._watches = {file.what: _Watch(file, look_s, clock) for file in files}
+        self._watches = {file.what: _Watch(file, check_s, clock) for file in files}
         self._tasks: list[asyncio.Task[None]] = []
 
-    def look_now(self) -> None:
+    def check_now(self) -> None:
         """Somebody says that one has changed."""
         for watch in self._watches.values():
-            watch.told.set()
+            watch.wake.set()
 
     def distrust(self, what: str) -> str | None:
         """Why what was read of these files is not to be relied on any more, if so: they could not be read for so long.
@@ -162,10 +162,10 @@ class LiveFiles:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def look(self) -> None:
+    async def check(self) -> None:
         """Read again what has changed."""
         for watch in self._watches.values():
-            await watch.look()
+            await watch.check()
 
     def collect(self) -> Iterator[Metric]:
         """For the registry."""

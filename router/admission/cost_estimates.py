@@ -5,7 +5,7 @@ from collections.abc import Callable
 from router.admission.fair_queue import Ticket
 from router.admission.fair_share import VirtualCounters
 from router.admission.types import AdmissionEntry, AdmissionRequest
-from router.tenants.rate_limits import Limiter
+from router.tenants.rate_limits import RateLimiter
 
 _SMOOTHING = 0.1
 _USUAL_OUTPUT_TOKENS = 128.0
@@ -37,7 +37,7 @@ def _blend(old: tuple[float, float], new: tuple[float, float]) -> tuple[float, f
 class TicketIssuer:
     """Makes those of one router, and learns from those that have ended."""
 
-    def __init__(self, counters: VirtualCounters, limiter: Limiter, clock: Callable[[], float]) -> None:
+    def __init__(self, counters: VirtualCounters, limiter: RateLimiter, clock: Callable[[], float]) -> None:
         self._counters = counters
         self._limiter = limiter
         self._clock = clock

@@ -19,7 +19,7 @@ from router.admission.queue_limits import select_victims
 from router.admission.turn_rule import CapacityWatch, TurnRule
 from router.admission.types import AdmissionEntry, AdmissionPolicy, AdmissionRequest, AdmissionResult, QueuedTotals
 from router.admission.wait_forecast import WaitForecast
-from router.tenants.rate_limits import Limiter
+from router.tenants.rate_limits import RateLimiter
 from router.workers.columns import ClusterView
 from tandem.errors import DeadlineExceeded, Overloaded, ServingError, Unavailable
 
@@ -32,7 +32,7 @@ class FairAdmission:
         *,
         view: Callable[[], ClusterView],
         places: Callable[[int], int],
-        limiter: Limiter,
+        limiter: RateLimiter,
         policy: AdmissionPolicy,
         clock: Callable[[], float],
         num_refused: Callable[[], int] = int,

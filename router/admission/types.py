@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from router.admission.cluster_capacity import CapacityPolicy
 from router.admission.fair_queue import Ticket
-from router.tenants.rate_limits import Grant
+from router.tenants.rate_limits import RateLimitGrant
 from tandem.errors import ServingError
 
 
@@ -59,7 +59,7 @@ class QueuedTotals:
 @dataclass(slots=True, kw_only=True, eq=False)
 class AdmissionEntry:
     ticket: Ticket
-    grant: Grant
+    grant: RateLimitGrant
     waiting: bool = False
     in_transit: bool = False
     had_turn: bool = False

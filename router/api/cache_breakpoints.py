@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from router.api.frontend import Frontend
-from router.api.request.client_request import ClientFields, Prepared
+from router.api.request.client_request import ClientRequest, PreparedRequest
 from router.text.chat_template import Message
 from router.text.conversation import TemplateOptions
 from router.text.tools import ToolUse
@@ -13,15 +13,15 @@ from router.types.requests import PinRequest
 from tandem.errors import InvalidRequest
 from tandem.values.block_hash import HASH_BLOCK_TOKENS
 
-MAX_MARKS = 4
-MARK_TTL_S = {"5m": 300.0, "1h": 3600.0}
+MAX_BREAKPOINTS = 4
+BREAKPOINT_TTL_S = {"5m": 300.0, "1h": 3600.0}
 """For how long a prefix may be asked to stay, from its last use on."""
-DEFAULT_MARK_TTL = "5m"
+DEFAULT_BREAKPOINT_TTL = "5m"
 _CONTROL = "cache_control"
 _PIECE = 1024
 
 
-class Mark(NamedTuple):
+class CacheBreakpoint(NamedTuple):
     """The conversation up to here is to stay cached."""
 
     num_messages: int
@@ -31,21 +31,21 @@ class Mark(NamedTuple):
     ttl_s: float
 
 
-def check_marks(marks: Sequence[Mark]) -> None:
+def check_breakpoints(marks: Sequence[CacheBreakpoint]) -> None:
     """Raises InvalidRequest for too many."""
-    if len(marks) > MAX_MARKS:
-        raise InvalidRequest(f"{_CONTROL}: at most {MAX_MARKS} blocks may have it", param=_CONTROL)
+    if len(marks) > MAX_BREAKPOINTS:
+        raise InvalidRequest(f"{_CONTROL}: at most {MAX_BREAKPOINTS} blocks may have it", param=_CONTROL)
 
 
-async def prepare_marked(
-    frontend: Frontend, messages: Sequence[Message], marks: Sequence[Mark], fields: ClientFields
-) -> Prepared:
+async def prepare_with_breakpoints(
+    frontend: Frontend, messages: Sequence[Message], marks: Sequence[CacheBreakpoint], fields: ClientRequest
+) -> PreparedRequest:
     """As `Frontend.prepare_chat`, with a wish for each mark that covers a block."""
     prepared = await frontend.prepare_chat(messages, fields)
     request = prepared.request
     ids, tools = request.prompt_token_ids, fields.tools
     options = replace(fields.template, continue_final=False)
-    lengths = [await marked_tokens(frontend, messages, mark, ids, tools, options) for mark in marks]
+    lengths = [await breakpoint_tokens(frontend, messages, mark, ids, tools, options) for mark in marks]
     pins = tuple(
         PinRequest(num_tokens=length // HASH_BLOCK_TOKENS * HASH_BLOCK_TOKENS, ttl_s=mark.ttl_s)
         for mark, length in zip(marks, lengths, strict=True)
@@ -54,10 +54,10 @@ async def prepare_marked(
     return replace(prepared, request=replace(request, pins=pins))
 
 
-async def marked_tokens(
+async def breakpoint_tokens(
     frontend: Frontend,
     messages: Sequence[Message],
-    mark: Mark,
+    mark: CacheBreakpoint,
     ids: Sequence[int],
     tools: ToolUse | None = None,
     options: TemplateOptions = TemplateOptions(),  # noqa: B008  # frozen

@@ -9,10 +9,10 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from router.api.answer.choice_text import WholeText
-from router.api.answer.usage import Usage
+from router.api.answer.choice_text import TextCollector
+from router.api.answer.usage import CallUsage
 from router.api.frontend import Frontend
-from router.api.request.client_request import ClientFields, Prepared
+from router.api.request.client_request import ClientRequest, PreparedRequest
 from router.api.request_meter import RequestMeter
 from router.api.text_stream import read_text
 from router.types.prompt_scoring import PromptScoringRequest
@@ -23,7 +23,7 @@ MAX_INPUTS = 2048
 """Of one call, as OpenAI has it."""
 _TOGETHER = 64
 """Inputs of one call that are under way at once."""
-ASK = PromptScoringRequest(num_top=None, only=True)
+EMBEDDING_SCORING = PromptScoringRequest(num_top=None, only=True)
 
 
 class Embedder:
@@ -35,29 +35,29 @@ class Embedder:
         self._generator = generator
         self._most_values = most_values
 
-    async def prepare(self, inputs: Sequence[str | tuple[int, ...]], fields: ClientFields) -> list[Prepared]:
+    async def prepare(self, inputs: Sequence[str | tuple[int, ...]], fields: ClientRequest) -> list[PreparedRequest]:
         """Raises InvalidRequest, ContextLengthExceeded or ModelNotFound."""
         if not inputs or len(inputs) > MAX_INPUTS:
             raise InvalidRequest(f"input: 1 to {MAX_INPUTS} of them", param="input")
-        fields = replace(fields, max_tokens=1, num_choices=1, reads_along=False, reads=ASK)
+        fields = replace(fields, max_tokens=1, num_choices=1, reads_along=False, reads=EMBEDDING_SCORING)
         try:
             return await self._frontend.prepare_prompts(inputs, fields)
         except InvalidRequest as error:
-            raise as_input(error) from error
+            raise as_input_error(error) from error
 
     async def embed(
-        self, prepared: Sequence[Prepared], new_meter: Callable[[Prepared], RequestMeter]
-    ) -> tuple[list["array[float]"], Usage]:
+        self, prepared: Sequence[PreparedRequest], new_meter: Callable[[PreparedRequest], RequestMeter]
+    ) -> tuple[list["array[float]"], CallUsage]:
         """One vector of float32 for each, in order, and what they used. Raises what `Generator.run` raises."""
         vectors: list[array[float]] = []
         for begin in range(0, len(prepared), _TOGETHER):
-            group, found = prepared[begin : begin + _TOGETHER], WholeText()
+            group, found = prepared[begin : begin + _TOGETHER], TextCollector()
             await read_text(self._generator, group, self._frontend.tokenizer, new_meter, found)
             vectors += [unit(found.readings[index].mean) for index in range(len(group))]
             if len(prepared) * len(vectors[0]) > self._most_values:
                 most = self._most_values // len(vectors[0])
                 raise InvalidRequest(f"input: at most {most} vectors of {len(vectors[0])} numbers", param="input")
-        return vectors, Usage(prepared)
+        return vectors, CallUsage(prepared)
 
 
 def unit(mean: Sequence[float]) -> "array[float]":
@@ -68,7 +68,7 @@ def unit(mean: Sequence[float]) -> "array[float]":
     return array("f", (value / length for value in mean))
 
 
-def as_input(error: InvalidRequest) -> InvalidRequest:
+def as_input_error(error: InvalidRequest) -> InvalidRequest:
     """The same of an `input`, which the door of embeddings calls it."""
     if error.param != "prompt":
         return error

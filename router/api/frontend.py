@@ -1,6 +1,6 @@
 """From what a client asked to a `RoutedRequest`: the one validator that both doors use.
 
-A door turns its wire format into a prompt and `ClientFields`; here every bound is checked, cheapest first, so that
+A door turns its wire format into a prompt and `ClientRequest`; here every bound is checked, cheapest first, so that
 nothing is tokenized for a request that will be refused. The bounds of sampling live in `tandem.values.sampling`, those
 of stop strings in `router.text.stop_strings`.
 """
@@ -14,9 +14,9 @@ from functools import lru_cache
 
 from router.api.prompts import PromptReader
 from router.api.request.beam_search_options import with_beams
-from router.api.request.client_request import ClientFields, ModelInfo, Prepared
-from router.api.request.named_caches import KeptPrompts
-from router.api.request.prompt_scoring_options import check_reading_sizes
+from router.api.request.client_request import ClientRequest, ModelInfo, PreparedRequest
+from router.api.request.named_caches import CachedPrompts
+from router.api.request.prompt_scoring_options import check_prompt_scoring_size
 from router.api.request.request_ids import name_request
 from router.sandbox.grammar_check import GrammarChecker
 from router.text.chat_template import Message
@@ -68,7 +68,7 @@ class Frontend:
         self._tracer = tracer or NoTracer()
         self.grammars: GrammarChecker | None = None
         """Set before the doors open; without it no structure is promised."""
-        self.kept: KeptPrompts | None = None
+        self.kept: CachedPrompts | None = None
         """The same; without it nothing is kept by name."""
         self._preparing = 0
         self.thinking = ThinkingSupport(tokenizer, config.reasoning_parser)
@@ -77,7 +77,7 @@ class Frontend:
         self.prompts = PromptReader(model=model, tokenizer=tokenizer, max_prompts=config.max_prompts)
         self._hash_root = lru_cache(maxsize=_MAX_ROOTS)(self._new_hash_root)
 
-    async def prepare_chat(self, messages: Sequence[Message], fields: ClientFields) -> Prepared:
+    async def prepare_chat(self, messages: Sequence[Message], fields: ClientRequest) -> PreparedRequest:
         """A conversation. Raises InvalidRequest, ContextLengthExceeded or ModelNotFound."""
         started_s = self.clock()
         fields, calling = self._calling(fields)
@@ -94,10 +94,12 @@ class Frontend:
         one = self._finish(ids, self._thinking_first(fields, reasoning), None)
         one = replace(one, calling=calling, reasoning=reasoning)
         one = with_beams(one, fields, most_beams=self._config.max_choices)
-        check_reading_sizes([one], self._config.max_answer_values)
+        check_prompt_scoring_size([one], self._config.max_answer_values)
         return self._traced("chat", one, fields, started_s)
 
-    async def prepare_prompts(self, prompts: Sequence[str | tuple[int, ...]], fields: ClientFields) -> list[Prepared]:
+    async def prepare_prompts(
+        self, prompts: Sequence[str | tuple[int, ...]], fields: ClientRequest
+    ) -> list[PreparedRequest]:
         """Plain prompts, each text or token ids. Raises as `prepare_chat`."""
         self.check_fields(fields)
         prepared = []
@@ -111,10 +113,10 @@ class Frontend:
                 one = with_beams(one, fields, most_beams=self._config.max_choices)
                 one = self._traced(fields.operation, one, fields, started_s)
                 prepared.append(replace(one, prompt_text=text))
-        check_reading_sizes(prepared, self._config.max_answer_values)
+        check_prompt_scoring_size(prepared, self._config.max_answer_values)
         return prepared
 
-    async def _prompt_ids(self, prompt: str | tuple[int, ...], fields: ClientFields) -> Sequence[int]:
+    async def _prompt_ids(self, prompt: str | tuple[int, ...], fields: ClientRequest) -> Sequence[int]:
         if fields.suffix is not None:
             return await self.prompts.encode_around(prompt, fields.suffix, fields.add_special_tokens)
         if isinstance(prompt, tuple):
@@ -126,7 +128,7 @@ class Frontend:
         if name is not None and name != self.model.name:
             raise ModelNotFound(f"model {name[:100]!r} is not served here; {self.model.name!r} is", param="model")
 
-    def check_fields(self, fields: ClientFields) -> None:
+    def check_fields(self, fields: ClientRequest) -> None:
         """Every bound that needs no tokenizing."""
         self.check_model(fields.model)
         if not 1 <= fields.num_choices <= self._config.max_choices:
@@ -146,7 +148,7 @@ class Frontend:
         asked.validate(vocab_size=self.model.vocab_size)
         StopStrings(fields.stop)
 
-    def _calling(self, fields: ClientFields) -> tuple[ClientFields, ToolCallReading | None]:
+    def _calling(self, fields: ClientRequest) -> tuple[ClientRequest, ToolCallReading | None]:
         """With the structure that keeps calls to what was asked of them, and how they are read."""
         if fields.tools is None:
             return fields, None
@@ -155,7 +157,7 @@ class Frontend:
         calling = self.tooling.calling(fields.tools, is_forced=structure is not None)
         return replace(fields, structure=structure), calling
 
-    async def _structured(self, fields: ClientFields) -> ClientFields:
+    async def _structured(self, fields: ClientRequest) -> ClientRequest:
         """With what workers follow: a grammar, words as tokens."""
         structure = fields.structure
         if fields.bad_words:
@@ -169,7 +171,7 @@ class Frontend:
         grammar = await self.grammars.checked(structure.grammar(), structure.param)
         return replace(fields, sampling=replace(fields.sampling, grammar=grammar))
 
-    def _thinking_first(self, fields: ClientFields, reasoning: Reasoning | None) -> ClientFields:
+    def _thinking_first(self, fields: ClientRequest, reasoning: Reasoning | None) -> ClientRequest:
         """A grammar holds of what is behind the thinking."""
         sampling = fields.sampling
         if sampling.grammar is None:
@@ -199,8 +201,8 @@ class Frontend:
             self._preparing -= 1
 
     def _finish(
-        self, ids: Sequence[int], fields: ClientFields, default_max_tokens: int | None, *, num_prompts: int = 1
-    ) -> Prepared:
+        self, ids: Sequence[int], fields: ClientRequest, default_max_tokens: int | None, *, num_prompts: int = 1
+    ) -> PreparedRequest:
         if not ids:
             raise InvalidRequest("prompt: empty", param="prompt")
         if fields.truncate_prompt_tokens is not None:
@@ -239,7 +241,7 @@ class Frontend:
             resumptions=seen.head.resumptions + 1 if seen else 0,
         )
         ends = frozenset() if sampling.ignore_eos else self.model.eos_token_ids
-        return Prepared(
+        return PreparedRequest(
             request=request,
             stops=StopStrings(fields.stop),
             stop_token_ids=ends | frozenset(sampling.stop_token_ids),
@@ -248,7 +250,7 @@ class Frontend:
             has=seen.choices if seen else (),
         )
 
-    def _max_tokens(self, fields: ClientFields, asked: int, num_prompts: int, *, stated: bool) -> int:
+    def _max_tokens(self, fields: ClientRequest, asked: int, num_prompts: int, *, stated: bool) -> int:
         """Within the bound of an answer that is in memory as a whole before its client has anything of it."""
         if fields.reads_along:
             return asked
@@ -265,12 +267,12 @@ class Frontend:
             )
         return most
 
-    def _seed(self, fields: ClientFields) -> int:
+    def _seed(self, fields: ClientRequest) -> int:
         if fields.seed is not None:
             return fields.seed
         return self._mint_seed() if fields.last_seen is None else fields.last_seen.head.seed
 
-    def _traced(self, operation: str, one: Prepared, fields: ClientFields, started_s: float) -> Prepared:
+    def _traced(self, operation: str, one: PreparedRequest, fields: ClientRequest, started_s: float) -> PreparedRequest:
         """With its arrival, and its span begun if it is sampled; names after OpenTelemetry's GenAI conventions."""
         one = replace(one, request=replace(one.request, arrived_s=started_s, operation=operation))
         name = f"{operation} {self.model.name}"
@@ -295,7 +297,7 @@ class Frontend:
         span.interval("tandem.preprocess", started_s, self.clock())
         return replace(one, request=replace(request, span=span))
 
-    def _salt(self, fields: ClientFields) -> str:
+    def _salt(self, fields: ClientRequest) -> str:
         """The tenant's length first: no salt of one tenant can spell another tenant's."""
         owner = "" if self._config.prompt_cache.shared_by_tenants else fields.tenant
         return f"{len(owner)}:{owner}{fields.cache_salt or ''}"

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from router.api.cache_breakpoints import common_length
 from router.api.frontend import Frontend
-from router.api.request.client_request import ClientFields, Prepared
+from router.api.request.client_request import ClientRequest, PreparedRequest
 from router.api.request.named_caches import NAME_PREFIX, NamedCache, NamedCaches
 from router.text.chat_template import Message
 from router.types.requests import PinRequest
@@ -22,7 +22,7 @@ _ANSWER_S = 10.0
 _SYSTEM = frozenset({"system", "developer"})
 
 
-class _Told:
+class _PinOutcomeWaiter:
     """A worker's word that is waited for. It may come in the very turn in which the waiting ends."""
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class _Told:
             self.outcome.set_result(outcome)
 
 
-class NamedPrompts:
+class NamedCacheService:
     """Of one router process, and of those that share its doors, which are told of each change before it is answered."""
 
     def __init__(
@@ -42,19 +42,19 @@ class NamedPrompts:
         frontend: Frontend,
         caches: NamedCaches,
         pins: PinRegistry,
-        tell: Callable[[str, str], Awaitable[None]] | None = None,
+        publish: Callable[[str, str], Awaitable[None]] | None = None,
     ) -> None:
-        """`tell`: see KeptPrompts."""
+        """`publish`: see CachedPrompts."""
         self.caches = caches
-        self._tell = tell
+        self._publish = publish
         self._frontend = frontend
         self._pins = pins
 
     @classmethod
-    def of(cls, frontend: Frontend) -> "NamedPrompts | None":
+    def from_frontend(cls, frontend: Frontend) -> "NamedCacheService | None":
         """None where nothing is kept by name."""
         kept = frontend.kept
-        return None if kept is None or kept.caches is None else cls(frontend, kept.caches, kept.pins, kept.tell)
+        return None if kept is None or kept.caches is None else cls(frontend, kept.caches, kept.pins, kept.publish)
 
     async def create(
         self,
@@ -63,7 +63,7 @@ class NamedPrompts:
         *,
         expires_s: float,
         display_name: str | None,
-        compute: Callable[[Prepared], Awaitable[None]],
+        compute: Callable[[PreparedRequest], Awaitable[None]],
     ) -> NamedCache:
         """Have the beginning computed and kept. Raises InvalidRequest, and what `compute` raises; Overloaded when
         the tenant has too many, or no worker keeps it.
@@ -83,7 +83,7 @@ class NamedPrompts:
             expires_s=expires_s,
             display_name=display_name,
         )
-        fields = ClientFields(sampling=SamplingParams(), max_tokens=1, tenant=tenant, reads_along=False)
+        fields = ClientRequest(sampling=SamplingParams(), max_tokens=1, tenant=tenant, reads_along=False)
         (prepared,) = await self._frontend.prepare_prompts([cache.token_ids], fields)
         is_added = is_over = False
         try:
@@ -98,17 +98,17 @@ class NamedPrompts:
             if not is_added:
                 # Nobody could name it, so nobody could end it before its time.
                 self._pins.release(tenant, cache.name)
-        await self._told(tenant, cache.name)
+        await self._publish_change(tenant, cache.name)
         return cache
 
     async def _kept(self, tenant: str, cache: NamedCache, computing: Awaitable[None]) -> PinOutcome:
         """What the worker says that has computed it."""
-        told = _Told()
-        self._pins.expect(tenant, cache.name, told.set)
+        waiter = _PinOutcomeWaiter()
+        self._pins.expect(tenant, cache.name, waiter.set)
         try:
             await computing
             async with asyncio.timeout(_ANSWER_S):
-                return await told.outcome
+                return await waiter.outcome
         except TimeoutError:
             return PinOutcome.NOT_HERE
         finally:
@@ -123,7 +123,7 @@ class NamedPrompts:
         length = common_length(*heads)
         return heads[0][: length // HASH_BLOCK_TOKENS * HASH_BLOCK_TOKENS + 1] if length > HASH_BLOCK_TOKENS else []
 
-    async def prepare_chat(self, name: str, messages: Sequence[Message], fields: ClientFields) -> Prepared:
+    async def prepare_chat(self, name: str, messages: Sequence[Message], fields: ClientRequest) -> PreparedRequest:
         """A conversation that begins with a named cache. Raises CacheNotFound, and as `Frontend.prepare_chat`."""
         if not messages:
             raise InvalidRequest("messages: at least one behind the cached content", param="messages")
@@ -135,7 +135,9 @@ class NamedPrompts:
         prepared = await self._frontend.prepare_chat([*cache.messages, *messages], fields)
         return self._with_pin(prepared, cache, lambda: self._find_end_s(fields.tenant, name))
 
-    def _with_pin(self, prepared: Prepared, cache: NamedCache, find_end_s: Callable[[], float | None]) -> Prepared:
+    def _with_pin(
+        self, prepared: PreparedRequest, cache: NamedCache, find_end_s: Callable[[], float | None]
+    ) -> PreparedRequest:
         """Kept where it is needed now if whoever kept it is gone; it ends no later."""
         request, num_tokens = prepared.request, cache.num_tokens
         if request.prompt_token_ids[:num_tokens] != cache.token_ids[:num_tokens]:
@@ -147,18 +149,18 @@ class NamedPrompts:
         """Raises CacheNotFound or InvalidRequest."""
         cache = self.caches.prolong(tenant, name, expires_s)
         self._pins.prolong(tenant, name, self._ends_s(cache))
-        await self._told(tenant, name)
+        await self._publish_change(tenant, name)
         return cache
 
     async def remove(self, tenant: str, name: str) -> None:
         """Raises CacheNotFound."""
         self.caches.remove(tenant, name)
         self._pins.release(tenant, name)
-        await self._told(tenant, name)
+        await self._publish_change(tenant, name)
 
-    async def _told(self, tenant: str, name: str) -> None:
-        if self._tell is not None:
-            await self._tell(tenant, name)
+    async def _publish_change(self, tenant: str, name: str) -> None:
+        if self._publish is not None:
+            await self._publish(tenant, name)
 
     def _find_end_s(self, tenant: str, name: str) -> float | None:
         """None: it has been removed."""
@@ -170,8 +172,12 @@ class NamedPrompts:
 
 
 async def prepare_named(
-    frontend: Frontend, named: NamedPrompts | None, name: str | None, messages: Sequence[Message], fields: ClientFields
-) -> Prepared:
+    frontend: Frontend,
+    named: NamedCacheService | None,
+    name: str | None,
+    messages: Sequence[Message],
+    fields: ClientRequest,
+) -> PreparedRequest:
     """A conversation that begins with what that name stands for, if there is one. Raises as `prepare_chat`."""
     if name is None:
         return await frontend.prepare_chat(messages, fields)

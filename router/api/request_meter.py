@@ -44,7 +44,7 @@ class RequestMeter:
         self._counts = [0] * choices
 
     @classmethod
-    def of(cls, request: RoutedRequest, metrics: RouterMetrics, clock: Callable[[], float]) -> Self:
+    def for_request(cls, request: RoutedRequest, metrics: RouterMetrics, clock: Callable[[], float]) -> Self:
         """Of one request of a client."""
         return cls(
             metrics,

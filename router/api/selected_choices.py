@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from router.api.answer.choice_text import TextDelta
-from router.api.request.choice_selection import SelectionAsk, Vote, elect, likeliest
-from router.api.request.client_request import Prepared
+from router.api.request.choice_selection import ChoiceSelection, VoteResult, elect, likeliest
+from router.api.request.client_request import PreparedRequest
 from router.sandbox.pattern_search import PatternSearch
 from tandem.errors import InvalidRequest
 
@@ -15,19 +15,19 @@ _R = TypeVar("_R")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Selected:
+class SelectedChoices:
     """The choices that are shown, numbered anew."""
 
-    prepared: list[Prepared]
+    prepared: list[PreparedRequest]
     """As if no more had been generated."""
     choices: list[TextDelta]
-    votes: tuple[Vote, ...] = ()
+    votes: tuple[VoteResult, ...] = ()
     """One for each choice, if they were elected."""
 
 
-def selection_ask(
+def parse_selection(
     *, n: int | None, best_of: int | None, vote: bool, vote_pattern: str | None, streams: bool, shows_logprobs: bool
-) -> SelectionAsk | None:
+) -> ChoiceSelection | None:
     """None: all that is generated is shown. Raises InvalidRequest for what cannot be combined."""
     keep = n if n is not None else 1
     if vote_pattern is not None and not vote:
@@ -39,22 +39,24 @@ def selection_ask(
             raise InvalidRequest(
                 "vote: which answer is shown is known at the end; not together with stream", param="vote"
             )
-        return SelectionAsk(candidates=keep, keep=1, votes=True, pattern=vote_pattern)
+        return ChoiceSelection(candidates=keep, keep=1, votes=True, pattern=vote_pattern)
     if best_of in (None, keep):
         return None
     if best_of < keep:
         raise InvalidRequest("best_of must be at least n", param="best_of")
     if streams:
         raise InvalidRequest("best_of: the best are known at the end; not together with stream", param="best_of")
-    return SelectionAsk(candidates=best_of, keep=keep, shows_logprobs=shows_logprobs)
+    return ChoiceSelection(candidates=best_of, keep=keep, shows_logprobs=shows_logprobs)
 
 
-def logprobs_needed(ask: SelectionAsk | None, num_logprobs: int | None) -> int | None:
+def logprobs_needed(ask: ChoiceSelection | None, num_logprobs: int | None) -> int | None:
     """What is asked of workers where the client asked for `num_logprobs`: the likeliest are chosen by them."""
     return 0 if num_logprobs is None and ask is not None and not ask.votes else num_logprobs
 
 
-async def check_selection(ask: SelectionAsk | None, prepared: Sequence[Prepared], patterns: PatternSearch) -> None:
+async def check_selection(
+    ask: ChoiceSelection | None, prepared: Sequence[PreparedRequest], patterns: PatternSearch
+) -> None:
     """Raises InvalidRequest for a vote on answers that may be calls of tools, or by a pattern that is none."""
     if ask is not None and ask.pattern is not None:
         await patterns.check(ask.pattern, _PATTERN, prepared[0].request.tenant)
@@ -63,13 +65,13 @@ async def check_selection(ask: SelectionAsk | None, prepared: Sequence[Prepared]
 
 
 async def select(
-    ask: SelectionAsk | None, prepared: list[Prepared], choices: Sequence[TextDelta], patterns: PatternSearch
-) -> Selected:
+    ask: ChoiceSelection | None, prepared: list[PreparedRequest], choices: Sequence[TextDelta], patterns: PatternSearch
+) -> SelectedChoices:
     """Of each prompt's choices those that are shown. Raises InvalidRequest for a pattern that takes too long."""
     if ask is None:
-        return Selected(prepared=prepared, choices=list(choices))
+        return SelectedChoices(prepared=prepared, choices=list(choices))
     shown: list[TextDelta] = []
-    votes: list[Vote] = []
+    votes: list[VoteResult] = []
     answers: list[str | None] = []
     if ask.votes:
         reasoning = prepared[0].reasoning
@@ -89,14 +91,14 @@ async def select(
             choice = group[index] if ask.shows_logprobs else _without_logprobs(group[index])
             shown.append(choice._replace(choice_index=len(shown)))
     fewer = [replace(one, request=replace(one.request, num_choices=ask.keep)) for one in prepared]
-    return Selected(prepared=fewer, choices=shown, votes=tuple(votes))
+    return SelectedChoices(prepared=fewer, choices=shown, votes=tuple(votes))
 
 
 def _without_logprobs(choice: TextDelta) -> TextDelta:
     return choice._replace(tokens=tuple(token._replace(logprob=None, top_logprobs=()) for token in choice.tokens))
 
 
-def renumbered(ask: SelectionAsk | None, by_first_choice: Mapping[int, _R]) -> dict[int, _R]:
+def renumbered(ask: ChoiceSelection | None, by_first_choice: Mapping[int, _R]) -> dict[int, _R]:
     """What is known of prompts by the index of their first choice, for the choices that are shown."""
     if ask is None:
         return dict(by_first_choice)

@@ -1,7 +1,7 @@
 """From dispatch's tokens to a client's text: detokenize, look for stop strings, count, measure.
 
 `RequestText` is the text of one request, without I/O. `read_text` gives the answers of one client call to a
-`TextReader`, in whatever turn brings their tokens. Cancelling it cancels the requests.
+`TextSink`, in whatever turn brings their tokens. Cancelling it cancels the requests.
 """
 
 import asyncio
@@ -10,8 +10,8 @@ from contextlib import ExitStack
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
-from router.api.answer.choice_text import ChoiceText, Remainder, TextDelta
-from router.api.request.client_request import Prepared
+from router.api.answer.choice_text import ChoiceText, ResumeFilter, TextDelta
+from router.api.request.client_request import PreparedRequest
 from router.api.request_meter import RequestMeter
 from router.text.tokenizer import Tokenizer
 from router.types.requests import ChoiceDelta, Generator
@@ -28,7 +28,7 @@ class RequestText:
     def __init__(
         self,
         generator: Generator,
-        prepared: Prepared,
+        prepared: PreparedRequest,
         tokenizer: Tokenizer,
         meter: RequestMeter,
         first_index: int = 0,
@@ -39,7 +39,7 @@ class RequestText:
         self._request_id = request.request_id
         self._first_index = first_index
         self._choices = [ChoiceText(first_index + i, prepared, tokenizer) for i in range(request.num_choices)]
-        self._remainders = [Remainder(has) for has in prepared.has]
+        self._remainders = [ResumeFilter(has) for has in prepared.has]
         self._meter = meter
 
     def feed(self, delta: ChoiceDelta, *, num_measured: int = 0) -> TextDelta | None:
@@ -56,7 +56,7 @@ class RequestText:
         if shown is None:
             return None
         if self._remainders:
-            shown = self._remainders[index].of(shown)
+            shown = self._remainders[index].unseen(shown)
         self._meter.tokens(index, len(shown.tokens) - num_measured)
         if shown.finish is not None:
             self._meter.choice_finished(index, shown.finish)
@@ -71,10 +71,10 @@ class RequestText:
         self._meter.succeeded()
 
 
-class TextReader(Protocol):
+class TextSink(Protocol):
     """Takes a client call's text where it arrives; see `router.types.requests.DeltaSink`."""
 
-    def take(self, delta: TextDelta) -> bool:
+    def on_delta(self, delta: TextDelta) -> bool:
         """The next delta; whether nothing more should come before `ready`."""
         ...
 
@@ -83,13 +83,13 @@ class TextReader(Protocol):
         ...
 
 
-class _AlongReader:
+class _StreamingReader:
     """A `Reader` that shows each delta's text at once."""
 
-    def __init__(self, text: RequestText, show: TextReader, meter: RequestMeter | None = None) -> None:
+    def __init__(self, text: RequestText, show: TextSink, meter: RequestMeter | None = None) -> None:
         """`meter`: hears when the first tokens were shown."""
         self._feed = text.feed
-        self._show = show.take
+        self._show = show.on_delta
         self._unshown = meter
         self.ready = show.ready
 
@@ -104,10 +104,10 @@ class _AlongReader:
         return is_enough
 
 
-class _EndReader:
+class _BufferingReader:
     """A `Reader` that nobody reads along with, of a request whose text ends no choice: many tokens at a time."""
 
-    def __init__(self, text: RequestText, meter: RequestMeter, show: TextReader, num_choices: int) -> None:
+    def __init__(self, text: RequestText, meter: RequestMeter, show: TextSink, num_choices: int) -> None:
         self._text = text
         self._meter = meter
         self._show = show
@@ -118,7 +118,7 @@ class _EndReader:
 
     def on_delta(self, delta: ChoiceDelta) -> bool:
         if delta.reading is not None:
-            return _AlongReader(self._text, self._show).on_delta(delta)
+            return _StreamingReader(self._text, self._show).on_delta(delta)
         index, held = delta.choice_index, self._held[delta.choice_index]
         whole = delta._replace(tokens=(*held, *delta.tokens)) if held else delta
         if delta.finish is None:
@@ -129,22 +129,22 @@ class _EndReader:
         measured = len(held) if delta.finish is not None else len(whole.tokens)
         held.clear()
         shown = self._text.feed(whole, num_measured=measured)
-        return shown is not None and self._show.take(shown)
+        return shown is not None and self._show.on_delta(shown)
 
 
 async def read_text(
     generator: Generator,
-    prepared: Sequence[Prepared],
+    prepared: Sequence[PreparedRequest],
     tokenizer: Tokenizer,
-    new_meter: Callable[[Prepared], RequestMeter],
-    show: TextReader,
+    new_meter: Callable[[PreparedRequest], RequestMeter],
+    show: TextSink,
 ) -> None:
     """Show the answers to the requests of one client call. The first error ends all of them.
 
     Each as it comes if its request `reads_along`, else each choice in large parts.
     """
     firsts = accumulate((one.request.num_choices for one in prepared), initial=0)
-    showings = [_Showing(one, first, show) for one, first in zip(prepared, firsts, strict=False)]
+    showings = [_PromptStream(one, first, show) for one, first in zip(prepared, firsts, strict=False)]
     if len(showings) == 1:
         await _read(generator, tokenizer, new_meter(prepared[0]), showings[0])
         return
@@ -166,26 +166,28 @@ async def read_text(
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class _Showing(NamedTuple):
+class _PromptStream(NamedTuple):
     """One request of a call, and how it is shown."""
 
-    prepared: Prepared
+    prepared: PreparedRequest
     first_index: int
-    show: TextReader
+    show: TextSink
 
 
 async def _read(
     generator: Generator,
     tokenizer: Tokenizer,
     meter: RequestMeter,
-    showing: _Showing,
+    showing: _PromptStream,
     refusal: ServingError | None = None,
 ) -> None:
     """`refusal`: of the whole call, which each of its requests counts."""
     request, show = showing.prepared.request, showing.show
     text = RequestText(generator, showing.prepared, tokenizer, meter, showing.first_index)
     reader = (
-        _AlongReader(text, show, meter) if request.reads_along else _EndReader(text, meter, show, request.num_choices)
+        _StreamingReader(text, show, meter)
+        if request.reads_along
+        else _BufferingReader(text, meter, show, request.num_choices)
     )
     with meter:
         if refusal is not None:

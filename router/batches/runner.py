@@ -18,10 +18,10 @@ from typing import Any, NamedTuple, Self
 
 from router.batches.files.lines import answered, input_error, not_run, read_line
 from router.batches.files.store import BatchStore, Results
-from router.batches.files.types import Batch, BatchStatus
+from router.batches.files.types import BatchStatus, StoredBatch
 from tandem.errors import InvalidRequest, ServingError
 
-Answering = Callable[[str, str, dict[str, Any]], Awaitable[tuple[int, bytes]]]
+AnswerRequest = Callable[[str, str, dict[str, Any]], Awaitable[tuple[int, bytes]]]
 """Takes a tenant, an endpoint and a body; the status and the body of the answer, or of what is wrong with the request.
 Raises ServingError when the same request may be answered later."""
 _LOOK_S = 1.0
@@ -65,7 +65,7 @@ class BatchRunner:
     def __init__(
         self,
         store: BatchStore,
-        answer: Answering,
+        answer: AnswerRequest,
         has_room: Callable[[], bool],
         bounds: RunnerBounds,
         now: Callable[[], float] = time.time,
@@ -117,7 +117,7 @@ class BatchRunner:
                 _log.exception("the folder of batches cannot be read")
             await self._pause(_LOOK_S)
 
-    def _look(self, at_work: Mapping[str, str]) -> list[Batch]:
+    def _look(self, at_work: Mapping[str, str]) -> list[StoredBatch]:
         """What is to be begun, beside what is `at_work`."""
         now_s = self._now()
         if now_s - self._swept_s >= _SWEEP_S:
@@ -125,7 +125,7 @@ class BatchRunner:
             self._store.sweep(now_s)
         return startable(self._store.live(), at_work, lambda batch: self.end_of(batch) is not None)
 
-    def end_of(self, batch: Batch) -> BatchStatus | None:
+    def end_of(self, batch: StoredBatch) -> BatchStatus | None:
         """What becomes of it though it has not all its results; None: it goes on."""
         if self._store.is_cancelled(batch):
             return BatchStatus.CANCELLED
@@ -137,7 +137,7 @@ class BatchRunner:
             async with asyncio.timeout(seconds):
                 await self._woken.wait()
 
-    async def _keep(self, batch: Batch) -> None:
+    async def _keep(self, batch: StoredBatch) -> None:
         try:
             await self._work(batch)
         except OSError:
@@ -146,7 +146,7 @@ class BatchRunner:
         finally:
             del self._at_work[batch.id]
 
-    async def _work(self, batch: Batch) -> None:
+    async def _work(self, batch: StoredBatch) -> None:
         if batch.status is not BatchStatus.FINALIZING:
             ended = await self._answer_all(batch)
             if ended is None:
@@ -157,7 +157,7 @@ class BatchRunner:
         batch = batch.moved(end, self._now(), output_file_id=output, error_file_id=errors)
         self._store.save(batch)
 
-    async def _answer_all(self, batch: Batch) -> Batch | None:
+    async def _answer_all(self, batch: StoredBatch) -> StoredBatch | None:
         """The batch when it has all its results; None when it has failed."""
         try:
             path, lines = await asyncio.to_thread(self._read, batch)
@@ -175,7 +175,7 @@ class BatchRunner:
         self._store.save(batch)
         return batch
 
-    def _read(self, batch: Batch) -> tuple[Path, list[_Place]]:
+    def _read(self, batch: StoredBatch) -> tuple[Path, list[_Place]]:
         """The input, and where each of its lines is. Raises _BadInput."""
         lines: list[_Place] = []
         errors = []
@@ -218,7 +218,7 @@ class _Progress:
     """One batch under way."""
 
     def __init__(
-        self, runner: BatchRunner, batch: Batch, path: Path, lines: Sequence[_Place], results: Results
+        self, runner: BatchRunner, batch: StoredBatch, path: Path, lines: Sequence[_Place], results: Results
     ) -> None:
         self._runner = runner
         self._batch = batch
@@ -316,12 +316,14 @@ class _Progress:
             await asyncio.sleep(pause_s)
 
 
-def _counted(batch: Batch, results: Results) -> Batch:
+def _counted(batch: StoredBatch, results: Results) -> StoredBatch:
     failed = len(results.failed)
     return replace(batch, completed=len(results.done) - failed, failed=failed)
 
 
-def startable(live: Iterable[Batch], at_work: Mapping[str, str], is_over: Callable[[Batch], bool]) -> list[Batch]:
+def startable(
+    live: Iterable[StoredBatch], at_work: Mapping[str, str], is_over: Callable[[StoredBatch], bool]
+) -> list[StoredBatch]:
     """Of those that have not ended, the oldest first, what may be begun beside what is `at_work`, tenant by id. What
     `is_over` is only told so, and need not wait."""
     num_all, of_tenant = len(at_work), Counter(at_work.values())

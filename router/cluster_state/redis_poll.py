@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from router.cluster_state.log_follower import ClusterStateCounts
 from router.cluster_state.worker_directory import MAX_ADDRESSES, RedisDirectory
-from router.tenants.shared_rate_limits import SharedLimits
+from router.tenants.shared_rate_limits import SharedRateLimits
 from router.workers.log_positions import LogPositions
 from router.workers.peer_load import PeerLoads
 from tandem.cluster_state.entries import (
@@ -132,7 +132,7 @@ class LoadExchange:
         *,
         router: Incarnation,
         peers: PeerLoads,
-        limits: SharedLimits,
+        limits: SharedRateLimits,
         wall_clock: Callable[[], float],
     ) -> None:
         self._link = link
@@ -183,7 +183,7 @@ class LoadExchange:
             return False
         is_news = self._peers.heard(load, now_s)
         if is_news:
-            self._limits.heard(load.router, load.tallies)
+            self._limits.apply_remote(load.router, load.tallies)
         return is_news
 
     async def leave(self) -> None:

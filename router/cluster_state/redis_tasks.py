@@ -15,7 +15,7 @@ from typing import Self
 from router.cluster_state.log_follower import CacheLogFollower, ClusterStateCounts
 from router.cluster_state.redis_poll import EntryReader, LoadExchange, RegistryPoll
 from router.cluster_state.worker_directory import KnownAddresses, RedisDirectory
-from router.tenants.shared_rate_limits import SharedLimits
+from router.tenants.shared_rate_limits import SharedRateLimits
 from router.workers.log_positions import LogPositions
 from router.workers.peer_load import PeerLoads
 from router.workers.registry import WorkerRegistry
@@ -44,7 +44,7 @@ class RouterClusterState:
         secret: bytes,
         router: Incarnation,
         registry: WorkerRegistry,
-        limits: SharedLimits,
+        limits: SharedRateLimits,
         stated: frozenset[WorkerAddress],
     ) -> None:
         """`stated`: workers that the configuration names. Raises ConfigError when redis is not installed."""

@@ -3,16 +3,16 @@
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from router.api.answer.call_reader import CALLED, AnswerReader, CallPiece, Piece, ReasoningPiece, reader_of
-from router.api.answer.choice_text import TextDelta, WholeText
+from router.api.answer.call_reader import CALLED, AnswerParser, CallPiece, Piece, ReasoningPiece, new_answer_parser
+from router.api.answer.choice_text import TextCollector, TextDelta
 from router.api.answer.stream_cursor import StreamCursor
-from router.api.answer.usage import Usage
-from router.api.request.choice_selection import SelectionAsk, Vote
-from router.api.request.client_request import Prepared
+from router.api.answer.usage import CallUsage
+from router.api.request.choice_selection import ChoiceSelection, VoteResult
+from router.api.request.client_request import PreparedRequest
 from router.api.selected_choices import select
 from router.grpc.answer_writer import AnswerWriter
-from router.grpc.prompt_logprobs import prompt_responses
 from router.sandbox.pattern_search import PatternSearch
+from router.types.prompt_scoring import ScoredPrompt
 from tandem.protocol import wire
 from tandem.v1 import common_pb2 as common
 from tandem.v1 import inference_pb2 as pb
@@ -24,14 +24,14 @@ _VALUES_PER_MESSAGE = 2048
 class AnswerMessages:
     """Makes them; the deltas of a choice come in order."""
 
-    def __init__(self, prepared: Prepared, *, name: str) -> None:
+    def __init__(self, prepared: PreparedRequest, *, name: str) -> None:
         """`name`: the client's own of the answer; empty: the request's id."""
         request = prepared.request
         self._name = name or request.request_id
         self._prompt = request.prompt_token_ids
-        self._readers: list[AnswerReader] = []
+        self._readers: list[AnswerParser] = []
         if prepared.calling is not None or prepared.reasoning is not None:
-            self._readers = [reader_of(prepared, i) for i in range(request.num_choices)]
+            self._readers = [new_answer_parser(prepared, i) for i in range(request.num_choices)]
 
     def scores(self, delta: TextDelta) -> list[Callable[[], pb.GenerateResponse]]:
         """Of the prompt; none where nothing was read of it."""
@@ -49,7 +49,7 @@ class AnswerMessages:
         if reader is None:
             response.text = delta.text
         else:
-            _put_pieces(response, reader.read(delta))
+            _add_pieces(response, reader.read(delta))
         if delta.finish is not None:
             reason = delta.finish.reason
             is_called = reader is not None and reader.finish(reason) == CALLED
@@ -57,7 +57,7 @@ class AnswerMessages:
         return response
 
 
-def _put_pieces(response: pb.GenerateResponse, pieces: Sequence[Piece]) -> None:
+def _add_pieces(response: pb.GenerateResponse, pieces: Sequence[Piece]) -> None:
     """An entry for each call."""
     for piece in pieces:
         if isinstance(piece, ReasoningPiece):
@@ -74,7 +74,7 @@ def _put_pieces(response: pb.GenerateResponse, pieces: Sequence[Piece]) -> None:
         calls[-1].arguments += piece.arguments
 
 
-def usage_message(usage: Usage) -> pb.Usage:
+def usage_message(usage: CallUsage) -> pb.Usage:
     """Of a whole call."""
     return pb.Usage(
         prompt_tokens=usage.prompt_tokens,
@@ -85,23 +85,23 @@ def usage_message(usage: Usage) -> pb.Usage:
     )
 
 
-class AnswerStream:
-    """A `TextReader` that writes responses as text comes."""
+class GrpcAnswerStream:
+    """A `TextSink` that writes responses as text comes."""
 
-    def __init__(self, messages: AnswerMessages, cursor: StreamCursor, writer: AnswerWriter, usage: Usage) -> None:
+    def __init__(self, messages: AnswerMessages, cursor: StreamCursor, writer: AnswerWriter, usage: CallUsage) -> None:
         self._messages = messages
         self._cursor = cursor
         self._usage = usage
         self._writer = writer
         self.ready = writer.flush
 
-    def take(self, delta: TextDelta) -> bool:
-        """See TextReader."""
+    def on_delta(self, delta: TextDelta) -> bool:
+        """See TextSink."""
         if delta.reading is not None:
-            return any([self._writer.put(part) for part in self._messages.scores(delta)])
+            return any([self._writer.enqueue(part) for part in self._messages.scores(delta)])
         self._usage.add(delta)
         response = self._response(delta)
-        return response is not None and self._writer.put(response)
+        return response is not None and self._writer.enqueue(response)
 
     def _response(self, delta: TextDelta) -> pb.GenerateResponse | None:
         """None when the client has all of it: a stream that is continued comes again from its beginning."""
@@ -120,17 +120,17 @@ class AnswerStream:
         return response
 
 
-class WholeAnswer(WholeText):
-    """A `TextReader` of what is known at the end alone: a selection, the beams of a search."""
+class CollectedAnswer(TextCollector):
+    """A `TextSink` of what is known at the end alone: a selection, the beams of a search."""
 
     async def write(
         self,
-        prepared: Prepared,
+        prepared: PreparedRequest,
         name: str,
-        ask: SelectionAsk | None,
+        ask: ChoiceSelection | None,
         patterns: PatternSearch,
         writer: AnswerWriter,
-        usage: Usage,
+        usage: CallUsage,
     ) -> None:
         """What is told of it. Raises InvalidRequest for a pattern that takes too long, and as the writer."""
         choices = self.choices()
@@ -140,14 +140,14 @@ class WholeAnswer(WholeText):
         messages = AnswerMessages(selected.prepared[0], name=name)
         readings = [TextDelta(0, reading=reading) for reading in self.readings.values()]
         for make in (make for delta in readings for make in messages.scores(delta)):
-            if writer.put(make):
+            if writer.enqueue(make):
                 await writer.flush()
         for number, choice in enumerate(selected.choices):
             vote = _vote(selected.votes[number], ask) if ask is not None and selected.votes else None
             is_last = number == len(selected.choices) - 1
             for part in _parts(choice):
                 ends = usage if is_last and part.finish is not None else None
-                if writer.put(partial(_whole_response, messages, part, vote, ends)):
+                if writer.enqueue(partial(_whole_response, messages, part, vote, ends)):
                     await writer.flush()
 
 
@@ -165,7 +165,7 @@ def _parts(choice: TextDelta) -> Iterator[TextDelta]:
 
 
 def _whole_response(
-    messages: AnswerMessages, part: TextDelta, vote: pb.Vote | None, usage: Usage | None
+    messages: AnswerMessages, part: TextDelta, vote: pb.Vote | None, usage: CallUsage | None
 ) -> pb.GenerateResponse:
     """`vote` and `usage`: where a choice and the answer end."""
     response = messages.response(part)
@@ -176,5 +176,33 @@ def _whole_response(
     return response
 
 
-def _vote(vote: Vote, ask: SelectionAsk) -> pb.Vote:
+def _vote(vote: VoteResult, ask: ChoiceSelection) -> pb.Vote:
     return pb.Vote(answer=vote.answer, votes=vote.num_votes, of=ask.candidates)
+
+
+def prompt_responses(
+    request_id: str, prompt: Sequence[int], reading: ScoredPrompt
+) -> list[Callable[[], pb.GenerateResponse]]:
+    """Each makes one response when it is about to be sent."""
+    step = max(1, _VALUES_PER_MESSAGE // (1 + reading.num_top))
+    return [
+        partial(_response, request_id, prompt, reading, begin, min(begin + step, len(reading)))
+        for begin in range(0, len(reading), step)
+    ]
+
+
+def _response(
+    request_id: str, prompt: Sequence[int], reading: ScoredPrompt, begin: int, end: int
+) -> pb.GenerateResponse:
+    return pb.GenerateResponse(
+        id=request_id, prompt_logprobs=[_place(prompt[i + 1], reading, i) for i in range(begin, end)]
+    )
+
+
+def _place(own: int, reading: ScoredPrompt, index: int) -> pb.PromptLogprobs:
+    return pb.PromptLogprobs(
+        token_id=own,
+        logprob=reading.logprobs[index],
+        rank=reading.ranks[index],
+        top=[common.TokenLogprob(token_id=token_id, logprob=value) for token_id, value in reading.top(index)],
+    )

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Any, Self
 
-from router.api.slow_client import taken_in_time
+from router.api.slow_client import within_write_timeout
 
 _MOST_UNSENT = 16
 """Messages beyond which a client counts as slow; gRPC holds some 64 KiB more."""
@@ -35,19 +35,19 @@ class AnswerWriter:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    def put(self, message: Any) -> bool:
+    def enqueue(self, message: Any) -> bool:
         """The next message, or what makes it, without waiting; whether `flush` should be awaited before more."""
         self._unsent.append(message)
         self._arrived.set()
         return len(self._unsent) >= _MOST_UNSENT
 
     async def flush(self) -> None:
-        """Return when all has been sent. Raises SlowReader, or what sending raised."""
+        """Return when all has been sent. Raises SlowClient, or what sending raised."""
         while self._unsent:
             if self._task is not None and self._task.done():
                 self._task.result()
             self._moved.clear()
-            await taken_in_time(self._moved.wait(), self._timeout_s)
+            await within_write_timeout(self._moved.wait(), self._timeout_s)
 
     async def _send(self) -> None:
         while True:

@@ -2,14 +2,14 @@
 
 from collections.abc import Awaitable, Callable
 
-from router.api.answer.choice_text import WholeText
+from router.api.answer.choice_text import TextCollector
 from router.api.frontend import Frontend
-from router.api.named_cache_prompts import NamedPrompts
-from router.api.request.client_request import Prepared
+from router.api.named_cache_prompts import NamedCacheService
+from router.api.request.client_request import PreparedRequest
 from router.api.request.named_caches import DEFAULT_TTL_S, MAX_DISPLAY_NAME_CHARS, NamedCache
-from router.api.text_stream import TextReader
+from router.api.text_stream import TextSink
 from router.grpc.client_request import model_of
-from router.grpc.conversation import check_unmarked, messages_of
+from router.grpc.conversation import check_no_breakpoints, messages_of
 from tandem.errors import InvalidRequest
 from tandem.v1 import inference_pb2 as pb
 
@@ -22,8 +22,8 @@ class CachedContentCalls:
     def __init__(
         self,
         frontend: Frontend,
-        named: NamedPrompts | None,
-        read: Callable[[Prepared, TextReader], Awaitable[None]],
+        named: NamedCacheService | None,
+        read: Callable[[PreparedRequest, TextSink], Awaitable[None]],
     ) -> None:
         """`named`: None where nothing is kept by name. `read` has a request computed."""
         self._frontend = frontend
@@ -31,17 +31,17 @@ class CachedContentCalls:
         self._read = read
 
     async def create(self, tenant: str, request: pb.CreateCachedContentRequest) -> pb.CachedContent:
-        """Raises as `NamedPrompts.create`."""
+        """Raises as `NamedCacheService.create`."""
         named = self._named()
         self._frontend.check_model(model_of(request))
-        check_unmarked(request.chat)
+        check_no_breakpoints(request.chat)
         if not request.chat.messages:
             raise InvalidRequest("chat: at least one message", param="chat")
         if len(request.display_name) > MAX_DISPLAY_NAME_CHARS:
             raise InvalidRequest(f"{_DISPLAY_NAME}: at most {MAX_DISPLAY_NAME_CHARS} characters", param=_DISPLAY_NAME)
 
-        async def compute(prepared: Prepared) -> None:
-            await self._read(prepared, WholeText())
+        async def compute(prepared: PreparedRequest) -> None:
+            await self._read(prepared, TextCollector())
 
         cache = await named.create(
             tenant,
@@ -71,7 +71,7 @@ class CachedContentCalls:
         await self._named().remove(tenant, request.name)
         return pb.DeleteCachedContentResponse()
 
-    def _named(self) -> NamedPrompts:
+    def _named(self) -> NamedCacheService:
         if self._kept is None:
             raise InvalidRequest("cached_content: nothing is kept by name here", param="cached_content")
         return self._kept

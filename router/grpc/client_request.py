@@ -1,16 +1,20 @@
 """What a gRPC client asked for, as the frontend takes it. Whatever is absent means what it means over HTTP."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
-from router.access.api_keys import Caller
-from router.api.request.beam_search_options import beam_ask
-from router.api.request.choice_selection import SelectionAsk
-from router.api.request.client_request import ClientFields
-from router.api.request.prompt_scoring_options import read_ask
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from router.access.api_keys import ApiCaller
+from router.api.request.beam_search_options import parse_beam_search
+from router.api.request.choice_selection import ChoiceSelection
+from router.api.request.client_request import ClientRequest
+from router.api.request.prompt_scoring_options import parse_prompt_scoring
 from router.api.request.request_ids import check_request_id
-from router.api.selected_choices import logprobs_needed, selection_ask
-from router.grpc.conversation import check_belongings, template_options, tool_use
+from router.api.selected_choices import logprobs_needed, parse_selection
+from router.grpc.conversation import check_input_kind, template_options, tool_use
 from router.text.grammars.structured_output import Shape, StructuredOutput
 from router.types.prompt_scoring import PromptScoringRequest
 from router.types.requests import BeamSearchParams
@@ -33,18 +37,18 @@ def client_fields(
     request: pb.GenerateRequest,
     context: Any,
     *,
-    caller: Caller,
+    caller: ApiCaller,
     seen: StreamPosition | None,
-    selection: SelectionAsk | None = None,
-) -> ClientFields:
+    selection: ChoiceSelection | None = None,
+) -> ClientRequest:
     """All but the prompt. Raises InvalidRequest."""
     sampling = request.sampling
     if request.HasField("request_id"):
         check_request_id(request.request_id, "request_id")
-    check_belongings(request)
+    check_input_kind(request)
     max_tokens = sampling.max_tokens if sampling.HasField("max_tokens") else None
     reads, beams, asked = _reads(request, max_tokens), _beams(request), wire.sampling_from_pb(sampling)
-    return ClientFields(
+    return ClientRequest(
         sampling=replace(asked, num_logprobs=logprobs_needed(selection, asked.num_logprobs)),
         max_tokens=1 if reads is not None and reads.only else max_tokens,
         seed=sampling.seed if sampling.HasField("seed") else None,
@@ -73,11 +77,11 @@ def client_fields(
     )
 
 
-def selection_of(request: pb.GenerateRequest) -> SelectionAsk | None:
+def selection_of(request: pb.GenerateRequest) -> ChoiceSelection | None:
     """Which choices are told, if more are generated. Of a beam search it knows them itself. Raises InvalidRequest."""
     if request.use_beam_search:
         return None
-    return selection_ask(
+    return parse_selection(
         n=_num(request, "n"),
         best_of=_num(request, "best_of"),
         vote=request.vote,
@@ -90,7 +94,7 @@ def selection_of(request: pb.GenerateRequest) -> SelectionAsk | None:
 def _beams(request: pb.GenerateRequest) -> BeamSearchParams | None:
     if request.early_stopping not in _EARLY:
         raise InvalidRequest("early_stopping: false, true or never", param="early_stopping")
-    return beam_ask(
+    return parse_beam_search(
         wanted=request.use_beam_search,
         width=request.best_of or request.n or 1,
         length_penalty=request.length_penalty if request.HasField("length_penalty") else None,
@@ -134,7 +138,9 @@ def _reads(request: pb.GenerateRequest, max_tokens: int | None) -> PromptScoring
         return None
     if _can_be_continued(request):
         raise InvalidRequest("prompt_logprobs: not of a stream that can be continued", param="prompt_logprobs")
-    return read_ask(prompt_logprobs=request.prompt_logprobs, streams=False, max_tokens=max_tokens, echo=False)
+    return parse_prompt_scoring(
+        prompt_logprobs=request.prompt_logprobs, streams=False, max_tokens=max_tokens, echo=False
+    )
 
 
 def _or_true(request: pb.GenerateRequest | pb.TokenizeRequest, name: str) -> bool:
@@ -158,3 +164,33 @@ def trace_of(context: Any) -> TraceContext | None:
     sent = context.invocation_metadata() or ()
     parents = [value for key, value in sent if key == "traceparent"]
     return context_from_headers(parents, [value for key, value in sent if key == "tracestate"])
+
+
+def check_known(request: Message) -> None:
+    """Raises InvalidRequest that names the first unknown field."""
+    # In one go and without Python's doing: a conversation has thousands of messages.
+    known = type(request)()
+    known.CopyFrom(request)
+    known.DiscardUnknownFields()
+    if known.ByteSize() == request.ByteSize():
+        return
+    place = next(_unknown(request, ()))
+    raise InvalidRequest(f"{'.'.join(place)}: unknown field", param=place[0])
+
+
+def _unknown(message: Message, place: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    unknown: Any = UnknownFieldSet(message)  # its stubs do not say that it is a sequence
+    for found in unknown:
+        yield *place, str(found.field_number)
+    for field, value in message.ListFields():
+        for inner in _messages(field, value):
+            yield from _unknown(inner, (*place, field.name))
+
+
+def _messages(field: Any, value: Any) -> list[Any]:
+    if field.type != field.TYPE_MESSAGE:
+        return []
+    if isinstance(value, Message):
+        return [value]
+    found = value.values() if hasattr(value, "values") else value
+    return [one for one in found if isinstance(one, Message)]

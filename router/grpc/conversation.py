@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from router.api.cache_breakpoints import DEFAULT_MARK_TTL, MARK_TTL_S, Mark, check_marks
+from router.api.cache_breakpoints import BREAKPOINT_TTL_S, DEFAULT_BREAKPOINT_TTL, CacheBreakpoint, check_breakpoints
 from router.api.request.strict_json import parse
 from router.text.conversation import Message, TemplateOptions
 from router.text.tools import MAX_TOOLS_CHARS, AssistantToolCall, ToolDefinition, ToolUse, use_of
@@ -19,7 +19,7 @@ _OF_CONVERSATIONS = (
 _OF_PROMPTS = ("add_special_tokens",)
 
 
-def check_belongings(request: pb.GenerateRequest) -> None:
+def check_input_kind(request: pb.GenerateRequest) -> None:
     """Raises InvalidRequest for what belongs to conversations and comes with a prompt, or the other way round."""
     is_chat = request.WhichOneof("input") == "chat"
     names, what = (_OF_PROMPTS, "prompt") if is_chat else (_OF_CONVERSATIONS, "conversation")
@@ -55,27 +55,29 @@ def _message(turn: pb.ChatMessage) -> Message:
     )
 
 
-def marks_of(request: pb.GenerateRequest) -> list[Mark]:
+def breakpoints_of(request: pb.GenerateRequest) -> list[CacheBreakpoint]:
     """Beginnings that are to stay cached. Raises InvalidRequest."""
     turns = enumerate(request.chat.messages, 1)
-    marks = [Mark(number, len(t.content), _ttl_s(t.cache_control)) for number, t in turns if t.HasField(_CONTROL)]
+    marks = [
+        CacheBreakpoint(number, len(t.content), _ttl_s(t.cache_control)) for number, t in turns if t.HasField(_CONTROL)
+    ]
     if marks and request.HasField("cached_content"):
         raise InvalidRequest(f"{_CONTROL}: not together with cached_content", param=_CONTROL)
-    check_marks(marks)
+    check_breakpoints(marks)
     return marks
 
 
-def check_unmarked(chat: pb.Chat) -> None:
+def check_no_breakpoints(chat: pb.Chat) -> None:
     """Raises InvalidRequest for a mark where none can be kept."""
     if any(turn.HasField(_CONTROL) for turn in chat.messages):
         raise InvalidRequest(f"{_CONTROL}: stands in what is generated from alone", param=_CONTROL)
 
 
 def _ttl_s(control: pb.CacheControl) -> float:
-    ttl = control.ttl if control.HasField("ttl") else DEFAULT_MARK_TTL
-    if ttl not in MARK_TTL_S:
-        raise InvalidRequest(f"{_CONTROL}: ttl is one of {', '.join(MARK_TTL_S)}", param=_CONTROL)
-    return MARK_TTL_S[ttl]
+    ttl = control.ttl if control.HasField("ttl") else DEFAULT_BREAKPOINT_TTL
+    if ttl not in BREAKPOINT_TTL_S:
+        raise InvalidRequest(f"{_CONTROL}: ttl is one of {', '.join(BREAKPOINT_TTL_S)}", param=_CONTROL)
+    return BREAKPOINT_TTL_S[ttl]
 
 
 def template_options(request: pb.GenerateRequest) -> TemplateOptions:

@@ -15,14 +15,16 @@ from urllib.parse import unquote
 
 import grpc
 import grpc.aio
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError
+from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
+from google.rpc.status_pb2 import Status
 
-from router.access.api_keys import ApiKeys, Caller
+from router.access.api_keys import ApiCaller, ApiKeyStore
 from router.access.audit_log import NO_AUDIT, AuditEntry, AuditLog, enter, leave
-from router.grpc.status_details import status_details
 from router.metrics.router_metrics import RouterMetrics
 from tandem.errors import DeadlineExceeded, InternalError, InvalidRequest, Overloaded, ServingError
-from tandem.rpc.status_details import DETAILS_KEY
+from tandem.rpc.status_details import DETAILS_KEY, DOMAIN
 from tandem.telemetry.logs import REQUEST_ID
 
 MAX_METADATA_BYTES = 32 << 10
@@ -36,6 +38,8 @@ MOST_CALLS = 16384
 """Under way at a time, of all clients: each has a task and buffers, tens of kilobytes of them."""
 _AGAIN_S = 1.0
 _UNKNOWN = "unknown"
+_MOST_DETAIL_CHARS = 1000
+"""Of a message: a client takes some kilobytes of metadata, and this stands there twice."""
 _log = logging.getLogger(__name__)
 _Reading = Callable[[bytes], Any]
 _Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
@@ -48,7 +52,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gr
     def __init__(
         self,
         metrics: RouterMetrics,
-        keys: ApiKeys,
+        keys: ApiKeyStore,
         audit: AuditLog = NO_AUDIT,
         *,
         message_timeout_s: float = MESSAGE_TIMEOUT_S,
@@ -161,12 +165,12 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gr
             _log.debug("%s: the client left before it was told of %s", entry.route, entry.status)
 
 
-def caller_of(context: Any, keys: ApiKeys) -> Caller:
+def caller_of(context: Any, keys: ApiKeyStore) -> ApiCaller:
     """Whom a call's metadata prove. Raises Unauthenticated."""
     return caller_by(context.invocation_metadata(), keys)
 
 
-def caller_by(metadata: Iterable[tuple[str, str | bytes]] | None, keys: ApiKeys) -> Caller:
+def caller_by(metadata: Iterable[tuple[str, str | bytes]] | None, keys: ApiKeyStore) -> ApiCaller:
     """Whom such metadata prove. Raises Unauthenticated."""
     sent: dict[str, str] = {}
     for key, value in metadata or ():
@@ -186,3 +190,18 @@ def _address(peer: str) -> str:
     """`10.0.0.1` of gRPC's `ipv4:10.0.0.1:4711`."""
     host = unquote(peer.partition(":")[2]).rpartition(":")[0]
     return host.strip("[]")
+
+
+def status_details(error: ServingError, code: int) -> bytes:
+    """`code`: the status's number. ErrorInfo always; the field that is wrong and the time to come back if known."""
+    message = error.message[:_MOST_DETAIL_CHARS]
+    status = Status(code=code, message=message)
+    status.details.add().Pack(ErrorInfo(reason=error.word().upper(), domain=DOMAIN))
+    if error.param is not None:
+        violation = BadRequest.FieldViolation(field=error.param, description=message)
+        status.details.add().Pack(BadRequest(field_violations=[violation]))
+    if error.retry_after_s is not None:
+        delay = Duration()
+        delay.FromNanoseconds(round(error.retry_after_s * 1e9))
+        status.details.add().Pack(RetryInfo(retry_delay=delay))
+    return bytes(status.SerializeToString())

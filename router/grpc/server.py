@@ -8,8 +8,8 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from router.access.access_control import Doorkeeper
-from router.access.tls import DoorTlsState
+from router.access.access_control import AccessControl
+from router.access.tls import ServerTlsState
 from router.api.frontend import Frontend
 from router.api.slow_client import WRITE_TIMEOUT_S
 from router.grpc.errors import MAX_METADATA_BYTES, StatusInterceptor
@@ -41,10 +41,10 @@ def build_server(
     *,
     shares_port: bool = False,
     write_timeout_s: float = WRITE_TIMEOUT_S,
-    keeper: Doorkeeper | None = None,
+    keeper: AccessControl | None = None,
 ) -> grpc.aio.Server:
     """A server of `tandem.v1.Inference` alone, bound to nothing yet."""
-    keeper = keeper or Doorkeeper(config)
+    keeper = keeper or AccessControl(config)
     keys = keeper.keys
     options = dict(cluster_grpc.SERVER_OPTIONS)
     options["grpc.max_receive_message_length"] = config.max_body_bytes
@@ -77,11 +77,11 @@ def _connection_options(config: RouterConfig, most: int) -> dict[str, int]:
     }
 
 
-class GrpcDoor:
+class GrpcServer:
     """Listens while entered. Health is NOT_SERVING until `set_serving(True)`, and again before the door closes."""
 
     def __init__(
-        self, server: grpc.aio.Server, *, host: str, port: int, grace_s: float = 30.0, tls: DoorTlsState | None = None
+        self, server: grpc.aio.Server, *, host: str, port: int, grace_s: float = 30.0, tls: ServerTlsState | None = None
     ) -> None:
         """`tls`: in the clear without it."""
         self._server = server

@@ -5,23 +5,24 @@ from typing import Any
 
 import orjson
 
-from router.access.api_keys import ApiKeys, Caller
+from router.access.api_keys import ApiCaller, ApiKeyStore
 from router.api.answer.stream_cursor import StreamCursor
 from router.api.answer.timing_report import SERVER_TIMING, TIMING, server_timing, timing_object
-from router.api.answer.usage import Usage
-from router.api.cache_breakpoints import prepare_marked
+from router.api.answer.usage import CallUsage
+from router.api.cache_breakpoints import prepare_with_breakpoints
 from router.api.embeddings import MAX_INPUTS, Embedder
 from router.api.frontend import Frontend
-from router.api.named_cache_prompts import NamedPrompts, prepare_named
-from router.api.request.client_request import ClientFields, Prepared
+from router.api.named_cache_prompts import NamedCacheService, prepare_named
+from router.api.request.client_request import ClientRequest, PreparedRequest
 from router.api.request_meter import RequestMeter
 from router.api.selected_choices import check_selection
 from router.api.slow_client import WRITE_TIMEOUT_S
-from router.api.text_stream import TextReader, read_text
-from router.grpc.answer_messages import AnswerMessages, AnswerStream, WholeAnswer
+from router.api.text_stream import TextSink, read_text
+from router.grpc.answer_messages import AnswerMessages, CollectedAnswer, GrpcAnswerStream
 from router.grpc.answer_writer import AnswerWriter
 from router.grpc.cached_contents import CachedContentCalls
 from router.grpc.client_request import (
+    check_known,
     client_fields,
     model_of,
     selection_of,
@@ -29,9 +30,8 @@ from router.grpc.client_request import (
     wants_bos,
     wants_generation_prompt,
 )
-from router.grpc.conversation import check_unmarked, marks_of, messages_of, tools_of
+from router.grpc.conversation import breakpoints_of, check_no_breakpoints, messages_of, tools_of
 from router.grpc.errors import caller_of
-from router.grpc.unknown_fields import check_known
 from router.metrics.router_metrics import RouterMetrics
 from router.sandbox.pattern_search import PatternSearch
 from router.text.tools import use_of
@@ -53,7 +53,7 @@ class InferenceService(InferenceServicer):
         self,
         frontend: Frontend,
         generator: Generator,
-        keys: ApiKeys,
+        keys: ApiKeyStore,
         metrics: RouterMetrics,
         *,
         write_timeout_s: float = WRITE_TIMEOUT_S,
@@ -63,7 +63,7 @@ class InferenceService(InferenceServicer):
         self._keys = keys
         self._metrics = metrics
         self._write_timeout_s = write_timeout_s
-        self._named = NamedPrompts.of(frontend)
+        self._named = NamedCacheService.from_frontend(frontend)
         self._patterns = PatternSearch()
         self._cached = CachedContentCalls(frontend, self._named, self._read)
         self._embedder = Embedder(frontend, generator, most_values=_MOST_NUMBERS)
@@ -80,26 +80,26 @@ class InferenceService(InferenceServicer):
         if cursor.has_all:
             return
         async with AnswerWriter(context.write, write_timeout_s=self._write_timeout_s) as writer:
-            usage = Usage([prepared], self._frontend.clock, self._metrics.usage.prices)
+            usage = CallUsage([prepared], self._frontend.clock, self._metrics.usage.prices)
             if fields.reads_along:
                 messages = AnswerMessages(prepared, name=request.request_id)
-                await self._read(prepared, AnswerStream(messages, cursor, writer, usage))
+                await self._read(prepared, GrpcAnswerStream(messages, cursor, writer, usage))
             else:
-                await self._read(prepared, whole := WholeAnswer())
+                await self._read(prepared, whole := CollectedAnswer())
                 await whole.write(prepared, request.request_id, ask, self._patterns, writer, usage)
             await writer.flush()
         context.set_trailing_metadata(_trailers(usage))
 
-    async def _read(self, prepared: Prepared, show: TextReader) -> None:
+    async def _read(self, prepared: PreparedRequest, show: TextSink) -> None:
         await read_text(self._generator, [prepared], self._frontend.tokenizer, self._meter, show)
 
-    def _meter(self, one: Prepared) -> RequestMeter:
-        return RequestMeter.of(one.request, self._metrics, self._frontend.clock)
+    def _meter(self, one: PreparedRequest) -> RequestMeter:
+        return RequestMeter.for_request(one.request, self._metrics, self._frontend.clock)
 
     async def Embed(self, request: pb.EmbedRequest, context: Any) -> pb.EmbedResponse:
         """One vector for each input."""
         caller = self._caller(request, context)
-        fields = ClientFields(
+        fields = ClientRequest(
             model=model_of(request),
             priority=request.priority,
             cache_salt=request.cache_salt if request.HasField("cache_salt") else None,
@@ -132,7 +132,7 @@ class InferenceService(InferenceServicer):
         self._frontend.check_model(model_of(request))
         prompts, kind = self._frontend.prompts, request.WhichOneof("input")
         if kind == "chat":
-            check_unmarked(request.chat)
+            check_no_breakpoints(request.chat)
             tools = use_of(tools_of(request.tools), "auto", None, True)
             begins_turn, messages = wants_generation_prompt(request), messages_of(request.chat)
             ids = await prompts.encode_chat(messages, add_generation_prompt=begins_turn, tools=tools)
@@ -187,7 +187,7 @@ class InferenceService(InferenceServicer):
         """The tenant whose request it is. Raises as `_caller`."""
         return self._caller(request, context).tenant
 
-    def _caller(self, request: Any, context: Any) -> Caller:
+    def _caller(self, request: Any, context: Any) -> ApiCaller:
         """Whose request it is. Raises InvalidRequest for what it asks in fields that are not known here."""
         caller = caller_of(context, self._keys)
         check_known(request)
@@ -198,12 +198,12 @@ class InferenceService(InferenceServicer):
         sent = request.last_stream_id
         return self._frontend.stream_ids.read(sent, param=_LAST_ID) if sent else None
 
-    async def _prepare(self, request: pb.GenerateRequest, fields: ClientFields) -> Prepared:
+    async def _prepare(self, request: pb.GenerateRequest, fields: ClientRequest) -> PreparedRequest:
         kind = request.WhichOneof("input")
         if kind == "chat":
-            messages, marks = messages_of(request.chat), marks_of(request)
+            messages, marks = messages_of(request.chat), breakpoints_of(request)
             if marks:
-                return await prepare_marked(self._frontend, messages, marks, fields)
+                return await prepare_with_breakpoints(self._frontend, messages, marks, fields)
             name = request.cached_content if request.HasField("cached_content") else None
             return await prepare_named(self._frontend, self._named, name, messages, fields)
         if kind == "prompt":
@@ -214,6 +214,6 @@ class InferenceService(InferenceServicer):
         raise InvalidRequest("input is missing: send prompt, prompt_token_ids or chat", param="input")
 
 
-def _trailers(usage: Usage) -> tuple[tuple[str, str], ...]:
+def _trailers(usage: CallUsage) -> tuple[tuple[str, str], ...]:
     """Where the time went; what HTTP tells those who ask for it."""
     return ((SERVER_TIMING, server_timing(usage)), (TIMING, orjson.dumps(timing_object(usage)).decode()))

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from router.access.api_keys import ApiKeys
+from router.access.api_keys import ApiKeyStore
 from router.admission.cluster_capacity import CapacityPolicy
 from router.admission.concurrency_limit import Admission
 from router.admission.continuations import Continuations
@@ -15,8 +15,8 @@ from router.metrics.admission import AdmissionMetrics
 from router.metrics.router_metrics import RouterMetrics
 from router.metrics.worker_health import HealthMetrics
 from router.placement.costs import CostModel
-from router.tenants.rate_limits import Limiter
-from router.tenants.shared_rate_limits import SharedLimits, tenant_tags
+from router.tenants.rate_limits import RateLimiter
+from router.tenants.shared_rate_limits import SharedRateLimits, tenant_tags
 from router.workers.registry import WorkerRegistry
 from tandem.config.cluster import ClusterConfig, RouterConfig
 
@@ -52,10 +52,10 @@ def hedging_settings(config: RouterConfig) -> HedgingSettings | None:
     return None if asked is None else HedgingSettings(quantile=asked.quantile, budget=asked.budget)
 
 
-def make_limits(config: RouterConfig, secret: bytes, clock: Callable[[], float]) -> SharedLimits:
+def make_limits(config: RouterConfig, secret: bytes, clock: Callable[[], float]) -> SharedRateLimits:
     """The accounts of all tenants that there are."""
-    limiter = Limiter(config.limits, clock=clock)
-    return SharedLimits(limiter, tenants=ApiKeys(config.api_keys).tenants, tag_of=tenant_tags(secret))
+    limiter = RateLimiter(config.limits, clock=clock)
+    return SharedRateLimits(limiter, tenants=ApiKeyStore(config.api_keys).tenants, tag_of=tenant_tags(secret))
 
 
 def make_gate(
@@ -64,7 +64,7 @@ def make_gate(
     admission: Admission,
     registry: WorkerRegistry,
     clock: Callable[[], float],
-    limiter: Limiter,
+    limiter: RateLimiter,
     metrics: RouterMetrics,
 ) -> AdmissionQueue:
     """The gate of one router; `admission`: that of `dispatcher`, whose places bound what runs.

@@ -14,13 +14,13 @@ from router.dispatch.admission_queue import AdmissionQueue
 from router.http.body.json_body import BodyBounds
 from router.http.openai.batches import BatchRoutes
 from router.http.openai.generation import GenerationRoutes
-from router.http.routing.internal_calls import InnerCalls
+from router.http.routing.internal_calls import InternalCalls
 from router.metrics.router_metrics import RouterMetrics
 from router.types.requests import Generator
 from tandem.config.cluster import RouterConfig
 
 
-class IdleRoom(Protocol):
+class IdleCapacity(Protocol):
     """What of admission matters here."""
 
     def has_idle_room(self) -> bool:
@@ -29,13 +29,13 @@ class IdleRoom(Protocol):
 
 
 def make_batches(
-    frontend: Frontend, generator: Generator, admission: IdleRoom, config: RouterConfig, metrics: RouterMetrics
+    frontend: Frontend, generator: Generator, admission: IdleCapacity, config: RouterConfig, metrics: RouterMetrics
 ) -> tuple[BatchRoutes, BatchRunner] | None:
     """Files and batches, if there is a folder for them; who runs what comes there is to be entered."""
     batches = config.batches
     if batches.path is None:
         return None
-    max_values = BodyBounds.of(config.max_body_bytes, frontend.model.max_model_len).max_values
+    max_values = BodyBounds.for_model(config.max_body_bytes, frontend.model.max_model_len).max_values
 
     def read(text: bytes) -> Any:
         check_num_values(text, max_values)
@@ -43,7 +43,7 @@ def make_batches(
 
     store = BatchStore(Path(batches.path), max_tenant_bytes=batches.max_tenant_bytes, keep_s=batches.keep_s)
     generation = GenerationRoutes(frontend, generator, metrics, max_body_bytes=config.max_body_bytes)
-    calls = InnerCalls(dict(zip(ENDPOINTS, (generation.chat, generation.completions), strict=True)))
+    calls = InternalCalls(dict(zip(ENDPOINTS, (generation.chat, generation.completions), strict=True)))
     bounds = RunnerBounds(
         max_concurrent=batches.max_concurrent,
         max_requests=batches.max_requests,

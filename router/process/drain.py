@@ -6,8 +6,8 @@ from enum import Enum
 
 from router.dispatch.admission_queue import AdmissionQueue
 from router.dispatch.dispatcher import Dispatcher
-from router.grpc.server import GrpcDoor
-from router.http.server.http_server import HttpDoor
+from router.grpc.server import GrpcServer
+from router.http.server.http_server import HttpServer
 from router.process.port_steering import steer_to_last
 
 _HAND_OVER_S = 1.0
@@ -16,7 +16,7 @@ _QUEUE_S = 0.1
 """For gRPC to take what is in its queue."""
 
 
-class Heirs(Enum):
+class PortTakeover(Enum):
     """Who has the doors when this process has left them."""
 
     NOBODY = "nobody"
@@ -30,25 +30,25 @@ class Heirs(Enum):
 
 async def drain(
     dispatcher: Dispatcher | AdmissionQueue,
-    http: HttpDoor,
-    rpc: GrpcDoor,
+    http: HttpServer,
+    rpc: GrpcServer,
     *,
     drain_s: float,
-    leaves_to: Heirs = Heirs.NOBODY,
+    leaves_to: PortTakeover = PortTakeover.NOBODY,
 ) -> None:
     """Refuse what is new at both doors, let what was accepted end, close both: all within one bound.
 
     The doors of a router that is alone listen until then, so that a client is told to go elsewhere rather than find
     nobody. Where others share them they have what is new at once, and who is connected has a moment to be served.
     """
-    ends_s, is_alone = time.monotonic() + drain_s, leaves_to is Heirs.NOBODY
+    ends_s, is_alone = time.monotonic() + drain_s, leaves_to is PortTakeover.NOBODY
     await rpc.set_serving(False)
     async with asyncio.TaskGroup() as closing:
         if not is_alone:
             await _steer(http, rpc, leaves_to)
             closing.create_task(rpc.stop(drain_s))
             # The other half is for those whose answers are long.
-            inherits = leaves_to is Heirs.SUCCESSOR
+            inherits = leaves_to is PortTakeover.SUCCESSOR
             await http.hand_over(idle_s=_HAND_OVER_S, most_s=drain_s / 2, is_inherited=inherits)
         await dispatcher.drain(most_s=max(0.0, ends_s - time.monotonic()))
         left_s = max(0.0, ends_s - time.monotonic())
@@ -57,11 +57,11 @@ async def drain(
             closing.create_task(rpc.stop(left_s))
 
 
-async def _steer(http: HttpDoor, rpc: GrpcDoor, leaves_to: Heirs) -> None:
+async def _steer(http: HttpServer, rpc: GrpcServer, leaves_to: PortTakeover) -> None:
     """Have the kernel bring what is new to the other listener, where there is one and it is the last."""
-    if leaves_to is Heirs.OTHERS:
+    if leaves_to is PortTakeover.OTHERS:
         return
     steer_to_last(rpc.port)
-    if leaves_to is Heirs.LAST_OF_TWO:
+    if leaves_to is PortTakeover.LAST_OF_TWO:
         steer_to_last(http.port)
     await asyncio.sleep(_QUEUE_S)

@@ -57,7 +57,7 @@ def handover_path(config: RouterConfig) -> Path | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Doors:
+class ListenAddresses:
     """Where a router listens."""
 
     host: str
@@ -65,7 +65,7 @@ class Doors:
     grpc_port: int
 
     @classmethod
-    def of(cls, config: RouterConfig) -> "Doors":
+    def from_config(cls, config: RouterConfig) -> "ListenAddresses":
         """As configured."""
         return cls(host=config.host, port=config.port, grpc_port=config.grpc_port)
 
@@ -74,7 +74,7 @@ class Doors:
         return json.dumps([self.host, self.port, self.grpc_port]).encode()
 
 
-class Predecessor:
+class RunningRouter:
     """Who has the doors until this process serves; close it in the end."""
 
     def __init__(self, path: Path, link: socket.socket, http: socket.socket) -> None:
@@ -84,7 +84,7 @@ class Predecessor:
         """The listening socket of the HTTP door."""
 
     @classmethod
-    def find(cls, config: RouterConfig) -> "Predecessor | None":
+    def connect(cls, config: RouterConfig) -> "RunningRouter | None":
         """None when nobody answers. Blocks.
 
         Raises ConfigError when the one who does has other doors, or may be somebody else's: requests and their keys
@@ -96,15 +96,17 @@ class Predecessor:
         if why := others_could_have_made(path):
             raise ConfigError(f"router.handover_socket: {why}")
         try:
-            link, told, http = _meet(path)
+            link, addresses_json, http = _meet(path)
         except OSError:
             return None
-        if told != Doors.of(config).as_json():
+        if addresses_json != ListenAddresses.from_config(config).as_json():
             http.close()
             link.close()
             if config.handover_socket is None:  # the name tells the port alone, and this is another address's
                 return None
-            raise ConfigError(f"router: the router that answers at {path} has other doors: {told.decode()}")
+            raise ConfigError(
+                f"router: the router that answers at {path} listens at other addresses: {addresses_json.decode()}"
+            )
         _log.info("the router that runs will hand its doors over")
         return cls(path, link, http)
 
@@ -127,12 +129,12 @@ class Predecessor:
         except (ConfigError, OSError, ValueError, TypeError):
             return None
 
-    def relieve(self) -> None:
+    def confirm_serving(self) -> None:
         """This process serves: the other one may go."""
         try:
             self._link.sendall(_SERVES)
         except OSError as error:
-            _log.warning("the router that ran cannot be told that this one serves, or has gone: %s", error)
+            _log.warning("cannot tell the previous router that this one serves (it may be gone): %s", error)
 
     def close(self) -> None:
         """The listening socket stays with whoever has taken it."""
@@ -150,16 +152,16 @@ def _meet(path: Path) -> tuple[socket.socket, bytes, socket.socket]:
         link.connect(str(path))
         if not answers_as_us(link):
             raise ConfigError(f"router.handover_socket: another user answers at {path}")
-        told, descriptors, _, _ = socket.recv_fds(link, _MAX_BYTES, 1)
-        if not told or not descriptors:
+        addresses_json, descriptors, _, _ = socket.recv_fds(link, _MAX_BYTES, 1)
+        if not addresses_json or not descriptors:
             raise ConnectionResetError(f"the router at {path} has closed the connection")
     except (ConfigError, OSError):
         link.close()
         raise
-    return link, told, socket.socket(fileno=descriptors[0])
+    return link, addresses_json, socket.socket(fileno=descriptors[0])
 
 
-class HandsOver:
+class ListenerHandover:
     """While entered, whoever is started with the same configuration gets the doors."""
 
     def __init__(
@@ -168,19 +170,19 @@ class HandsOver:
         http: Callable[[], socket.socket],
         *,
         reached: Callable[[], frozenset[str]],
-        relieved: Callable[[], None],
+        on_handed_over: Callable[[], None],
         succeeds: bool = False,
     ) -> None:
-        """`http`: the listening socket. `reached`: the workers that answer. `relieved` is called when a successor
+        """`http`: the listening socket. `reached`: the workers that answer. `on_handed_over` is called when a successor
         serves. `succeeds`: whoever is at the place now has handed its doors to this router.
         """
         self._path = handover_path(config)
-        self._doors = Doors.of(config)
+        self._addresses = ListenAddresses.from_config(config)
         self._http = http
         self._reached = reached
-        self._relieved = relieved
+        self._on_handed_over = on_handed_over
         self._succeeds = succeeds
-        self.is_relieved = False
+        self.is_handed_over = False
         """A successor serves."""
         self._listening: socket.socket | None = None
         self._inode: int | None = None
@@ -201,7 +203,7 @@ class HandsOver:
             _log.warning("a successor will not find this router: %s", error)
             return self
         self._accepting = asyncio.get_running_loop().create_task(self._accept(self._listening))
-        self._looking = asyncio.get_running_loop().create_task(self._look_after(self._path))
+        self._looking = asyncio.get_running_loop().create_task(self._watch_socket(self._path))
         return self
 
     async def __aexit__(
@@ -256,19 +258,19 @@ class HandsOver:
     async def _offer(self, link: socket.socket) -> None:
         with link, contextlib.suppress(OSError):
             link.setblocking(False)
-            socket.send_fds(link, [self._doors.as_json()], [self._http().fileno()])
+            socket.send_fds(link, [self._addresses.as_json()], [self._http().fileno()])
             loop = asyncio.get_running_loop()
-            while (asked := await loop.sock_recv(link, len(_REACHED))) == _REACHED:
+            while (question := await loop.sock_recv(link, len(_REACHED))) == _REACHED:
                 await loop.sock_sendall(link, json.dumps(sorted(self._reached())).encode() + b"\n")
-            if asked == _SERVES:
+            if question == _SERVES:
                 self._leave()
 
     def _leave(self) -> None:
         _log.info("a successor serves")
-        self.is_relieved = True
-        self._relieved()
+        self.is_handed_over = True
+        self._on_handed_over()
 
-    async def _look_after(self, path: Path) -> None:
+    async def _watch_socket(self, path: Path) -> None:
         """Until somebody else has the place: one that found our predecessor as we did has no link to tell us by."""
         while not await asyncio.to_thread(self._is_taken, path):  # noqa: ASYNC110 - no event tells of another process
             await asyncio.sleep(_LOOK_S)
@@ -279,22 +281,22 @@ class HandsOver:
         try:
             if self._is_there(path):
                 return False
-            link, told, http = _meet(path)
+            link, addresses_json, http = _meet(path)
         except (ConfigError, OSError):
             return False
         with link, http:
-            return told == self._doors.as_json()
+            return addresses_json == self._addresses.as_json()
 
     def _is_there(self, path: Path) -> bool:
         """Whether what this router listens at is still at the place."""
         return path.stat().st_ino == self._inode
 
 
-async def enough_joined(
+async def wait_for_workers(
     registry: WorkerRegistry,
     addresses: Callable[[], Mapping[WorkerKey, str]],
     lifetime: Lifetime,
-    predecessor: Predecessor | None,
+    predecessor: RunningRouter | None,
 ) -> bool:
     """Wait for a session with a decode worker and, for a bounded time, with every worker that the predecessor reaches;
     False when told to stop before. `addresses`: of every session that is up.

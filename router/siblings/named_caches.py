@@ -1,7 +1,8 @@
 """Named caches among router processes on one host, over sockets in the folder that only their user can enter.
 
 Whoever changes one tells each of the others before its client has the answer, so the client's next request finds it
-whichever process takes it. One that does not take it in time, because it hangs, is told again until it has, or is gone.
+whichever process takes it. One that does not take it in time, because it hangs, is told again until it has, or is
+gone.
 A process that begins listens first and then asks the others for all that they have: no change falls between.
 """
 
@@ -15,7 +16,7 @@ from typing import Any, Self
 import orjson
 
 from router.api.request.named_caches import NamedCache
-from router.api.request.shared_named_caches import NameNews, PinPlace, SharedNames
+from router.api.request.shared_named_caches import NamedCacheUpdate, PinLocation, SharedNamedCaches
 from router.text.conversation import Message
 from router.text.tools import AssistantToolCall
 from router.types.worker_view import WorkerKey
@@ -31,10 +32,10 @@ _MOST_BYTES = 64 << 20
 _log = logging.getLogger(__name__)
 
 
-class NamedSiblings:
+class NamedCacheExchange:
     """One process's place among them; an async context manager."""
 
-    def __init__(self, folder: Path, *, index: int, names: SharedNames) -> None:
+    def __init__(self, folder: Path, *, index: int, names: SharedNamedCaches) -> None:
         self._folder = folder
         self._path = folder / f"named-{index}.sock"
         self._names = names
@@ -42,7 +43,7 @@ class NamedSiblings:
         self._num_changes = 0
         self._owed: dict[Path, dict[tuple[str, str], int]] = {}
         """Names of which another process has not taken what became of them, with the number of the change; they are
-        told as they are by then."""
+        sent as they are by then."""
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -51,7 +52,7 @@ class NamedSiblings:
         self._server = await asyncio.start_unix_server(self._answer, self._path)
         self._path.chmod(0o600)
         await asyncio.gather(*map(self._learn, self._others()))
-        self._task = asyncio.create_task(self._tell_again())
+        self._task = asyncio.create_task(self._republish())
         return self
 
     async def __aexit__(
@@ -64,7 +65,7 @@ class NamedSiblings:
             self._server.close()
             self._path.unlink(missing_ok=True)
 
-    async def tell(self, tenant: str, name: str) -> None:
+    async def publish(self, tenant: str, name: str) -> None:
         """Return when the others have taken what became of it, or had their time."""
         self._num_changes += 1
         for path in self._others():
@@ -74,7 +75,7 @@ class NamedSiblings:
     def _others(self) -> list[Path]:
         return [path for path in sorted(self._folder.glob("named-*.sock")) if path != self._path]
 
-    async def _tell_again(self) -> None:
+    async def _republish(self) -> None:
         while True:
             await asyncio.sleep(_AGAIN_S)
             await asyncio.gather(*map(self._pay, tuple(self._owed)))
@@ -83,7 +84,7 @@ class NamedSiblings:
         owed = dict(self._owed.get(path, {}))
         if path not in self._others():
             self._owed.pop(path, None)  # it asks when it begins again
-        elif owed and await _exchange(path, [self._names.news(*name) for name in owed], ANSWER_S) is not None:
+        elif owed and await _exchange(path, [self._names.update_for(*name) for name in owed], ANSWER_S) is not None:
             self._paid(path, owed)
 
     def _paid(self, path: Path, taken: dict[tuple[str, str], int]) -> None:
@@ -94,86 +95,86 @@ class NamedSiblings:
             self._owed.pop(path, None)
 
     async def _learn(self, path: Path) -> None:
-        for news in await _exchange(path, [], _BEGIN_S) or ():
-            self._names.heard(news)
+        for update in await _exchange(path, [], _BEGIN_S) or ():
+            self._names.apply(update)
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """What is told is taken; who tells nothing is told everything."""
+        """Apply what the peer sends; a peer that sends nothing is sent everything."""
         try:
-            told = await _read(reader)
-            for news in told:
-                self._names.heard(news)
-            await _write(writer, [] if told else self._names.all_news())
+            updates = await _read(reader)
+            for update in updates:
+                self._names.apply(update)
+            await _write(writer, [] if updates else self._names.all_updates())
         except (OSError, asyncio.IncompleteReadError):
             pass  # it has ended
-        except _NoNews as error:
+        except _BadUpdate as error:
             _log.error("what another router process says of a named cache makes no sense: %s", error)
         finally:
             writer.close()
 
 
-class _NoNews(Exception):
+class _BadUpdate(Exception):
     """Bytes that say nothing of a named cache."""
 
 
-async def _exchange(path: Path, told: list[NameNews], most_s: float) -> list[NameNews] | None:
+async def _exchange(path: Path, updates: list[NamedCacheUpdate], most_s: float) -> list[NamedCacheUpdate] | None:
     """The answer; None when there is none in time."""
-    with contextlib.suppress(OSError, asyncio.IncompleteReadError, TimeoutError, _NoNews):
+    with contextlib.suppress(OSError, asyncio.IncompleteReadError, TimeoutError, _BadUpdate):
         async with asyncio.timeout(most_s):
             reader, writer = await asyncio.open_unix_connection(path)
             try:
-                await _write(writer, told)
+                await _write(writer, updates)
                 return await _read(reader)
             finally:
                 writer.close()
     return None
 
 
-async def _write(writer: asyncio.StreamWriter, told: list[NameNews]) -> None:
+async def _write(writer: asyncio.StreamWriter, updates: list[NamedCacheUpdate]) -> None:
     """Frame by frame; an empty one is the end."""
-    for news in told:
-        frame = _encoded(news)
+    for update in updates:
+        frame = _encoded(update)
         writer.write(len(frame).to_bytes(_SIZE_BYTES, "little") + frame)
         await writer.drain()
     writer.write(bytes(_SIZE_BYTES))
     await writer.drain()
 
 
-async def _read(reader: asyncio.StreamReader) -> list[NameNews]:
-    told = []
+async def _read(reader: asyncio.StreamReader) -> list[NamedCacheUpdate]:
+    updates = []
     while size := int.from_bytes(await reader.readexactly(_SIZE_BYTES), "little"):
         if size > _MOST_BYTES:
-            raise _NoNews(f"{size} bytes")
-        told.append(_decoded(await reader.readexactly(size)))
-    return told
+            raise _BadUpdate(f"{size} bytes")
+        updates.append(_decoded(await reader.readexactly(size)))
+    return updates
 
 
-def _encoded(news: NameNews) -> bytes:
-    pin = news.pin
+def _encoded(update: NamedCacheUpdate) -> bytes:
+    pin = update.pin
     place = None if pin is None else [*pin.worker, pin.num_tokens, pin.last_block.hex()]
-    return orjson.dumps({"tenant": news.tenant, "name": news.name, "cache": news.cache, "pin": place})
+    return orjson.dumps({"tenant": update.tenant, "name": update.name, "cache": update.cache, "pin": place})
 
 
-def _decoded(frame: bytes) -> NameNews:
+def _decoded(frame: bytes) -> NamedCacheUpdate:
     try:
-        said = orjson.loads(frame)
-        cache = None if said["cache"] is None else _cache(said["cache"])
-        return NameNews(tenant=said["tenant"], name=said["name"], cache=cache, pin=_place(said["pin"]))
+        fields = orjson.loads(frame)
+        cache = None if fields["cache"] is None else _cache(fields["cache"])
+        return NamedCacheUpdate(tenant=fields["tenant"], name=fields["name"], cache=cache, pin=_place(fields["pin"]))
     except (ValueError, TypeError, KeyError) as error:
-        raise _NoNews(str(error)) from None
+        raise _BadUpdate(str(error)) from None
 
 
-def _cache(said: dict[str, Any]) -> NamedCache:
+def _cache(fields: dict[str, Any]) -> NamedCache:
     messages = tuple(
         Message(**message | {"tool_calls": tuple(AssistantToolCall(**call) for call in message["tool_calls"])})
-        for message in said["messages"]
+        for message in fields["messages"]
     )
-    return NamedCache(**said | {"messages": messages, "token_ids": tuple(said["token_ids"])})
+    return NamedCache(**fields | {"messages": messages, "token_ids": tuple(fields["token_ids"])})
 
 
-def _place(said: list[Any] | None) -> PinPlace | None:
-    if said is None:
+def _place(fields: list[Any] | None) -> PinLocation | None:
+    if fields is None:
         return None
-    worker_id, incarnation, num_tokens, last_block = said
+    worker_id, incarnation, num_tokens, last_block = fields
     worker = WorkerKey(WorkerId(worker_id), Incarnation(incarnation))
-    return PinPlace(worker=worker, num_tokens=num_tokens, last_block=BlockHash(bytes.fromhex(last_block)))
+    return PinLocation(worker=worker, num_tokens=num_tokens, last_block=BlockHash(bytes.fromhex(last_block)))

@@ -16,7 +16,7 @@ from typing import Self
 
 from google.protobuf.message import DecodeError
 
-from router.tenants.shared_rate_limits import SharedLimits
+from router.tenants.shared_rate_limits import SharedRateLimits
 from tandem.cluster_state.entries import LOAD_BYTES, BadEntry, tallies_from_pb, tallies_to_pb
 from tandem.v1 import board_pb2 as pb
 from tandem.values.ids import Incarnation
@@ -30,10 +30,10 @@ _MOST_UNREAD = 4 * LOAD_BYTES
 _log = logging.getLogger(__name__)
 
 
-class SiblingLimits:
+class RateLimitExchange:
     """One process's place among them; an async context manager."""
 
-    def __init__(self, folder: Path, *, index: int, router: Incarnation, limits: SharedLimits) -> None:
+    def __init__(self, folder: Path, *, index: int, router: Incarnation, limits: SharedRateLimits) -> None:
         self._folder = folder
         self._path = folder / f"limits-{index}.sock"
         self._router = router
@@ -51,7 +51,7 @@ class SiblingLimits:
         self._path.unlink(missing_ok=True)  # of an earlier life
         self._server = await asyncio.start_unix_server(self._welcome, self._path)
         self._path.chmod(0o600)
-        self._tasks = [asyncio.create_task(self._tell()), asyncio.create_task(self._look())]
+        self._tasks = [asyncio.create_task(self._publish()), asyncio.create_task(self._find_siblings())]
         return self
 
     async def __aexit__(
@@ -72,12 +72,12 @@ class SiblingLimits:
         """Other processes that this one hears."""
         return len(self._routers)
 
-    async def _tell(self) -> None:
-        told = None
+    async def _publish(self) -> None:
+        published = None
         while True:
             tallies = self._limits.tallies()
-            if tallies != told:
-                told = tallies
+            if tallies != published:
+                published = tallies
                 self._sequence += 1
                 load = pb.BoardLoad(router=self._router, sequence=self._sequence, tallies=tallies_to_pb(tallies))
                 body = load.SerializeToString()
@@ -104,7 +104,7 @@ class SiblingLimits:
         else:
             writer.write(self._frame)
 
-    async def _look(self) -> None:
+    async def _find_siblings(self) -> None:
         while True:
             for path in self._folder.glob("limits-*.sock"):
                 if path != self._path and path not in self._heard:
@@ -121,7 +121,7 @@ class SiblingLimits:
         try:
             with contextlib.suppress(OSError, asyncio.IncompleteReadError):
                 while True:
-                    self._take(path, await _next_frame(reader))
+                    self._apply(path, await _next_frame(reader))
         except (BadEntry, DecodeError) as error:
             _log.error("%s does not make sense: %s", path.name, error)
         finally:
@@ -132,10 +132,10 @@ class SiblingLimits:
     def _ended(self, path: Path, _task: asyncio.Task[None]) -> None:
         self._heard.pop(path, None)
 
-    def _take(self, path: Path, frame: bytes) -> None:
+    def _apply(self, path: Path, frame: bytes) -> None:
         load = pb.BoardLoad.FromString(frame)
         self._routers[path] = router = Incarnation(load.router)
-        self._limits.heard(router, tallies_from_pb(load.tallies))
+        self._limits.apply_remote(router, tallies_from_pb(load.tallies))
 
 
 async def _next_frame(reader: asyncio.StreamReader) -> bytes:

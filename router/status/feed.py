@@ -16,7 +16,7 @@ from typing import Any, Self
 import orjson
 
 from router.status.snapshot.history import History
-from router.status.snapshot.merge import merged, seen_by
+from router.status.snapshot.merge import for_tenant, merged
 from router.status.snapshot.part import StatusSources, part_of, totals
 from tandem.errors import Overloaded, Unavailable
 
@@ -28,7 +28,7 @@ _FRESH_S = 0.5
 _log = logging.getLogger(__name__)
 
 
-class Listener:
+class StatusListener:
     """One who wants to see every status, as a tenant may."""
 
     def __init__(self, tenant: str) -> None:
@@ -37,7 +37,7 @@ class Listener:
         self._woken = asyncio.Event()
         self._closed = False
 
-    def give(self, status: bytes) -> None:
+    def publish(self, status: bytes) -> None:
         """One that it has not taken yet gives way."""
         self._newest = status
         self._woken.set()
@@ -74,7 +74,7 @@ class StatusFeed:
         self._history = History(clock=sources.clock, before=totals(sources))
         metrics = sources.metrics
         self._bounds = {"ttft": metrics.ttft.bounds, "itl": metrics.itl.bounds}
-        self._listeners: dict[Listener, None] = {}
+        self._listeners: dict[StatusListener, None] = {}
         """In the order in which they came."""
         self._made: tuple[float, dict[str, Any]] | None = None
         self._making = asyncio.Lock()
@@ -115,16 +115,16 @@ class StatusFeed:
     async def snapshot(self, tenant: str) -> bytes:
         """The status as JSON, with the tenant's own decisions. Raises Unavailable once closed."""
         self._check_open()
-        return orjson.dumps(seen_by(await self._status(), tenant))
+        return orjson.dumps(for_tenant(await self._status(), tenant))
 
     @contextmanager
-    def listening(self, tenant: str) -> Iterator[Listener]:
+    def listening(self, tenant: str) -> Iterator[StatusListener]:
         """One listener. Raises Overloaded when there are too many, Unavailable once closed."""
         self._check_open()
         if len(self._listeners) >= self._most and not self._make_room(tenant):
-            told = f"{self._most} listen to the status already; GET /status/snapshot is not bounded so"
-            raise Overloaded(told, retry_after_s=10.0)
-        listener = Listener(tenant)
+            message = f"{self._most} listen to the status already; GET /status/snapshot is not bounded so"
+            raise Overloaded(message, retry_after_s=10.0)
+        listener = StatusListener(tenant)
         self._listeners[listener] = None
         try:
             yield listener
@@ -151,8 +151,8 @@ class StatusFeed:
         while True:
             await asyncio.sleep(TURN_S)
             try:
-                self._history.take(totals(self._sources))
-                await self._tell()
+                self._history.record(totals(self._sources))
+                await self._publish()
             except Exception:  # noqa: BLE001  # watching must not end because one status could not be made
                 if not is_failing:
                     _log.exception("no status can be made")
@@ -160,7 +160,7 @@ class StatusFeed:
             else:
                 is_failing = False
 
-    async def _tell(self) -> None:
+    async def _publish(self) -> None:
         if not self._listeners:
             return
         status = await self._status()
@@ -168,8 +168,8 @@ class StatusFeed:
         for listener in tuple(self._listeners):
             tenant = listener.tenant
             if tenant not in seen:
-                seen[tenant] = orjson.dumps(seen_by(status, tenant))
-            listener.give(seen[tenant])
+                seen[tenant] = orjson.dumps(for_tenant(status, tenant))
+            listener.publish(seen[tenant])
 
     async def _status(self) -> dict[str, Any]:
         async with self._making:
@@ -179,19 +179,19 @@ class StatusFeed:
             return self._made[1]
 
     async def _make(self) -> dict[str, Any]:
-        told = [] if self._others is None else await self._others()
+        others = [] if self._others is None else await self._others()
         own = orjson.loads(self.part())
         try:
-            status = merged([own, *_read(told)], self._bounds)
+            status = merged([own, *_read(others)], self._bounds)
         except (LookupError, TypeError, ValueError):
-            if not told:
+            if not others:
                 raise
             _log.exception("the status of another router process cannot be read")
             status = merged([own], self._bounds)
         return {"at_ms": round(self._wall_clock() * 1e3), **status}
 
     def _part(self) -> Mapping[str, Any]:
-        self._history.take(totals(self._sources))
+        self._history.record(totals(self._sources))
         return part_of(self._sources, self._history)
 
 

@@ -35,7 +35,7 @@ class TokenBucket:
         self._fill(now_s)
         return max(0.0, (min(amount, self._capacity) - self._level) / self._per_s)
 
-    def take(self, amount: float, now_s: float) -> None:
+    def consume(self, amount: float, now_s: float) -> None:
         """Take it, into debt if need be; below zero gives back."""
         self._fill(now_s)
         self._level = min(self._capacity, self._level - amount)
@@ -44,7 +44,7 @@ class TokenBucket:
         """Another of a new size, from which as much is missing."""
         self._fill(now_s)
         other = TokenBucket(per_minute=per_minute, now_s=now_s)
-        other.take(self._capacity - self._level, now_s)
+        other.consume(self._capacity - self._level, now_s)
         return other
 
     def _fill(self, now_s: float) -> None:
@@ -52,7 +52,7 @@ class TokenBucket:
         self._now_s = now_s
 
 
-class Usage(NamedTuple):
+class LimitedUsage(NamedTuple):
     """What a tenant with limits has had here in this epoch."""
 
     tenant: str
@@ -83,10 +83,10 @@ class _Account:
     def is_limited(self) -> bool:
         return any(bound is not None for bound in (self.requests, self.tokens, self.limits.concurrent_requests))
 
-    def usage(self, tenant: str) -> Usage:
-        return Usage(tenant, self.epoch, self.requests_taken, round(self.tokens_taken), self.num_inflight)
+    def usage(self, tenant: str) -> LimitedUsage:
+        return LimitedUsage(tenant, self.epoch, self.requests_taken, round(self.tokens_taken), self.num_inflight)
 
-    def take(self, requests: int, tokens: float, now_s: float) -> None:
+    def consume(self, requests: int, tokens: float, now_s: float) -> None:
         """Use of its own; below zero gives back."""
         if now_s - self.touched_s > RECENT_S and not self.num_inflight:
             self.epoch, self.requests_taken, self.tokens_taken = self.epoch + 1, 0, 0.0
@@ -95,7 +95,7 @@ class _Account:
         self.touched_s = now_s
         self.use(requests, tokens, now_s)
 
-    def left(self, grant: "Grant") -> None:
+    def left(self, grant: "RateLimitGrant") -> None:
         """One is over."""
         self.num_inflight -= 1
         self.num_promised -= grant.promised
@@ -103,13 +103,13 @@ class _Account:
     def use(self, requests: int, tokens: float, now_s: float) -> None:
         """Use, here or elsewhere."""
         if self.requests is not None and requests:
-            self.requests.take(float(requests), now_s)
+            self.requests.consume(float(requests), now_s)
         if self.tokens is not None and tokens:
-            self.tokens.take(tokens, now_s)
+            self.tokens.consume(tokens, now_s)
 
 
 @dataclass(slots=True, kw_only=True)
-class Grant:
+class RateLimitGrant:
     """One request's part of its tenant's limits, until it is given back."""
 
     tenant: str
@@ -119,7 +119,7 @@ class Grant:
     given_back: bool = field(default=False)
 
 
-class Limiter:
+class RateLimiter:
     """The accounts of all tenants, made as they first come."""
 
     def __init__(self, config: LimitsConfig, *, clock: Callable[[], float]) -> None:
@@ -133,21 +133,21 @@ class Limiter:
         """Other limits from now on. What was used before still counts, and what runs goes on."""
         self._config = config
         for tenant, account in self._accounts.items():
-            limits = account.limits = self.of(tenant)
+            limits = account.limits = self.limits_for(tenant)
             account.requests = self._bucket(limits.requests_per_minute, account.requests)
             account.tokens = self._bucket(limits.tokens_per_minute, account.tokens)
 
-    def of(self, tenant: str) -> TenantLimits:
+    def limits_for(self, tenant: str) -> TenantLimits:
         """A tenant's own limits, or the default."""
         return self._config.tenants.get(tenant, self._config.default)
 
     def weight(self, tenant: str) -> float:
         """Its share of a busy cluster."""
-        return self.of(tenant).weight
+        return self.limits_for(tenant).weight
 
     def priority(self, tenant: str, asked: int) -> int:
         """The best that it may have of what it asked for."""
-        best = self.of(tenant).best_priority
+        best = self.limits_for(tenant).best_priority
         if best is None:
             # The nameless tenant is everybody, where no keys are configured.
             best = _USUAL_PRIORITY if tenant else asked
@@ -157,13 +157,15 @@ class Limiter:
         """Accepted and not yet ended."""
         return self._account(tenant).num_inflight
 
-    def admit(self, tenant: str, estimated_tokens: float, *, promised: bool = False, leaving: int = 0) -> Grant:
+    def admit(
+        self, tenant: str, estimated_tokens: float, *, promised: bool = False, leaving: int = 0
+    ) -> RateLimitGrant:
         """Count a request in; see `admit_call`."""
         return self.admit_call(tenant, [estimated_tokens], promised=promised, leaving=leaving)[0]
 
     def admit_call(
         self, tenant: str, estimates: Sequence[float], *, promised: bool = False, leaving: int = 0
-    ) -> list[Grant]:
+    ) -> list[RateLimitGrant]:
         """Count in all requests of one client call, by their estimated tokens, or none. `promised`: of a stream that
         goes on, whose former run may still be counted somewhere.
 
@@ -177,33 +179,34 @@ class Limiter:
         elif (most := account.limits.concurrent_requests) is not None and account.num_promised + len(estimates) > most:
             raise _over("concurrent_requests", most, account.mean_s / most)
         for estimate in estimates:
-            account.take(1, estimate, now_s)
+            account.consume(1, estimate, now_s)
             account.num_inflight += 1
             account.num_promised += promised
         return [
-            Grant(tenant=tenant, promised=promised, estimated_tokens=estimate, since_s=now_s) for estimate in estimates
+            RateLimitGrant(tenant=tenant, promised=promised, estimated_tokens=estimate, since_s=now_s)
+            for estimate in estimates
         ]
 
-    def settle(self, grant: Grant, used_tokens: float) -> None:
+    def settle(self, grant: RateLimitGrant, used_tokens: float) -> None:
         """The request has ended and took so many tokens."""
         if grant.given_back:
             return
         grant.given_back = True
         account, now_s = self._account(grant.tenant), self._clock()
         account.mean_s += _SMOOTHING * (now_s - grant.since_s - account.mean_s)
-        account.take(0, used_tokens - grant.estimated_tokens, now_s)
+        account.consume(0, used_tokens - grant.estimated_tokens, now_s)
         account.left(grant)
 
-    def cancel(self, grant: Grant) -> None:
+    def cancel(self, grant: RateLimitGrant) -> None:
         """The request was refused after all, for no fault of its tenant: it costs nothing."""
         if grant.given_back:
             return
         grant.given_back = True
         account, now_s = self._account(grant.tenant), self._clock()
-        account.take(-1, -grant.estimated_tokens, now_s)
+        account.consume(-1, -grant.estimated_tokens, now_s)
         account.left(grant)
 
-    def usages(self) -> list[Usage]:
+    def usages(self) -> list[LimitedUsage]:
         """Of tenants with limits that have requests here, or had some lately; the latest first."""
         since_s = self._clock() - RECENT_S
         recent = [
@@ -235,7 +238,7 @@ class Limiter:
 
     def _account(self, tenant: str) -> _Account:
         if (account := self._accounts.get(tenant)) is None:
-            limits = self.of(tenant)
+            limits = self.limits_for(tenant)
             account = self._accounts[tenant] = _Account(
                 limits=limits,
                 requests=self._bucket(limits.requests_per_minute),

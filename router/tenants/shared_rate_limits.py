@@ -10,7 +10,7 @@ import hmac
 from collections.abc import Callable, Iterable, Set
 from functools import lru_cache
 
-from router.tenants.rate_limits import Limiter
+from router.tenants.rate_limits import RateLimiter
 from tandem.cluster_state.entries import MAX_TALLIES, TAG_BYTES, TenantTally
 from tandem.config.admission import LimitsConfig
 from tandem.values.ids import Incarnation
@@ -29,10 +29,10 @@ def tenant_tags(secret: bytes) -> Callable[[str], bytes]:
     return tag
 
 
-class SharedLimits:
+class SharedRateLimits:
     """One router's part."""
 
-    def __init__(self, limiter: Limiter, *, tenants: Iterable[str], tag_of: Callable[[str], bytes]) -> None:
+    def __init__(self, limiter: RateLimiter, *, tenants: Iterable[str], tag_of: Callable[[str], bytes]) -> None:
         """`tenants`: all that there are; who is called otherwise is not known here."""
         self.limiter = limiter
         self._tag_of = tag_of
@@ -59,7 +59,7 @@ class SharedLimits:
             for usage in self.limiter.usages()[:MAX_TALLIES]
         )
 
-    def heard(self, router: Incarnation, tallies: Iterable[TenantTally]) -> None:
+    def apply_remote(self, router: Incarnation, tallies: Iterable[TenantTally]) -> None:
         """What another router has given until now."""
         former = self._heard.get(router)
         latest = self._heard[router] = {tally.tenant: tally for tally in tallies if tally.tenant in self._tenant_of}

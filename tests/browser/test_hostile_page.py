@@ -9,8 +9,8 @@ import pytest
 from playwright.async_api import expect
 from pydantic import SecretStr
 
-from router.http.app import Extras, create_app
-from router.http.server.http_server import HttpDoor
+from router.http.app import OptionalRoutes, create_app
+from router.http.server.http_server import HttpServer
 from router.status.feed import StatusFeed
 from router.types.worker_view import WorkerLoad
 from tandem.config.admission import ApiKey
@@ -47,8 +47,10 @@ async def served(
     whole = WholeRouter(1, num_decode=2, num_prefill=num_prefill, names=names)
     parts = fakes.make_doors(fakes.make_tokenizer(), config)
     async with StatusFeed(replace(sources_of(whole), model=parts.frontend.model), most_listeners=most) as feed:
-        app = create_app(parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics, Extras(status=feed))
-        async with HttpDoor(app, host="127.0.0.1", port=port, grace_s=1.0) as door:
+        app = create_app(
+            parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics, OptionalRoutes(status=feed)
+        )
+        async with HttpServer(app, host="127.0.0.1", port=port, grace_s=1.0) as door:
             yield Served(f"http://127.0.0.1:{door.port}/", whole, feed, parts)
             feed.close()
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from router.process.admission_setup import make_limits
-from router.siblings.rate_limits import SiblingLimits
-from router.tenants.shared_rate_limits import SharedLimits
+from router.siblings.rate_limits import RateLimitExchange
+from router.tenants.shared_rate_limits import SharedRateLimits
 from tandem.config.cluster import RouterConfig
 from tandem.errors import Overloaded
 from tandem.values.ids import Incarnation
@@ -18,12 +18,12 @@ from tests.support.redis_server import until
 CONFIG = RouterConfig.model_validate({"limits": {"default": {"requests_per_minute": 4, "concurrent_requests": 3}}})
 
 
-def fresh() -> SharedLimits:
+def fresh() -> SharedRateLimits:
     return make_limits(CONFIG, b"a secret of the cluster", lambda: 0.0)
 
 
-def of(folder: Path, index: int, limits: SharedLimits) -> SiblingLimits:
-    return SiblingLimits(folder, index=index, router=Incarnation(index + 1), limits=limits)
+def of(folder: Path, index: int, limits: SharedRateLimits) -> RateLimitExchange:
+    return RateLimitExchange(folder, index=index, router=Incarnation(index + 1), limits=limits)
 
 
 async def test_what_one_gives_the_others_count_until_it_is_gone(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from router.fleet.worker_session import SessionSettings
 from router.placement.costs import CostModel
 from router.placement.placer import Placer
 from router.process.admission_setup import make_limits
-from router.tenants.shared_rate_limits import SharedLimits
+from router.tenants.shared_rate_limits import SharedRateLimits
 from router.workers.prefix_map import PrefixMap
 from router.workers.registry import WorkerRegistry
 from tandem.backoff import Backoff
@@ -206,7 +206,7 @@ class Router:
 
 @asynccontextmanager
 async def router(
-    number: int, settings: BoardSettings, *, live: int, limits: SharedLimits | None = None
+    number: int, settings: BoardSettings, *, live: int, limits: SharedRateLimits | None = None
 ) -> AsyncIterator[Router]:
     """Finds the workers on the board; waits until `live` of them are here."""
     registry = WorkerRegistry(prefix_map=PrefixMap(), clock=time.monotonic)

@@ -21,7 +21,7 @@ from router.dispatch.choices.retry import RetryBudget, RetryReason, is_full
 from router.dispatch.choices.waiting_choices import WaitingChoices
 from router.placement.place import NoDecodeWorker
 from router.placement.placer import Placer
-from router.tenants.rate_limits import Limiter
+from router.tenants.rate_limits import RateLimiter
 from router.types.worker_view import WorkerSnapshot
 from router.workers.registry import FAILURE_PENALTY_S
 from tandem.config.admission import LimitsConfig
@@ -79,7 +79,7 @@ class SimRouter:
             view=placer.registry.view,
             places=admission.num_free,
             num_refused=lambda: len(self.room),
-            limiter=Limiter(LimitsConfig(), clock=events.clock),
+            limiter=RateLimiter(LimitsConfig(), clock=events.clock),
             policy=policy,
             clock=events.clock,
         )

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
 from router.api.answer.choice_text import TextDelta
-from router.api.request.client_request import Prepared
+from router.api.request.client_request import PreparedRequest
 from router.text.reasoning import AnswerPart, Reasoning
 from router.text.tool_parsers.events import CallArguments, TextContent, ToolEvent
 from router.text.tool_parsers.request_calls import ToolCallReading
@@ -40,7 +40,7 @@ class CallPiece(NamedTuple):
 Piece: TypeAlias = ReasoningPiece | TextPiece | CallPiece
 
 
-class AnswerReader(Protocol):
+class AnswerParser(Protocol):
     """One choice of an answer: from its text to pieces. A stream that is continued is read from its beginning."""
 
     @property
@@ -54,21 +54,21 @@ class AnswerReader(Protocol):
         """Why it ended, as doors say it: calls that are whole are a reason of their own."""
 
 
-class PlainReader:
+class TextAnswerParser:
     """Of an answer that is text alone."""
 
     has_open_call = False
 
     def read(self, delta: TextDelta) -> list[Piece]:
-        """See AnswerReader."""
+        """See AnswerParser."""
         return [TextPiece(delta.text)] if delta.text else []
 
     def finish(self, reason: FinishReason) -> str:
-        """See AnswerReader."""
+        """See AnswerParser."""
         return reason.value
 
 
-class CallReader:
+class CallAnswerParser:
     """Of an answer that may call."""
 
     def __init__(self, calling: ToolCallReading, request_id: str, choice_index: int) -> None:
@@ -78,7 +78,7 @@ class CallReader:
         self._id = (request_id, choice_index)
 
     def read(self, delta: TextDelta) -> list[Piece]:
-        """See AnswerReader."""
+        """See AnswerParser."""
         if delta.passed_text:
             self._parser.feed(delta.passed_text)
         events = self._parser.feed(delta.text)
@@ -88,11 +88,11 @@ class CallReader:
 
     @property
     def has_open_call(self) -> bool:
-        """See AnswerReader."""
+        """See AnswerParser."""
         return self._parser.is_open
 
     def finish(self, reason: FinishReason) -> str:
-        """See AnswerReader."""
+        """See AnswerParser."""
         is_calls = reason is FinishReason.STOP and self._parser.num_calls and not self._parser.is_open
         return CALLED if is_calls else reason.value
 
@@ -107,15 +107,15 @@ class CallReader:
         return CallPiece(event.call, made, event.name, "")
 
 
-class ReasoningReader:
+class ReasoningAnswerParser:
     """Of a model that thinks: the answer behind its thinking goes to another reader."""
 
-    def __init__(self, reasoning: Reasoning, answer: AnswerReader) -> None:
+    def __init__(self, reasoning: Reasoning, answer: AnswerParser) -> None:
         self._parser = reasoning.new_parser()
         self._answer = answer
 
     def read(self, delta: TextDelta) -> list[Piece]:
-        """See AnswerReader."""
+        """See AnswerParser."""
         passed = self._parser.feed(delta.passed_text) if delta.passed_text else []
         parts = self._parser.feed(delta.text)
         if delta.finish is not None:
@@ -127,20 +127,20 @@ class ReasoningReader:
 
     @property
     def has_open_call(self) -> bool:
-        """See AnswerReader."""
+        """See AnswerParser."""
         return self._answer.has_open_call
 
     def finish(self, reason: FinishReason) -> str:
-        """See AnswerReader."""
+        """See AnswerParser."""
         return self._answer.finish(reason)
 
 
-def reader_of(prepared: Prepared, choice_index: int) -> AnswerReader:
+def new_answer_parser(prepared: PreparedRequest, choice_index: int) -> AnswerParser:
     """Of one choice."""
-    reader: AnswerReader = PlainReader()
+    reader: AnswerParser = TextAnswerParser()
     if prepared.calling is not None:
-        reader = CallReader(prepared.calling, prepared.request.request_id, choice_index)
-    return reader if prepared.reasoning is None else ReasoningReader(prepared.reasoning, reader)
+        reader = CallAnswerParser(prepared.calling, prepared.request.request_id, choice_index)
+    return reader if prepared.reasoning is None else ReasoningAnswerParser(prepared.reasoning, reader)
 
 
 def _answer_of(parts: Sequence[AnswerPart]) -> str:

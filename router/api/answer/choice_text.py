@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from router.api.request.client_request import Prepared
+from router.api.request.client_request import PreparedRequest
 from router.text.stop_strings import StopMatcher
 from router.text.tokenizer import Tokenizer
 from router.types.prompt_scoring import ScoredPrompt
@@ -40,7 +40,7 @@ class TextDelta(NamedTuple):
 class ChoiceText:
     """The text of one choice as its tokens arrive."""
 
-    def __init__(self, index: int, prepared: Prepared, tokenizer: Tokenizer) -> None:
+    def __init__(self, index: int, prepared: PreparedRequest, tokenizer: Tokenizer) -> None:
         self._index = index
         self._prepared = prepared
         skips, shown_ids = prepared.skip_special_tokens, prepared.shown_ids
@@ -113,14 +113,14 @@ class ChoiceText:
         return text if early or not self.has_stops else self._matcher.feed(text)
 
 
-class Remainder:
+class ResumeFilter:
     """What a client still lacks of one choice: the whole of a continued stream comes again, from its first token."""
 
     def __init__(self, has: ChoicePosition) -> None:
         self._num_tokens = has.num_tokens
         self._num_chars = has.num_chars
 
-    def of(self, delta: TextDelta) -> TextDelta:
+    def unseen(self, delta: TextDelta) -> TextDelta:
         """The part that is new. A finish comes again, because usage needs it."""
         if not self._num_tokens and not self._num_chars:
             return delta
@@ -136,8 +136,8 @@ class Remainder:
         )
 
 
-class WholeText:
-    """A `TextReader` that puts a call's answer together."""
+class TextCollector:
+    """A `TextSink` that puts a call's answer together."""
 
     def __init__(self) -> None:
         self._parts: dict[int, list[TextDelta]] = {}
@@ -147,8 +147,8 @@ class WholeText:
     async def ready(self) -> None:
         """There is always room."""
 
-    def take(self, delta: TextDelta) -> bool:
-        """See TextReader."""
+    def on_delta(self, delta: TextDelta) -> bool:
+        """See TextSink."""
         if delta.reading is not None:
             self.readings[delta.choice_index] = delta.reading
             return False

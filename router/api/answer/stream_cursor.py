@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from router.api.answer.choice_text import TextDelta
-from router.api.request.client_request import Prepared
+from router.api.request.client_request import PreparedRequest
 from router.types.stream_ids import LAST_EVENT_ID, MAX_CHOICES, ChoicePosition, StreamHead, StreamIds, StreamPosition
 from tandem.errors import InvalidRequest
 
@@ -17,7 +17,7 @@ class StreamCursor:
 
     def __init__(
         self,
-        prepared: Sequence[Prepared],
+        prepared: Sequence[PreparedRequest],
         ids: StreamIds | None,
         seen: StreamPosition | None,
         *,

@@ -7,7 +7,7 @@ that were waited for, and to attempts of which nothing was heard.
 from dataclasses import asdict
 from typing import Any
 
-from router.api.answer.usage import Usage
+from router.api.answer.usage import CallUsage
 
 SERVER_TIMING = "server-timing"
 """Header, and key of gRPC's trailing metadata; the text is W3C's, in milliseconds."""
@@ -16,7 +16,7 @@ TIMING = "tandem-timing"
 """Key of gRPC's trailing metadata with `timing_object` as JSON."""
 
 
-def timing_object(usage: Usage) -> dict[str, Any]:
+def timing_object(usage: CallUsage) -> dict[str, Any]:
     """Seconds by phase, of the choice that took longest; cached tokens and cost of all."""
     spent = usage.spent()
     return {
@@ -34,12 +34,12 @@ def timing_object(usage: Usage) -> dict[str, Any]:
     }
 
 
-def server_timing(usage: Usage) -> str:
+def server_timing(usage: CallUsage) -> str:
     """The phases as one header."""
     return ", ".join(f"{name};dur={1000 * seconds:.3f}" for name, seconds in _phases(usage).items())
 
 
-def _phases(usage: Usage) -> dict[str, float]:
+def _phases(usage: CallUsage) -> dict[str, float]:
     times = usage.times()
     return {
         "queue": times.router_queue_s + times.prefill_queue_s,

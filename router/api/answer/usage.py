@@ -4,17 +4,20 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields
 
 from router.api.answer.choice_text import TextDelta
-from router.api.request.client_request import Prepared
+from router.api.request.client_request import PreparedRequest
 from router.tenants.prices import PriceTable, Spent
 from router.types.requests import ChoiceFinish
 from tandem.values.outputs import CachedTokens, PhaseTimes
 
 
-class Usage:
+class CallUsage:
     """A running count over all prompts and choices of a call."""
 
     def __init__(
-        self, prepared: Sequence[Prepared], clock: Callable[[], float] = lambda: 0.0, prices: PriceTable | None = None
+        self,
+        prepared: Sequence[PreparedRequest],
+        clock: Callable[[], float] = lambda: 0.0,
+        prices: PriceTable | None = None,
     ) -> None:
         """`clock`: the one of the requests' `arrived_s`."""
         self.prices = prices or PriceTable()

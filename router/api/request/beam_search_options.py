@@ -4,7 +4,7 @@ from dataclasses import fields as fields_of
 from dataclasses import replace
 from typing import Literal
 
-from router.api.request.client_request import ClientFields, Prepared
+from router.api.request.client_request import ClientRequest, PreparedRequest
 from router.types.requests import BeamSearchParams
 from tandem.errors import InvalidRequest
 from tandem.values.sampling import MAX_CONTINUATIONS, SamplingParams
@@ -15,7 +15,7 @@ _HARMLESS = frozenset({"max_tokens", "seed", "temperature", "stop_token_ids", "i
 _NEUTRAL = SamplingParams()
 
 
-def beam_ask(
+def parse_beam_search(
     *,
     wanted: bool,
     width: int,
@@ -42,7 +42,7 @@ def beam_ask(
     return BeamSearchParams(num_beams=width, length_penalty=penalty, early_stopping=early_stopping or False)
 
 
-def with_beams(one: Prepared, asked: ClientFields, *, most_beams: int) -> Prepared:
+def with_beams(one: PreparedRequest, asked: ClientRequest, *, most_beams: int) -> PreparedRequest:
     """With the beam search that was asked for, if one was. Raises InvalidRequest for what it cannot keep."""
     if (ask := asked.beams) is None:
         return one

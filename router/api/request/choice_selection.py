@@ -9,7 +9,7 @@ from tandem.values.outputs import SampledToken
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SelectionAsk:
+class ChoiceSelection:
     """What a client wants of the choices of each prompt."""
 
     candidates: int
@@ -24,7 +24,7 @@ class SelectionAsk:
     """Asked for by the client, and not for the sake of the selection."""
 
 
-class Vote(NamedTuple):
+class VoteResult(NamedTuple):
     """How an election went."""
 
     winner: int
@@ -40,11 +40,11 @@ def likeliest(candidates: Sequence[Sequence[SampledToken]], keep: int) -> list[i
     return sorted(range(len(candidates)), key=lambda index: -scores[index])[:keep]
 
 
-def elect(answers: Sequence[str | None]) -> Vote:
+def elect(answers: Sequence[str | None]) -> VoteResult:
     """The answer that most gave, the one given first where they tie; who has none does not vote."""
     counts = Counter(answer for answer in answers if answer is not None)
     if not counts:
-        return Vote(0, None, 0)
+        return VoteResult(0, None, 0)
     # Counted in the order of the candidates, and of equals `max` takes the first.
     answer = max(counts, key=lambda one: counts[one])
-    return Vote(answers.index(answer), answer, counts[answer])
+    return VoteResult(answers.index(answer), answer, counts[answer])

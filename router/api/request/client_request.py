@@ -30,7 +30,7 @@ class ModelInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClientFields:
+class ClientRequest:
     """What a client asked for besides its prompt, as it asked: nothing is checked yet."""
 
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -85,7 +85,7 @@ class ClientFields:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
+class PreparedRequest:
     """A request ready for dispatch, and what the door needs to show its answer."""
 
     request: RoutedRequest

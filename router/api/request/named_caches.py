@@ -41,13 +41,13 @@ class NamedCache:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeptPrompts:
+class CachedPrompts:
     """What one router process keeps for its clients."""
 
     pins: PinRegistry
     caches: "NamedCaches | None"
     """None where nothing is kept by name."""
-    tell: Callable[[str, str], Awaitable[None]] | None = None
+    publish: Callable[[str, str], Awaitable[None]] | None = None
     """Tells the processes that share the doors what became of a tenant's cache of that name."""
 
 
@@ -90,7 +90,7 @@ class NamedCaches:
         """The tenant's own, the newest last."""
         return sorted(self._live(tenant).values(), key=lambda cache: cache.created_s)
 
-    def everything(self) -> list[tuple[str, str, NamedCache | None]]:
+    def all_entries(self) -> list[tuple[str, str, NamedCache | None]]:
         """Tenant and name of each that is here, or was removed lately."""
         live = [
             (tenant, name, cache) for tenant in tuple(self._by_tenant) for name, cache in self._live(tenant).items()
@@ -101,7 +101,7 @@ class NamedCaches:
         """None: it is not here."""
         return self._live(tenant).get(name)
 
-    def hear(self, tenant: str, name: str, cache: NamedCache | None) -> bool:
+    def apply_remote(self, tenant: str, name: str, cache: NamedCache | None) -> bool:
         """What another process says of one, None: that it was removed. Whether that was new here."""
         if cache is None:
             was_here = self.find(tenant, name) is not None

@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 
-from router.api.request.client_request import Prepared
+from router.api.request.client_request import PreparedRequest
 from router.types.prompt_scoring import PromptScoringRequest
 from tandem.errors import InvalidRequest
 from tandem.values.sampling import MAX_TOP_LOGPROBS
 
 
-def read_ask(
+def parse_prompt_scoring(
     *,
     prompt_logprobs: int | None,
     echoed_logprobs: int | None = None,
@@ -30,7 +30,7 @@ def read_ask(
     return PromptScoringRequest(num_top=max(asked, default=0), only=only) if asked or only else None
 
 
-def check_reading_sizes(prepared: Sequence[Prepared], most: int) -> None:
+def check_prompt_scoring_size(prepared: Sequence[PreparedRequest], most: int) -> None:
     """Raises InvalidRequest when more would be told of a call's prompts than may be in memory at once."""
     values = sum(
         len(one.request.prompt_token_ids) * one.request.num_choices * (2 + (one.request.reads.num_top or 0))

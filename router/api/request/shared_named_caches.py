@@ -15,7 +15,7 @@ from tandem.values.prefix_pin import PinKey, PinOutcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PinPlace:
+class PinLocation:
     """Where a prefix is kept."""
 
     worker: WorkerKey
@@ -24,17 +24,17 @@ class PinPlace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NameNews:
+class NamedCacheUpdate:
     """What became of one name."""
 
     tenant: str
     name: str
     cache: NamedCache | None
     """None: it was removed."""
-    pin: PinPlace | None = None
+    pin: PinLocation | None = None
 
 
-class SharedNames:
+class SharedNamedCaches:
     """One process's caches and pins, as it tells others of them and hears of theirs."""
 
     def __init__(self, caches: NamedCaches, pins: PinRegistry, *, clock: Callable[[], float]) -> None:
@@ -43,38 +43,38 @@ class SharedNames:
         self._pins = pins
         self._clock = clock
 
-    def news(self, tenant: str, name: str) -> NameNews:
+    def update_for(self, tenant: str, name: str) -> NamedCacheUpdate:
         """Of one name, as it is here now."""
-        return self._news(tenant, name, self._caches.find(tenant, name))
+        return self._update(tenant, name, self._caches.find(tenant, name))
 
-    def all_news(self) -> list[NameNews]:
+    def all_updates(self) -> list[NamedCacheUpdate]:
         """Of all names, for a process that begins."""
-        return [self._news(*one) for one in self._caches.everything()]
+        return [self._update(*one) for one in self._caches.all_entries()]
 
-    def _news(self, tenant: str, name: str, cache: NamedCache | None) -> NameNews:
+    def _update(self, tenant: str, name: str, cache: NamedCache | None) -> NamedCacheUpdate:
         record = None if cache is None else self._pins.find(tenant, name)
         if record is None:
-            return NameNews(tenant=tenant, name=name, cache=cache)
-        pin = PinPlace(worker=record.worker, num_tokens=record.num_tokens, last_block=record.last_block)
-        return NameNews(tenant=tenant, name=name, cache=cache, pin=pin)
+            return NamedCacheUpdate(tenant=tenant, name=name, cache=cache)
+        pin = PinLocation(worker=record.worker, num_tokens=record.num_tokens, last_block=record.last_block)
+        return NamedCacheUpdate(tenant=tenant, name=name, cache=cache, pin=pin)
 
-    def heard(self, news: NameNews) -> None:
+    def apply(self, update: NamedCacheUpdate) -> None:
         """What another process says."""
-        if not self._caches.hear(news.tenant, news.name, news.cache):
+        if not self._caches.apply_remote(update.tenant, update.name, update.cache):
             return
-        if news.cache is None:
-            self._pins.release(news.tenant, news.name)
+        if update.cache is None:
+            self._pins.release(update.tenant, update.name)
             return
-        ends_s = self._clock() + news.cache.expires_s - self._caches.clock()
-        if news.pin is not None and self._pins.adopt(
-            PinKey(news.tenant, news.name),
+        ends_s = self._clock() + update.cache.expires_s - self._caches.clock()
+        if update.pin is not None and self._pins.adopt(
+            PinKey(update.tenant, update.name),
             PinRecord(
-                worker=news.pin.worker,
+                worker=update.pin.worker,
                 ends_s=ends_s,
-                num_tokens=news.pin.num_tokens,
-                last_block=news.pin.last_block,
+                num_tokens=update.pin.num_tokens,
+                last_block=update.pin.last_block,
                 outcome=PinOutcome.HELD,
             ),
         ):
             return
-        self._pins.prolong(news.tenant, news.name, ends_s)
+        self._pins.prolong(update.tenant, update.name, ends_s)

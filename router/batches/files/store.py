@@ -14,7 +14,7 @@ import secrets
 import shutil
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import IO, Any
@@ -22,9 +22,8 @@ from typing import IO, Any
 import orjson
 
 from router.batches.files.lines import number_of
-from router.batches.files.locks import Places, alone, take_all
 from router.batches.files.private_files import FOLDER, close_to_others, make_private, open_private
-from router.batches.files.types import Batch, ObjectNotFound, StoredFile
+from router.batches.files.types import ObjectNotFound, StoredBatch, StoredFile
 from tandem.errors import ConfigError, Overloaded
 
 _FILE_ID = re.compile(r"file-[0-9a-f]{32}(-output|-errors)?")
@@ -91,8 +90,8 @@ class BatchStore:
 
     def begin_upload(self, tenant: str) -> ExitStack:
         """A place for what is about to be uploaded, to be closed. Raises Overloaded when all are taken."""
-        of_tenant = Places(self._of(tenant, _UPLOADS), MOST_UPLOADS_OF_TENANT)
-        place = take_all(of_tenant, Places(self._folder / _UPLOADS, MOST_UPLOADS))
+        of_tenant = UploadSlots(self._of(tenant, _UPLOADS), MOST_UPLOADS_OF_TENANT)
+        place = acquire_all(of_tenant, UploadSlots(self._folder / _UPLOADS, MOST_UPLOADS))
         if place is None:
             raise Overloaded("too many files are on their way", retry_after_s=1.0)
         return place
@@ -101,7 +100,7 @@ class BatchStore:
         """Take a finished upload over. Raises Overloaded when the tenant has too much."""
         size = content.stat().st_size
         # Uploads that end at once, in whatever process, must not all see the same room.
-        with alone(self._of(tenant, "files")):
+        with exclusive(self._of(tenant, "files")):
             files = self.files(tenant)
             held = sum(file.num_bytes for file in files)
             if held + size > self._max_tenant_bytes:
@@ -157,10 +156,10 @@ class BatchStore:
 
     # Batches
 
-    def add_batch(self, batch: Batch, *, most: int) -> None:
+    def add_batch(self, batch: StoredBatch, *, most: int) -> None:
         """A new one. Raises Overloaded when `most` of the tenant's have not ended."""
         # As with files.
-        with alone(self._of(batch.tenant, "batches")):
+        with exclusive(self._of(batch.tenant, "batches")):
             live = sum(not one.status.is_final for one in self.batches(batch.tenant))
             if live >= most:
                 raise Overloaded(f"{live} batches have not ended, at most {most}", retry_after_s=60.0)
@@ -170,13 +169,13 @@ class BatchStore:
                 shutil.rmtree(self._of(batch.tenant, "batches") / batch.id, ignore_errors=True)
                 raise
 
-    def save(self, batch: Batch) -> None:
+    def save(self, batch: StoredBatch) -> None:
         """As it is now."""
         folder = self._of(batch.tenant, "batches") / batch.id
         make_private(folder)
         _write(folder / "batch.json", batch.to_json())
 
-    def batch(self, tenant: str, name: str) -> Batch:
+    def batch(self, tenant: str, name: str) -> StoredBatch:
         """Raises ObjectNotFound."""
         if _BATCH_ID.fullmatch(name):
             batch = _batch(self._of(tenant, "batches") / name / "batch.json")
@@ -184,12 +183,12 @@ class BatchStore:
                 return batch
         raise ObjectNotFound(f"no batch {name[:100]!r}", param="batch_id")
 
-    def batches(self, tenant: str) -> list[Batch]:
+    def batches(self, tenant: str) -> list[StoredBatch]:
         """The newest first."""
         found = [batch for _, batch in _batches(self._of(tenant, "batches"), "*/batch.json")]
         return sorted(found, key=lambda batch: (-batch.created_s, batch.id))
 
-    def live(self) -> list[Batch]:
+    def live(self) -> list[StoredBatch]:
         """Of all tenants those that have not ended, the oldest first."""
         live, ended = [], set()
         for path in self._folder.glob(_BATCHES):
@@ -203,22 +202,22 @@ class BatchStore:
         self._ended = ended
         return sorted(live, key=lambda batch: (batch.created_s, batch.id))
 
-    def cancel(self, batch: Batch) -> None:
+    def cancel(self, batch: StoredBatch) -> None:
         """Ask for it."""
         open_private(self._mark(batch), "ab").close()
 
-    def is_cancelled(self, batch: Batch) -> bool:
+    def is_cancelled(self, batch: StoredBatch) -> bool:
         """Whether somebody asked for it."""
         return self._mark(batch).exists()
 
-    def _mark(self, batch: Batch) -> Path:
+    def _mark(self, batch: StoredBatch) -> Path:
         return self._of(batch.tenant, "batches") / batch.id / "cancel"
 
-    def results(self, batch: Batch) -> "Results":
+    def results(self, batch: StoredBatch) -> "Results":
         """What there is so far."""
         return Results(self._of(batch.tenant, "batches") / batch.id)
 
-    def publish(self, batch: Batch, now_s: float) -> tuple[str | None, str | None]:
+    def publish(self, batch: StoredBatch, now_s: float) -> tuple[str | None, str | None]:
         """Make files of the results; which those are. Once done it stays done."""
         folder, names = self._of(batch.tenant, "batches") / batch.id, []
         for kind in (OUTPUT, ERRORS):
@@ -321,16 +320,16 @@ def _told(path: Path) -> dict[str, Any] | None:
     return None
 
 
-def _batch(path: Path) -> Batch | None:
+def _batch(path: Path) -> StoredBatch | None:
     told = _told(path)
     try:
-        return None if told is None else Batch.from_json(told)
+        return None if told is None else StoredBatch.from_json(told)
     except (LookupError, TypeError, ValueError):
         _log.warning("%s: no batch, or another version's", path)
         return None
 
 
-def _batches(folder: Path, pattern: str) -> Iterator[tuple[Path, Batch]]:
+def _batches(folder: Path, pattern: str) -> Iterator[tuple[Path, StoredBatch]]:
     for path in folder.glob(pattern):
         if (batch := _batch(path)) is not None:
             yield path, batch
@@ -346,3 +345,43 @@ def _write(path: Path, data: dict[str, Any]) -> None:
     except OSError:
         fresh.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def exclusive(folder: Path) -> Iterator[None]:
+    """Wait until nobody else is inside for this folder."""
+    with open_private(folder / "alone", "ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+class UploadSlots:
+    """So many of a kind; a folder holds a file for each."""
+
+    def __init__(self, folder: Path, most: int) -> None:
+        self._folder = folder
+        self._most = most
+
+    def acquire(self) -> IO[bytes] | None:
+        """A place, to be closed; None when all are taken."""
+        make_private(self._folder)
+        for number in range(self._most):
+            place = open_private(self._folder / str(number), "ab")
+            try:
+                fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                place.close()
+            else:
+                return place
+        return None
+
+
+def acquire_all(*kinds: UploadSlots) -> ExitStack | None:
+    """A place of each kind, to be closed together; None when there is none of one of them."""
+    with ExitStack() as taken:
+        for places in kinds:
+            if (place := places.acquire()) is None:
+                return None
+            taken.enter_context(place)
+        return taken.pop_all()
+    return None

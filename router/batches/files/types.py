@@ -65,7 +65,7 @@ class StoredFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class StoredBatch:
     """One batch. Written by whoever made it, then by the one process that runs it."""
 
     id: str
@@ -88,7 +88,7 @@ class Batch:
     output_file_id: str | None = None
     error_file_id: str | None = None
 
-    def moved(self, status: BatchStatus, now_s: float, **changes: Any) -> "Batch":
+    def moved(self, status: BatchStatus, now_s: float, **changes: Any) -> "StoredBatch":
         """In its next state."""
         return replace(self, status=status, at_s=self.at_s | {status.value: int(now_s)}, **changes)
 

@@ -21,7 +21,7 @@ class DecisionRoutes:
         self._decisions = decisions
         self._one_at_a_time = asyncio.Lock()
 
-    async def show(self, request: Request) -> dict[str, Any]:
+    async def list_decisions(self, request: Request) -> dict[str, Any]:
         """The tenant's own, newest first. `?limit=` of them, `?request_id=` of one request. Raises InvalidRequest."""
         query = request.query_params
         if unknown := query.keys() - {"limit", "request_id"}:
@@ -43,7 +43,7 @@ class PinRoutes:
     def __init__(self, pins: PinRegistry) -> None:
         self._pins = pins
 
-    async def show(self, request: Request) -> dict[str, Any]:
+    async def list_pins(self, request: Request) -> dict[str, Any]:
         """The tenant's own pinned prefixes that this router process knows of, the most recently used first."""
         shown = [
             {

@@ -4,9 +4,9 @@ from typing import Any
 
 import orjson
 
-from router.api.answer.call_reader import CALLED, AnswerReader, CallPiece, Piece, TextPiece, reader_of
+from router.api.answer.call_reader import CALLED, AnswerParser, CallPiece, Piece, TextPiece, new_answer_parser
 from router.api.answer.choice_text import TextDelta
-from router.api.request.client_request import Prepared
+from router.api.request.client_request import PreparedRequest
 from router.http.body.error_formats import anthropic_error
 from router.http.body.sse import EventStream
 from tandem.errors import ServingError
@@ -31,7 +31,7 @@ def error_event(error: ServingError) -> bytes:
 class MessagesUsage:
     """Tokens, as Anthropic divides them: read from the cache, written to it because a mark asked for it, others."""
 
-    def __init__(self, prepared: Prepared) -> None:
+    def __init__(self, prepared: PreparedRequest) -> None:
         request = prepared.request
         self._prompt_tokens = len(request.prompt_token_ids)
         self._marked = {
@@ -64,7 +64,7 @@ class MessagesUsage:
         }
 
 
-def _ending(reader: AnswerReader, delta: TextDelta) -> dict[str, Any]:
+def _ending(reader: AnswerParser, delta: TextDelta) -> dict[str, Any]:
     """Why it ended."""
     stopped_by = delta.stopped_by if isinstance(delta.stopped_by, str) else None
     reason = FinishReason.STOP if delta.finish is None else delta.finish.reason
@@ -77,9 +77,9 @@ def _ending(reader: AnswerReader, delta: TextDelta) -> dict[str, Any]:
     return {"stop_reason": shown, "stop_sequence": stopped_by if shown == "stop_sequence" else None}
 
 
-def whole_message(prepared: Prepared, model: str, choice: TextDelta) -> dict[str, Any]:
+def whole_message(prepared: PreparedRequest, model: str, choice: TextDelta) -> dict[str, Any]:
     """The answer in one piece."""
-    usage, reader = MessagesUsage(prepared), reader_of(prepared, 0)
+    usage, reader = MessagesUsage(prepared), new_answer_parser(prepared, 0)
     usage.add(choice)
     blocks: list[dict[str, Any]] = []
     arguments: list[str] = []
@@ -104,25 +104,25 @@ def whole_message(prepared: Prepared, model: str, choice: TextDelta) -> dict[str
 
 
 class MessageStream:
-    """A `TextReader` that writes events."""
+    """A `TextSink` that writes events."""
 
-    def __init__(self, events: EventStream, prepared: Prepared, model: str) -> None:
+    def __init__(self, events: EventStream, prepared: PreparedRequest, model: str) -> None:
         self._events = events
         self._prepared = prepared
         self._model = model
         self._usage = MessagesUsage(prepared)
-        self._reader = reader_of(prepared, 0)
+        self._reader = new_answer_parser(prepared, 0)
         self._has_begun = False
         self._index = -1
         self._kind = ""
         """Of the block that grows."""
 
     async def ready(self) -> None:
-        """See TextReader."""
+        """See TextSink."""
         await self._events.ready()
 
-    def take(self, delta: TextDelta) -> bool:
-        """See TextReader."""
+    def on_delta(self, delta: TextDelta) -> bool:
+        """See TextSink."""
         self._usage.add(delta)
         parts = [] if self._has_begun else self._opening()
         self._has_begun = True
@@ -172,7 +172,7 @@ class MessageStream:
         ]
 
 
-def _head(prepared: Prepared, model: str) -> dict[str, Any]:
+def _head(prepared: PreparedRequest, model: str) -> dict[str, Any]:
     return {"id": f"msg_{prepared.request.request_id}", "type": "message", "role": "assistant", "model": model}
 
 

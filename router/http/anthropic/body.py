@@ -6,19 +6,19 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
-from router.api.cache_breakpoints import Mark, check_marks
+from router.api.cache_breakpoints import CacheBreakpoint, check_breakpoints
 from router.api.prompts import MAX_MESSAGES
-from router.api.request.client_request import ClientFields
+from router.api.request.client_request import ClientRequest
 from router.http.anthropic.content_blocks import (
+    AnthropicTool,
+    AnthropicToolChoice,
     Block,
     Blocks,
     CacheControl,
     TextBlock,
     Texts,
     ThinkingBlock,
-    ToolChoice,
     ToolResultBlock,
-    ToolSpec,
     chosen_tools,
     joined,
 )
@@ -32,7 +32,7 @@ from tandem.values.sampling import SamplingParams
 _SAMPLING = ("temperature", "top_k", "top_p")
 
 
-class Turn(StrictBody):
+class AnthropicMessage(StrictBody):
     """One message."""
 
     role: Literal["user", "assistant"]
@@ -45,35 +45,35 @@ class Metadata(StrictBody):
     user_id: str | None = None
 
 
-class Thinking(StrictBody):
+class ThinkingConfig(StrictBody):
     """Whether the model is to think. How long it thinks cannot be promised: `enabled` with its budget is refused."""
 
     type: Literal["disabled", "adaptive"]
 
 
-class Conversation(NamedTuple):
+class AnthropicConversation(NamedTuple):
     """As the template sees it."""
 
     messages: list[Message]
-    marks: list[Mark]
+    marks: list[CacheBreakpoint]
 
 
 class CountBody(StrictBody):
     """POST /v1/messages/count_tokens."""
 
     model: str
-    messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     system: Texts | None = None
-    tools: Annotated[list[ToolSpec] | None, at_most(MAX_TOOLS)] = None
-    tool_choice: ToolChoice | None = None
+    tools: Annotated[list[AnthropicTool] | None, at_most(MAX_TOOLS)] = None
+    tool_choice: AnthropicToolChoice | None = None
     cache_control: CacheControl | None = None
     """As if it stood on the last block."""
-    thinking: Thinking | None = None
+    thinking: ThinkingConfig | None = None
 
-    def fields(self, tenant: str) -> ClientFields:
+    def fields(self, tenant: str) -> ClientRequest:
         """What the frontend validates. Raises InvalidRequest."""
         continues = self.messages[-1].role == "assistant"
-        return ClientFields(
+        return ClientRequest(
             model=self.model,
             tenant=tenant,
             tools=chosen_tools(self.tools or (), self.tool_choice),
@@ -83,21 +83,23 @@ class CountBody(StrictBody):
             add_generation_prompt=not continues,
         )
 
-    def conversation(self) -> Conversation:
+    def conversation(self) -> AnthropicConversation:
         """Turns of one role in a row are one turn. Raises InvalidRequest."""
-        talk = Conversation([], [])
+        talk = AnthropicConversation([], [])
         if self.system is not None:
             _add(talk, "system", self.system)
         for tool in self.tools or ():
             if tool.cache_control is not None:
                 # Templates show tools in the system's turn: the mark covers all of that.
                 size = len(talk.messages[0].content) if talk.messages else 0
-                talk.marks.append(Mark(len(talk.messages), size, tool.cache_control.ttl_s))
+                talk.marks.append(CacheBreakpoint(len(talk.messages), size, tool.cache_control.ttl_s))
         for role, blocks in _merged(self.messages):
             _add(talk, role, blocks)
         if self.cache_control is not None:
-            talk.marks.append(Mark(len(talk.messages), len(talk.messages[-1].content), self.cache_control.ttl_s))
-        check_marks(talk.marks)
+            talk.marks.append(
+                CacheBreakpoint(len(talk.messages), len(talk.messages[-1].content), self.cache_control.ttl_s)
+            )
+        check_breakpoints(talk.marks)
         return talk
 
 
@@ -113,7 +115,7 @@ class MessagesBody(CountBody):
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
 
-    def fields(self, tenant: str) -> ClientFields:
+    def fields(self, tenant: str) -> ClientRequest:
         """See CountBody."""
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         return replace(
@@ -125,7 +127,7 @@ class MessagesBody(CountBody):
         )
 
 
-def _merged(turns: Sequence[Turn]) -> list[tuple[str, list[Block]]]:
+def _merged(turns: Sequence[AnthropicMessage]) -> list[tuple[str, list[Block]]]:
     merged: list[tuple[str, list[Block]]] = []
     for turn in turns:
         if merged and merged[-1][0] == turn.role:
@@ -135,7 +137,7 @@ def _merged(turns: Sequence[Turn]) -> list[tuple[str, list[Block]]]:
     return merged
 
 
-def _add(talk: Conversation, role: str, blocks: Sequence[Block]) -> None:
+def _add(talk: AnthropicConversation, role: str, blocks: Sequence[Block]) -> None:
     """One turn: what tools returned are turns of their own, in a user's; calls belong to an assistant's."""
     texts: list[TextBlock] = []
     calls: list[AssistantToolCall] = []
@@ -179,6 +181,6 @@ def _add(talk: Conversation, role: str, blocks: Sequence[Block]) -> None:
         close()
 
 
-def _mark(talk: Conversation, num_messages: int, num_chars: int, control: CacheControl | None) -> None:
+def _mark(talk: AnthropicConversation, num_messages: int, num_chars: int, control: CacheControl | None) -> None:
     if control is not None:
-        talk.marks.append(Mark(num_messages, num_chars, control.ttl_s))
+        talk.marks.append(CacheBreakpoint(num_messages, num_chars, control.ttl_s))

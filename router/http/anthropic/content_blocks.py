@@ -7,7 +7,7 @@ import orjson
 from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
 from pydantic_core import CoreSchema, core_schema
 
-from router.api.cache_breakpoints import DEFAULT_MARK_TTL, MARK_TTL_S
+from router.api.cache_breakpoints import BREAKPOINT_TTL_S, DEFAULT_BREAKPOINT_TTL
 from router.http.body.strict_body import OnlyTypes, StrictBody, at_most
 from router.text.tools import AssistantToolCall, ToolDefinition, ToolUse, use_of
 from tandem.errors import InvalidRequest
@@ -25,7 +25,7 @@ class CacheControl(StrictBody):
     @property
     def ttl_s(self) -> float:
         """From its last use on."""
-        return MARK_TTL_S[self.ttl or DEFAULT_MARK_TTL]
+        return BREAKPOINT_TTL_S[self.ttl or DEFAULT_BREAKPOINT_TTL]
 
 
 class TextBlock(StrictBody):
@@ -112,7 +112,7 @@ Blocks: TypeAlias = Annotated[
 ]
 
 
-class ToolSpec(StrictBody):
+class AnthropicTool(StrictBody):
     """A function of the client's; no tools of a server's are here."""
 
     TYPES: ClassVar[OnlyTypes | None] = OnlyTypes("tools", "a tool", frozenset({"custom"}))
@@ -130,7 +130,7 @@ class ToolSpec(StrictBody):
         )
 
 
-class ToolChoice(StrictBody):
+class AnthropicToolChoice(StrictBody):
     """Whether tools may be called, or must."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -138,13 +138,13 @@ class ToolChoice(StrictBody):
     disable_parallel_tool_use: bool | None = None
 
     @model_validator(mode="after")
-    def _names_one(self) -> "ToolChoice":
+    def _names_one(self) -> "AnthropicToolChoice":
         if (self.type == "tool") != (self.name is not None):
             raise InvalidRequest("tool_choice: a name is of type tool", param="tool_choice")
         return self
 
 
-def chosen_tools(tools: Sequence[ToolSpec], choice: ToolChoice | None) -> ToolUse | None:
+def chosen_tools(tools: Sequence[AnthropicTool], choice: AnthropicToolChoice | None) -> ToolUse | None:
     """What both say together. Raises InvalidRequest."""
     made = tuple(tool.tool() for tool in tools)
     if choice is None:

@@ -7,17 +7,17 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from router.api.answer.choice_text import WholeText
-from router.api.cache_breakpoints import prepare_marked
-from router.api.request.client_request import ClientFields
+from router.api.answer.choice_text import TextCollector
+from router.api.cache_breakpoints import prepare_with_breakpoints
+from router.api.request.client_request import ClientRequest
 from router.http.anthropic.answer import MessageStream, error_event, whole_message
-from router.http.anthropic.body import Conversation, CountBody, MessagesBody
+from router.http.anthropic.body import AnthropicConversation, CountBody, MessagesBody
 from router.http.body.client_link import WhileConnected
 from router.http.body.sse import EventStream, SseResponse
 from router.http.openai.generation import trace_and_time
 from router.http.openai.schemas import validate
 from router.http.openai.whole_answer import WholeResponse
-from router.http.routing.generation_calls import Answering
+from router.http.routing.generation_calls import GenerationContext
 from tandem.errors import InvalidRequest
 
 VERSION_HEADER = "anthropic-version"
@@ -28,7 +28,7 @@ _VERSIONS = ("2023-06-01", "2026-10-21")
 class MessagesRoutes:
     """The handlers of the two routes."""
 
-    def __init__(self, answering: Answering) -> None:
+    def __init__(self, answering: GenerationContext) -> None:
         self._answering = answering
         self._frontend = answering.frontend
 
@@ -58,14 +58,17 @@ class MessagesRoutes:
         )
         return {"input_tokens": len(ids)}
 
-    async def _whole(self, talk: Conversation, fields: ClientFields) -> dict[str, Any]:
-        prepared, text = await prepare_marked(self._frontend, talk.messages, talk.marks, fields), WholeText()
+    async def _whole(self, talk: AnthropicConversation, fields: ClientRequest) -> dict[str, Any]:
+        prepared, text = (
+            await prepare_with_breakpoints(self._frontend, talk.messages, talk.marks, fields),
+            TextCollector(),
+        )
         await self._answering.read_text([prepared], text)
         return whole_message(prepared, self._frontend.model.name, text.choices()[0])
 
-    async def _stream(self, talk: Conversation, fields: ClientFields, events: EventStream) -> None:
+    async def _stream(self, talk: AnthropicConversation, fields: ClientRequest, events: EventStream) -> None:
         """Nothing is written before the first token, so that earlier errors keep their HTTP status."""
-        prepared = await prepare_marked(self._frontend, talk.messages, talk.marks, fields)
+        prepared = await prepare_with_breakpoints(self._frontend, talk.messages, talk.marks, fields)
         await self._answering.read_text([prepared], MessageStream(events, prepared, self._frontend.model.name))
 
 

@@ -33,7 +33,7 @@ class BodyBounds:
     """Numbers, texts, lists, objects; checked where parsing them would take long."""
 
     @classmethod
-    def of(cls, max_bytes: int, max_model_len: int) -> "BodyBounds":
+    def for_model(cls, max_bytes: int, max_model_len: int) -> "BodyBounds":
         """Values for a prompt of token ids as long as the context, and as many again."""
         return cls(max_bytes=max_bytes, max_values=max(MIN_MAX_VALUES, 2 * max_model_len))
 

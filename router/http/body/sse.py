@@ -9,7 +9,7 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from router.api.slow_client import WRITE_TIMEOUT_S, SlowReader, taken_in_time
+from router.api.slow_client import WRITE_TIMEOUT_S, SlowClient, within_write_timeout
 from router.http.body.client_link import ClientLeft, Link, WhileConnected, link_of
 from router.http.body.errors import error_object
 from tandem.errors import InternalError, ServingError
@@ -56,7 +56,7 @@ class EventStream:
                 await self._send_body(self._take_held(), more=True)
                 self._direct = self._link
             if self._direct is not None and self._direct.is_paused:
-                await taken_in_time(self._direct.drain(), self._timeout_s)
+                await within_write_timeout(self._direct.drain(), self._timeout_s)
 
     async def end(self, closing: bytes) -> None:
         """Write the end mark."""
@@ -71,7 +71,7 @@ class EventStream:
             self.started = True
             await self._send(self._start)
         sending = self._send({"type": "http.response.body", "body": body, "more_body": more})
-        await taken_in_time(sending, self._timeout_s)
+        await within_write_timeout(sending, self._timeout_s)
 
 
 class SseResponse(Response):
@@ -104,7 +104,7 @@ class SseResponse(Response):
             async with WhileConnected(scope, receive):
                 await self._fill(stream)
                 await stream.end(self._closing)
-        except SlowReader:
+        except SlowClient:
             _log.warning("a client did not read its stream for %s s and was given up", self._write_timeout_s)
         except ClientLeft:
             _log.debug("a client left its stream")
@@ -112,7 +112,7 @@ class SseResponse(Response):
     async def _fill(self, stream: EventStream) -> None:
         try:
             await self._run(stream)
-        except SlowReader:
+        except SlowClient:
             raise
         except ServingError as error:
             if not stream.started:

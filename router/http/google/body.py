@@ -18,16 +18,16 @@ _TIME = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-
 _ROLES = {"user": "user", "model": "assistant"}
 
 
-class Part(StrictBody):
+class GooglePart(StrictBody):
     """Text; nothing else is supported yet."""
 
     text: str
 
 
-class Content(StrictBody):
+class GoogleContent(StrictBody):
     """One turn."""
 
-    parts: Annotated[list[Part], at_most(_MAX_PARTS), Field(min_length=1)]
+    parts: Annotated[list[GooglePart], at_most(_MAX_PARTS), Field(min_length=1)]
     role: Literal["user", "model"] | None = None
 
     def message(self, role: str | None = None) -> Message:
@@ -36,7 +36,7 @@ class Content(StrictBody):
         return Message(role=role or _ROLES[self.role or "user"], content=text)
 
 
-class Life(StrictBody):
+class CacheExpiry(StrictBody):
     """When it ends: PATCH, and part of POST."""
 
     ttl: Annotated[str | None, Field(json_schema_extra={"pattern": f"^{_TTL.pattern}$"})] = None
@@ -59,12 +59,12 @@ class Life(StrictBody):
         return now_s + float(match[1])
 
 
-class CreateBody(Life):
+class CreateBody(CacheExpiry):
     """POST /v1beta/cachedContents."""
 
     model: str
-    contents: Annotated[list[Content], at_most(MAX_MESSAGES)] | None = None
-    systemInstruction: Content | None = None
+    contents: Annotated[list[GoogleContent], at_most(MAX_MESSAGES)] | None = None
+    systemInstruction: GoogleContent | None = None
     displayName: Annotated[str, Field(max_length=MAX_DISPLAY_NAME_CHARS)] | None = None
 
     def messages(self) -> list[Message]:

@@ -4,14 +4,14 @@ from typing import Any
 
 from starlette.requests import Request
 
-from router.api.answer.choice_text import WholeText
-from router.api.named_cache_prompts import NamedPrompts
-from router.api.request.client_request import Prepared
+from router.api.answer.choice_text import TextCollector
+from router.api.named_cache_prompts import NamedCacheService
+from router.api.request.client_request import PreparedRequest
 from router.api.request.named_caches import DEFAULT_TTL_S, NAME_PREFIX, NamedCache
 from router.http.body.client_link import WhileConnected
-from router.http.google.body import CreateBody, Life, shown_time
+from router.http.google.body import CacheExpiry, CreateBody, shown_time
 from router.http.openai.schemas import validate
-from router.http.routing.generation_calls import Answering
+from router.http.routing.generation_calls import GenerationContext
 from tandem.errors import InvalidRequest
 
 PATH = "/v1beta/cachedContents"
@@ -21,7 +21,7 @@ _MAX_PAGE = 1000
 class CachedContentRoutes:
     """The handlers of the five routes."""
 
-    def __init__(self, answering: Answering, named: NamedPrompts) -> None:
+    def __init__(self, answering: GenerationContext, named: NamedCacheService) -> None:
         self._answering = answering
         self._frontend = answering.frontend
         self._named = named
@@ -31,8 +31,8 @@ class CachedContentRoutes:
         body = validate(CreateBody, await self._answering.read_object(request))
         self._frontend.check_model(body.model.removeprefix("models/"))
 
-        async def compute(prepared: Prepared) -> None:
-            await self._answering.read_text([prepared], WholeText())
+        async def compute(prepared: PreparedRequest) -> None:
+            await self._answering.read_text([prepared], TextCollector())
 
         async with WhileConnected(request.scope, request.receive):
             cache = await self._named.create(
@@ -64,7 +64,7 @@ class CachedContentRoutes:
     async def patch(self, request: Request) -> dict[str, Any]:
         """Another end."""
         query = request.query_params
-        body = validate(Life, await self._answering.read_object(request))
+        body = validate(CacheExpiry, await self._answering.read_object(request))
         mask = query.get("updateMask")
         if query.keys() - {"updateMask"} or (mask is not None and mask not in body.model_fields_set):
             raise InvalidRequest("updateMask names what the body changes: ttl or expireTime", param="updateMask")

@@ -13,9 +13,9 @@ import orjson
 from router.api.answer.choice_text import TextDelta
 from router.api.answer.stream_cursor import StreamCursor
 from router.api.answer.timing_report import timing_object
-from router.api.answer.usage import Usage
+from router.api.answer.usage import CallUsage
 from router.http.body.sse import EventStream, event
-from router.http.openai.answers import Answer
+from router.http.openai.answers import AnswerFormat
 from router.http.openai.usage import usage_object
 
 
@@ -29,11 +29,11 @@ class StreamExtras:
     timing: bool
 
 
-class AnswerStream:
-    """A `TextReader` that writes events."""
+class SseAnswerStream:
+    """A `TextSink` that writes events."""
 
     def __init__(
-        self, events: EventStream, answer: Answer, cursor: StreamCursor, usage: Usage, extras: StreamExtras
+        self, events: EventStream, answer: AnswerFormat, cursor: StreamCursor, usage: CallUsage, extras: StreamExtras
     ) -> None:
         self._events = events
         self._answer = answer
@@ -48,16 +48,16 @@ class AnswerStream:
         self._has_ids = cursor.has_ids
 
     async def ready(self) -> None:
-        """See TextReader."""
+        """See TextSink."""
         await self._events.ready()
 
-    def take(self, delta: TextDelta) -> bool:
-        """See TextReader."""
+    def on_delta(self, delta: TextDelta) -> bool:
+        """See TextSink."""
         self._usage.add(delta)
         if self._text_only and self._opened and delta.finish is None:
             around = self._text_events.get(delta.choice_index) or self._cut(delta.choice_index)
             event_id = self._cursor.text_id(delta) if self._has_ids else None
-            return bool(delta.text) and self._events.write(around.of(delta.text, event_id))
+            return bool(delta.text) and self._events.write(around.render(delta.text, event_id))
         chunks = [] if self._cursor.has_ended(delta.choice_index) else self._answer.chunks(delta)
         if self._extras.continuous_usage:
             self._fields["usage"] = usage_object(self._usage)
@@ -100,13 +100,13 @@ class _TextEvent:
     after: bytes
 
     @classmethod
-    def cut(cls, answer: Answer, index: int, fields: dict[str, Any]) -> "_TextEvent":
+    def cut(cls, answer: AnswerFormat, index: int, fields: dict[str, Any]) -> "_TextEvent":
         # Nothing that a client chose, such as the answer's id, can contain it.
         mark = secrets.token_hex(16)
         (chunk,) = answer.chunks(TextDelta(choice_index=index, text=mark))
         before, after = event(chunk | fields).split(orjson.dumps(mark))
         return cls(before=before, after=after)
 
-    def of(self, text: str, event_id: bytes | None) -> bytes:
+    def render(self, text: str, event_id: bytes | None) -> bytes:
         whole = self.before + orjson.dumps(text) + self.after
         return whole if event_id is None else b"id: " + event_id + b"\n" + whole

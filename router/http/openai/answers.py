@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from router.api.answer.choice_text import TextDelta
-from router.api.request.client_request import Prepared
+from router.api.request.client_request import PreparedRequest
 from router.http.openai.logprobs import Logprobs
 from router.text.tokenizer import Tokenizer
 from tandem.errors import InvariantError
@@ -24,7 +24,7 @@ class AnswerHead:
     """Log probabilities say which token by its id."""
 
 
-class Answer(Protocol):
+class AnswerFormat(Protocol):
     """How one route shows an answer. Chunks carry neither usage nor timing; the route adds them."""
 
     @property
@@ -60,7 +60,7 @@ class Answer(Protocol):
 class ChatAnswer:
     """chat.completion and chat.completion.chunk."""
 
-    def __init__(self, head: AnswerHead, prepared: Sequence[Prepared], tokenizer: Tokenizer) -> None:
+    def __init__(self, head: AnswerHead, prepared: Sequence[PreparedRequest], tokenizer: Tokenizer) -> None:
         self._head = head
         self._request = prepared[0].request
         self._logprobs = Logprobs(tokenizer, as_ids=head.tokens_as_ids)
@@ -143,7 +143,7 @@ class ChatAnswer:
 class CompletionAnswer:
     """text_completion, for one prompt or several."""
 
-    def __init__(self, head: AnswerHead, prepared: Sequence[Prepared], tokenizer: Tokenizer) -> None:
+    def __init__(self, head: AnswerHead, prepared: Sequence[PreparedRequest], tokenizer: Tokenizer) -> None:
         self._head = head
         self._prepared = prepared
         self._tokenizer = tokenizer
@@ -194,7 +194,7 @@ class CompletionAnswer:
             choice["prompt_token_ids"] = self._prompt_ids(delta.choice_index)
         return choice
 
-    def _of(self, index: int) -> Prepared:
+    def _of(self, index: int) -> PreparedRequest:
         return self._prepared[index // self._prepared[0].request.num_choices]
 
     def _prompt_ids(self, index: int) -> list[int]:
@@ -228,7 +228,7 @@ def _head(head: AnswerHead, kind: str) -> dict[str, Any]:
     return {"id": head.id, "object": kind, "created": head.created_s, "model": head.model}
 
 
-def _is_text_only(head: AnswerHead, prepared: Sequence[Prepared]) -> bool:
+def _is_text_only(head: AnswerHead, prepared: Sequence[PreparedRequest]) -> bool:
     return not head.return_token_ids and prepared[0].request.sampling.num_logprobs is None
 
 

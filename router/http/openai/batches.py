@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
 from router.batches.files.store import BatchStore
-from router.batches.files.types import WINDOW_S, Batch, Endpoint, ObjectNotFound, StoredFile
+from router.batches.files.types import WINDOW_S, Endpoint, ObjectNotFound, StoredBatch, StoredFile
 from router.http.body.json_body import BodyBounds, read_object
 from router.http.body.multipart import read_upload
 from router.http.body.strict_body import StrictBody, at_most
@@ -29,10 +29,10 @@ _BOUNDS = BodyBounds(max_bytes=64 << 10, max_values=1 << 12)
 _FULL_S = 30.0
 """A full disk is looked after by somebody, or by time."""
 _log = logging.getLogger(__name__)
-_T = TypeVar("_T", Batch, StoredFile)
+_T = TypeVar("_T", StoredBatch, StoredFile)
 
 
-class Wakes(Protocol):
+class BatchWaker(Protocol):
     """Who runs batches."""
 
     def wake(self) -> None:
@@ -54,7 +54,7 @@ class BatchBody(StrictBody):
 class BatchRoutes:
     """The handlers of both."""
 
-    def __init__(self, store: BatchStore, runner: Wakes, config: BatchesConfig, now: Callable[[], float]) -> None:
+    def __init__(self, store: BatchStore, runner: BatchWaker, config: BatchesConfig, now: Callable[[], float]) -> None:
         self._store = store
         self._runner = runner
         self._config = config
@@ -131,7 +131,7 @@ class BatchRoutes:
         if file.purpose != "batch":
             raise InvalidRequest("input_file_id: a file of purpose batch", param="input_file_id")
         now_s = self._now()
-        batch = Batch(
+        batch = StoredBatch(
             id=f"batch_{secrets.token_hex(16)}",
             tenant=tenant,
             endpoint=body.endpoint,
@@ -163,7 +163,7 @@ class BatchRoutes:
         self._runner.wake()
         return self._shown(batch)
 
-    def _shown(self, batch: Batch) -> dict[str, Any]:
+    def _shown(self, batch: StoredBatch) -> dict[str, Any]:
         return batch.shown(is_cancelled=not batch.status.is_final and self._store.is_cancelled(batch))
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Annotated, ClassVar
 
 from router.http.body.strict_body import OnlyTypes, StrictBody, at_most
-from router.http.openai.tool_schemas import CalledFunction, CallPart
+from router.http.openai.tool_schemas import CalledFunction, ToolCallPart
 from router.text.conversation import Message
 from router.text.tools import MAX_CALLS, AssistantToolCall
 from tandem.errors import InvalidRequest
@@ -25,7 +25,7 @@ class ChatTurn(StrictBody):
     """One message."""
 
     role: str
-    tool_calls: Annotated[list[CallPart] | None, at_most(MAX_CALLS)] = None
+    tool_calls: Annotated[list[ToolCallPart] | None, at_most(MAX_CALLS)] = None
     tool_call_id: str | None = None
     function_call: CalledFunction | None = None
     """The older form of a call."""

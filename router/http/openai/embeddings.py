@@ -10,9 +10,9 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from router.api.embeddings import MAX_INPUTS, Embedder, as_input
+from router.api.embeddings import MAX_INPUTS, Embedder, as_input_error
 from router.api.frontend import Frontend
-from router.api.request.client_request import ClientFields, Prepared
+from router.api.request.client_request import ClientRequest, PreparedRequest
 from router.api.request_meter import RequestMeter
 from router.http.body.client_link import WhileConnected
 from router.http.body.json_body import BodyBounds, read_object
@@ -40,11 +40,11 @@ class EmbeddingBody(StrictBody):
     cache_salt: str | None = None
     user: str | None = None
 
-    def fields(self, tenant: str) -> ClientFields:
+    def fields(self, tenant: str) -> ClientRequest:
         """What the frontend validates."""
         if self.dimensions is not None:
             raise InvalidRequest("dimensions: vectors of this model have one size", param="dimensions")
-        return ClientFields(
+        return ClientRequest(
             model=self.model,
             priority=self.priority or 0,
             cache_salt=self.cache_salt,
@@ -61,7 +61,7 @@ class EmbeddingRoutes:
         self._frontend = frontend
         self._embedder = Embedder(frontend, generator, most_values=config.max_answer_values)
         self._metrics = metrics
-        self._bounds = BodyBounds.of(config.max_body_bytes, frontend.model.max_model_len)
+        self._bounds = BodyBounds.for_model(config.max_body_bytes, frontend.model.max_model_len)
 
     async def embed(self, request: Request) -> Response:
         """One vector for each input."""
@@ -70,7 +70,7 @@ class EmbeddingRoutes:
         try:
             inputs = self._frontend.prompts.parse_prompts(body.input, most=MAX_INPUTS)
         except InvalidRequest as error:
-            raise as_input(error) from error
+            raise as_input_error(error) from error
         async with WhileConnected(request.scope, request.receive):
             prepared = await self._embedder.prepare(inputs, fields)
             vectors, usage = await self._embedder.embed(prepared, self._meter)
@@ -89,8 +89,8 @@ class EmbeddingRoutes:
         }
         return WholeResponse(orjson.dumps(content))
 
-    def _meter(self, one: Prepared) -> RequestMeter:
-        return RequestMeter.of(one.request, self._metrics, self._frontend.clock)
+    def _meter(self, one: PreparedRequest) -> RequestMeter:
+        return RequestMeter.for_request(one.request, self._metrics, self._frontend.clock)
 
 
 def _base64(vector: "array[float]") -> str:

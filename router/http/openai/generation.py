@@ -10,25 +10,25 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from router.api.answer.choice_text import WholeText
+from router.api.answer.choice_text import TextCollector
 from router.api.answer.stream_cursor import StreamCursor
 from router.api.answer.timing_report import SERVER_TIMING, server_timing, timing_object
-from router.api.answer.usage import Usage
+from router.api.answer.usage import CallUsage
 from router.api.frontend import Frontend
-from router.api.named_cache_prompts import NamedPrompts, prepare_named
-from router.api.request.choice_selection import SelectionAsk
-from router.api.request.client_request import ClientFields, Prepared
+from router.api.named_cache_prompts import NamedCacheService, prepare_named
+from router.api.request.choice_selection import ChoiceSelection
+from router.api.request.client_request import ClientRequest, PreparedRequest
 from router.api.request.request_ids import check_request_id
 from router.api.request_meter import RequestMeter
-from router.api.selected_choices import Selected, check_selection, renumbered, select
-from router.api.text_stream import TextReader, read_text
+from router.api.selected_choices import SelectedChoices, check_selection, renumbered, select
+from router.api.text_stream import TextSink, read_text
 from router.http.body.client_link import WhileConnected
 from router.http.body.json_body import BodyBounds, read_object
 from router.http.body.sse import EventStream, SseResponse
-from router.http.openai.answer_stream import AnswerStream, StreamExtras
-from router.http.openai.answers import Answer, AnswerHead, ChatAnswer, CompletionAnswer
+from router.http.openai.answer_stream import SseAnswerStream, StreamExtras
+from router.http.openai.answers import AnswerFormat, AnswerHead, ChatAnswer, CompletionAnswer
 from router.http.openai.chat_messages import conversation
-from router.http.openai.prompt_logprobs import PromptScores, ScoresShown
+from router.http.openai.prompt_logprobs import PromptLogprobOptions, PromptLogprobs
 from router.http.openai.schemas import ChatBody, CompletionBody, GenerationBody, validate
 from router.http.openai.tool_answer import CallingChatAnswer
 from router.http.openai.usage import usage_object
@@ -52,13 +52,13 @@ TIMEOUT_HEADER = "X-Tandem-Timeout"
 class _Call:
     """How to prepare and show one call, and what its answer carries besides."""
 
-    prepare: Callable[[], Awaitable[list[Prepared]]]
-    show: Callable[[list[Prepared]], Answer]
+    prepare: Callable[[], Awaitable[list[PreparedRequest]]]
+    show: Callable[[list[PreparedRequest]], AnswerFormat]
     extras: StreamExtras
     ids: StreamIds | None
     seen: StreamPosition | None
-    scores: ScoresShown
-    selection: SelectionAsk | None
+    scores: PromptLogprobOptions
+    selection: ChoiceSelection | None
 
 
 class GenerationRoutes:
@@ -71,7 +71,7 @@ class GenerationRoutes:
         metrics: RouterMetrics,
         *,
         max_body_bytes: int,
-        named: NamedPrompts | None = None,
+        named: NamedCacheService | None = None,
     ) -> None:
         """`named`: what `cached_content` may name; without it nothing is kept by name."""
         self._named = named
@@ -79,7 +79,7 @@ class GenerationRoutes:
         self._generator = generator
         self._metrics = metrics
         self._patterns = PatternSearch()
-        self._bounds = BodyBounds.of(max_body_bytes, frontend.model.max_model_len)
+        self._bounds = BodyBounds.for_model(max_body_bytes, frontend.model.max_model_len)
 
     async def chat(self, request: Request) -> Response:
         """A conversation."""
@@ -88,10 +88,10 @@ class GenerationRoutes:
         fields = _with_headers(body.chat_fields(request.state.tenant), request, seen)
         messages = conversation(body.messages)
 
-        async def prepare() -> list[Prepared]:
+        async def prepare() -> list[PreparedRequest]:
             return [await prepare_named(self._frontend, self._named, body.cached_content, messages, fields)]
 
-        def show(prepared: list[Prepared]) -> Answer:
+        def show(prepared: list[PreparedRequest]) -> AnswerFormat:
             head = _head(body, "chatcmpl", prepared[0], seen, self._frontend.model.name)
             tokenizer = self._frontend.tokenizer
             if prepared[0].calling is None and prepared[0].reasoning is None:
@@ -107,10 +107,10 @@ class GenerationRoutes:
         fields = _with_headers(body.completion_fields(request.state.tenant), request, seen)
         prompts = self._frontend.prompts.parse_prompts(body.prompt)
 
-        async def prepare() -> list[Prepared]:
+        async def prepare() -> list[PreparedRequest]:
             return await self._frontend.prepare_prompts(prompts, fields)
 
-        def show(prepared: list[Prepared]) -> Answer:
+        def show(prepared: list[PreparedRequest]) -> AnswerFormat:
             head = _head(body, "cmpl", prepared[0], seen, self._frontend.model.name)
             return CompletionAnswer(head, prepared, self._frontend.tokenizer)
 
@@ -129,8 +129,8 @@ class GenerationRoutes:
         self,
         request: Request,
         body: GenerationBody,
-        prepare: Callable[[], Awaitable[list[Prepared]]],
-        show: Callable[[list[Prepared]], Answer],
+        prepare: Callable[[], Awaitable[list[PreparedRequest]]],
+        show: Callable[[list[PreparedRequest]], AnswerFormat],
         seen: StreamPosition | None,
     ) -> Response:
         options = body.stream_options
@@ -153,26 +153,26 @@ class GenerationRoutes:
         async with WhileConnected(request.scope, request.receive):
             return await self._whole(call)
 
-    async def _read_text(self, prepared: list[Prepared], show: TextReader) -> None:
+    async def _read_text(self, prepared: list[PreparedRequest], show: TextSink) -> None:
         await read_text(self._generator, prepared, self._frontend.tokenizer, self._meter, show)
 
-    def _meter(self, one: Prepared) -> RequestMeter:
-        return RequestMeter.of(one.request, self._metrics, self._frontend.clock)
+    def _meter(self, one: PreparedRequest) -> RequestMeter:
+        return RequestMeter.for_request(one.request, self._metrics, self._frontend.clock)
 
-    def _usage(self, prepared: list[Prepared]) -> Usage:
-        return Usage(prepared, self._frontend.clock, self._metrics.usage.prices)
+    def _usage(self, prepared: list[PreparedRequest]) -> CallUsage:
+        return CallUsage(prepared, self._frontend.clock, self._metrics.usage.prices)
 
     async def _whole(self, call: _Call) -> Response:
         prepared, ask = await call.prepare(), call.selection
         await check_selection(ask, prepared, self._patterns)
-        usage, text = self._usage(prepared), WholeText()
+        usage, text = self._usage(prepared), TextCollector()
         await self._read_text(prepared, text)
         choices = text.choices()
         for choice in choices:
             usage.add(choice)
         selected = await select(ask, prepared, choices, self._patterns)
         readings = renumbered(ask, text.readings)
-        scores = PromptScores(call.scores, selected.prepared, readings, self._frontend.tokenizer)
+        scores = PromptLogprobs(call.scores, selected.prepared, readings, self._frontend.tokenizer)
         content = await whole_content(call.show(selected.prepared), selected.choices, scores)
         if ask is not None:
             _add_votes(content, selected, ask.candidates)
@@ -189,12 +189,12 @@ class GenerationRoutes:
         cursor = StreamCursor(prepared, call.ids, call.seen)
         if cursor.has_all:
             return
-        stream = AnswerStream(events, call.show(prepared), cursor, self._usage(prepared), call.extras)
+        stream = SseAnswerStream(events, call.show(prepared), cursor, self._usage(prepared), call.extras)
         await self._read_text(prepared, stream)
         stream.end()
 
 
-def _add_votes(content: dict[str, Any], selected: Selected, candidates: int) -> None:
+def _add_votes(content: dict[str, Any], selected: SelectedChoices, candidates: int) -> None:
     """Say of elected choices how the election went."""
     for choice, vote in zip(content["choices"], selected.votes, strict=False):
         choice["vote"] = {"answer": vote.answer, "votes": vote.num_votes, "of": candidates}
@@ -205,7 +205,9 @@ def _wants_ids(request: Request) -> bool:
     return request.headers.get(IDS_HEADER) == "1" or LAST_EVENT_ID in request.headers
 
 
-def _head(body: GenerationBody, prefix: str, first: Prepared, seen: StreamPosition | None, model: str) -> AnswerHead:
+def _head(
+    body: GenerationBody, prefix: str, first: PreparedRequest, seen: StreamPosition | None, model: str
+) -> AnswerHead:
     """A stream that is continued keeps its name and its time."""
     return AnswerHead(
         id=f"{prefix}-{body.request_id or first.request.request_id}",
@@ -217,12 +219,12 @@ def _head(body: GenerationBody, prefix: str, first: Prepared, seen: StreamPositi
     )
 
 
-def _with_headers(fields: ClientFields, request: Request, seen: StreamPosition | None) -> ClientFields:
+def _with_headers(fields: ClientRequest, request: Request, seen: StreamPosition | None) -> ClientRequest:
     fields = trace_and_time(fields, request)
     return fields if seen is None else replace(fields, last_seen=seen)
 
 
-def trace_and_time(fields: ClientFields, request: Request) -> ClientFields:
+def trace_and_time(fields: ClientRequest, request: Request) -> ClientRequest:
     """With what the headers say of both."""
     trace, time_left_s = _trace(request), _time_left_s(request)
     if trace is None and time_left_s is None:

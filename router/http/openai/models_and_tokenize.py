@@ -16,7 +16,7 @@ class TextRoutes:
 
     def __init__(self, frontend: Frontend, *, max_body_bytes: int) -> None:
         self._frontend = frontend
-        self._bounds = BodyBounds.of(max_body_bytes, frontend.model.max_model_len)
+        self._bounds = BodyBounds.for_model(max_body_bytes, frontend.model.max_model_len)
 
     async def models(self, _request: Request) -> dict[str, Any]:
         """The one model."""

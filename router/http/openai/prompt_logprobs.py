@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from router.api.request.client_request import Prepared
+from router.api.request.client_request import PreparedRequest
 from router.http.openai.logprobs import finite
 from router.text.tokenizer import Tokenizer
 from router.types.prompt_scoring import ScoredPrompt
@@ -21,7 +21,7 @@ SLICE_VALUES = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScoresShown:
+class PromptLogprobOptions:
     """What a client wants to see of its prompts' log probabilities."""
 
     prompt_logprobs: int | None = None
@@ -29,13 +29,13 @@ class ScoresShown:
     """So many of the most likely with each token that is echoed."""
 
 
-class PromptScores:
+class PromptLogprobs:
     """Of all prompts of one call."""
 
     def __init__(
         self,
-        shown: ScoresShown,
-        prepared: Sequence[Prepared],
+        shown: PromptLogprobOptions,
+        prepared: Sequence[PreparedRequest],
         readings: Mapping[int, ScoredPrompt],
         tokenizer: Tokenizer,
     ) -> None:

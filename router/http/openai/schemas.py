@@ -7,16 +7,23 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias, TypeVar
 from pydantic import Field, ValidationError, model_validator
 
 from router.api.prompts import MAX_MESSAGES
-from router.api.request.beam_search_options import beam_ask
-from router.api.request.choice_selection import SelectionAsk
-from router.api.request.client_request import ClientFields
-from router.api.request.prompt_scoring_options import read_ask
-from router.api.selected_choices import logprobs_needed, selection_ask
+from router.api.request.beam_search_options import parse_beam_search
+from router.api.request.choice_selection import ChoiceSelection
+from router.api.request.client_request import ClientRequest
+from router.api.request.prompt_scoring_options import parse_prompt_scoring
+from router.api.selected_choices import logprobs_needed, parse_selection
 from router.http.body.strict_body import StrictBody, at_most
 from router.http.openai.chat_messages import ChatTurn
-from router.http.openai.prompt_logprobs import ScoresShown
+from router.http.openai.prompt_logprobs import PromptLogprobOptions
 from router.http.openai.response_format import ResponseFormat, StructuredOutputs, guided, the_one
-from router.http.openai.tool_schemas import FunctionName, FunctionSpec, ToolChoice, ToolSpec, functions_use, tool_use
+from router.http.openai.tool_schemas import (
+    ChatToolChoice,
+    FunctionName,
+    FunctionSpec,
+    ToolSpec,
+    functions_use,
+    tool_use,
+)
 from router.text.conversation import MAX_VARIABLES, Effort, TemplateOptions
 from router.text.grammars.structured_output import StructuredOutput
 from router.text.stop_strings import MAX_STOP_STRINGS
@@ -118,10 +125,10 @@ class GenerationBody(StrictBody):
         echo: bool = False,
         add_special_tokens: bool = True,
         add_generation_prompt: bool = True,
-    ) -> ClientFields:
+    ) -> ClientRequest:
         """What the frontend validates."""
         ask = self.selection()
-        reads = read_ask(
+        reads = parse_prompt_scoring(
             prompt_logprobs=self.prompt_logprobs,
             echoed_logprobs=num_logprobs if echo else None,
             streams=bool(self.stream),
@@ -136,7 +143,7 @@ class GenerationBody(StrictBody):
             allowed_token_ids=tuple(self.allowed_token_ids or ()),
             num_logprobs=logprobs_needed(ask, num_logprobs),
         )
-        return ClientFields(
+        return ClientRequest(
             sampling=sampling,
             max_tokens=1 if reads is not None and reads.only else max_tokens,
             seed=self.seed,
@@ -159,7 +166,7 @@ class GenerationBody(StrictBody):
         )
 
     def _beams(self) -> BeamSearchParams | None:
-        return beam_ask(
+        return parse_beam_search(
             wanted=bool(self.use_beam_search),
             width=self.best_of or self.n or 1,
             length_penalty=self.length_penalty,
@@ -173,11 +180,11 @@ class GenerationBody(StrictBody):
         """Whether those of its answers are shown."""
         return False
 
-    def selection(self) -> SelectionAsk | None:
+    def selection(self) -> ChoiceSelection | None:
         """Which choices are shown, if more are generated. Of a beam search it knows them itself."""
         if self.use_beam_search:
             return None
-        return selection_ask(
+        return parse_selection(
             n=self.n,
             best_of=self.best_of,
             vote=bool(self.vote),
@@ -186,9 +193,9 @@ class GenerationBody(StrictBody):
             shows_logprobs=self.wants_logprobs,
         )
 
-    def scores_shown(self) -> ScoresShown:
+    def scores_shown(self) -> PromptLogprobOptions:
         """What the answer shows of the prompts' log probabilities."""
-        return ScoresShown(prompt_logprobs=self.prompt_logprobs)
+        return PromptLogprobOptions(prompt_logprobs=self.prompt_logprobs)
 
     def _structure(self) -> StructuredOutput | None:
         """What answers must be. Raises InvalidRequest when it is said twice."""
@@ -213,7 +220,7 @@ class ChatBody(GenerationBody):
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
     tools: Annotated[list[ToolSpec] | None, at_most(MAX_TOOLS)] = None
-    tool_choice: str | ToolChoice | None = None
+    tool_choice: str | ChatToolChoice | None = None
     # The older form of both.
     functions: Annotated[list[FunctionSpec] | None, at_most(MAX_TOOLS)] = None
     function_call: str | FunctionName | None = None
@@ -228,7 +235,7 @@ class ChatBody(GenerationBody):
         """See GenerationBody."""
         return bool(self.logprobs)
 
-    def chat_fields(self, tenant: str) -> ClientFields:
+    def chat_fields(self, tenant: str) -> ClientRequest:
         """Resolves the pairs of fields that chat has."""
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
@@ -281,7 +288,7 @@ class CompletionBody(GenerationBody):
         """See GenerationBody."""
         return self.logprobs is not None
 
-    def completion_fields(self, tenant: str) -> ClientFields:
+    def completion_fields(self, tenant: str) -> ClientRequest:
         """What the frontend validates."""
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_TOP_LOGPROBS:
             raise InvalidRequest(f"logprobs must be an integer in [0, {MAX_TOP_LOGPROBS}]", param="logprobs")
@@ -297,9 +304,9 @@ class CompletionBody(GenerationBody):
         )
         return replace(fields, suffix=self.suffix) if self.suffix else fields
 
-    def scores_shown(self) -> ScoresShown:
+    def scores_shown(self) -> PromptLogprobOptions:
         """See GenerationBody."""
-        return ScoresShown(prompt_logprobs=self.prompt_logprobs, echoed=self.logprobs if self.echo else None)
+        return PromptLogprobOptions(prompt_logprobs=self.prompt_logprobs, echoed=self.logprobs if self.echo else None)
 
 
 class TokenizeBody(StrictBody):

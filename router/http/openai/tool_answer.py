@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from router.api.answer.call_reader import CALLED, Piece, ReasoningPiece, TextPiece, reader_of
+from router.api.answer.call_reader import CALLED, Piece, ReasoningPiece, TextPiece, new_answer_parser
 from router.api.answer.choice_text import TextDelta
-from router.api.request.client_request import Prepared
+from router.api.request.client_request import PreparedRequest
 from router.http.openai.answers import AnswerHead, ChatAnswer
 from router.text.tokenizer import Tokenizer
 
@@ -20,7 +20,7 @@ class CallingChatAnswer(ChatAnswer):
     def __init__(
         self,
         head: AnswerHead,
-        prepared: Sequence[Prepared],
+        prepared: Sequence[PreparedRequest],
         tokenizer: Tokenizer,
         *,
         is_older_form: bool = False,
@@ -29,7 +29,7 @@ class CallingChatAnswer(ChatAnswer):
         super().__init__(head, prepared, tokenizer)
         self.is_text_only = False
         self._is_older_form = is_older_form
-        self._readers = [reader_of(prepared[0], i) for i in range(prepared[0].request.num_choices)]
+        self._readers = [new_answer_parser(prepared[0], i) for i in range(prepared[0].request.num_choices)]
 
     def opening(self) -> list[dict[str, Any]]:
         """See ChatAnswer. There is no content as long as none came."""

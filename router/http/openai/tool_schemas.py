@@ -57,7 +57,7 @@ class AllowedTools(StrictBody):
     tools: Annotated[list[NamedTool], at_most(MAX_TOOLS)]
 
 
-class ToolChoice(StrictBody):
+class ChatToolChoice(StrictBody):
     """One function that must be called, or some that may."""
 
     type: str
@@ -72,7 +72,7 @@ class CalledFunction(StrictBody):
     arguments: str
 
 
-class CallPart(StrictBody):
+class ToolCallPart(StrictBody):
     """One of an assistant message's `tool_calls`, as it was sent."""
 
     TYPES: ClassVar[OnlyTypes | None] = OnlyTypes("messages", "a call", frozenset({"function"}))
@@ -86,9 +86,11 @@ class CallPart(StrictBody):
         return AssistantToolCall(id=self.id, name=self.function.name, arguments=self.function.arguments)
 
 
-def tool_use(tools: list[ToolSpec] | None, choice: str | ToolChoice | None, parallel: bool | None) -> ToolUse | None:
+def tool_use(
+    tools: list[ToolSpec] | None, choice: str | ChatToolChoice | None, parallel: bool | None
+) -> ToolUse | None:
     """What `tools`, `tool_choice` and `parallel_tool_calls` say together. Raises InvalidRequest."""
-    if isinstance(choice, ToolChoice):
+    if isinstance(choice, ChatToolChoice):
         mode, allowed = _chosen(choice)
     else:
         mode, allowed = "auto" if choice is None else choice, None
@@ -112,11 +114,11 @@ def functions_use(functions: list[FunctionSpec] | None, call: str | FunctionName
     return use if call != "none" else None
 
 
-def _is_named(choice: str | ToolChoice | None) -> bool:
-    return isinstance(choice, ToolChoice) and choice.type == "function"
+def _is_named(choice: str | ChatToolChoice | None) -> bool:
+    return isinstance(choice, ChatToolChoice) and choice.type == "function"
 
 
-def _chosen(choice: ToolChoice) -> tuple[str, frozenset[str]]:
+def _chosen(choice: ChatToolChoice) -> tuple[str, frozenset[str]]:
     if choice.type == "function" and choice.function is not None and choice.allowed_tools is None:
         return "required", frozenset({choice.function.name})
     some = choice.allowed_tools

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from router.api.answer.usage import Usage
+from router.api.answer.usage import CallUsage
 
 
-def usage_object(usage: Usage) -> dict[str, Any]:
+def usage_object(usage: CallUsage) -> dict[str, Any]:
     """OpenAI's usage object."""
     return {
         "prompt_tokens": usage.prompt_tokens,

@@ -11,14 +11,14 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from router.api.answer.choice_text import TextDelta
-from router.http.openai.answers import Answer
-from router.http.openai.prompt_logprobs import SLICE_VALUES, PromptScores
+from router.http.openai.answers import AnswerFormat
+from router.http.openai.prompt_logprobs import SLICE_VALUES, PromptLogprobs
 
 _PIECE_BYTES = 256 << 10
 
 
 async def whole_content(
-    answer: Answer, choices: Sequence[TextDelta], scores: PromptScores | None = None
+    answer: AnswerFormat, choices: Sequence[TextDelta], scores: PromptLogprobs | None = None
 ) -> dict[str, Any]:
     """The answer, for orjson; with what is wanted of the prompts' log probabilities."""
     logprobs = [await _logprobs(answer, choice, scores) for choice in choices]
@@ -28,7 +28,7 @@ async def whole_content(
     return content
 
 
-def _slices(answer: Answer, choice: TextDelta, scores: PromptScores | None) -> Iterator[dict[str, Any] | None]:
+def _slices(answer: AnswerFormat, choice: TextDelta, scores: PromptLogprobs | None) -> Iterator[dict[str, Any] | None]:
     """Of a prompt that is echoed, then of the answer's tokens."""
     if scores is not None and scores.echoes:
         yield answer.echoed_first(choice.choice_index)
@@ -40,7 +40,7 @@ def _slices(answer: Answer, choice: TextDelta, scores: PromptScores | None) -> I
         yield answer.logprobs(choice._replace(tokens=tokens[start : start + step]))
 
 
-async def _logprobs(answer: Answer, choice: TextDelta, scores: PromptScores | None) -> dict[str, Any] | None:
+async def _logprobs(answer: AnswerFormat, choice: TextDelta, scores: PromptLogprobs | None) -> dict[str, Any] | None:
     lists: dict[str, list[bytes]] = {}
     others: dict[str, Any] = {}
     for shown in _slices(answer, choice, scores):

@@ -8,13 +8,13 @@ from typing import Any
 
 from starlette.requests import Request
 
-from router.access.api_keys import ApiKeys
+from router.access.api_keys import ApiKeyStore
 from router.api.request.client_request import ModelInfo
+from router.batches.files.types import ENDPOINTS
 from router.http.body.error_formats import anthropic_error, google_error
 from router.http.body.errors import ErrorShape
 from router.http.openapi.answers import SCHEMAS, answer_of
 from router.http.openapi.json_schema import any_of, ref
-from router.http.openapi.links import LINKS
 from router.http.openapi.requests import body_of, body_schemas, parameters_of, shown_path
 from router.http.routing.access_guard import Guard, Guarded
 from router.http.routing.route_table import Routes
@@ -39,10 +39,37 @@ _REFUSALS = {
 _RETRY = {"Retry-After": {"description": "Seconds", "schema": {"type": "integer", "minimum": 1}}}
 
 
+_ID = "$response.body#/id"
+
+
+def _to(operation: str, **parameters: str) -> dict[str, Any]:
+    return {"operationId": operation, "parameters": {f"path.{name}": value for name, value in parameters.items()}}
+
+
+_BATCH = {
+    "batch": _to("get_v1_batches_batch_id", batch_id=_ID),
+    "cancel": _to("post_v1_batches_batch_id_cancel", batch_id=_ID),
+}
+LINKS: dict[str, dict[str, Any]] = {
+    "POST /v1/files": {
+        "file": _to("get_v1_files_file_id", file_id=_ID),
+        "content": _to("get_v1_files_file_id_content", file_id=_ID),
+        "delete": _to("delete_v1_files_file_id", file_id=_ID),
+        "batches": {
+            "operationId": "post_v1_batches",
+            "requestBody": {"input_file_id": _ID, "endpoint": ENDPOINTS[0], "completion_window": "24h"},
+        },
+    },
+    "POST /v1/batches": _BATCH | {"input": _to("get_v1_files_file_id", file_id="$response.body#/input_file_id")},
+    "GET /v1/batches/{batch_id}": _BATCH,
+}
+"""By method and path, of an answer with status 200."""
+
+
 class OpenApiRoute:
     """The handler."""
 
-    def __init__(self, routes: Routes, guard: Guard, keys: ApiKeys, model: ModelInfo, version: str) -> None:
+    def __init__(self, routes: Routes, guard: Guard, keys: ApiKeyStore, model: ModelInfo, version: str) -> None:
         """`routes`: all that there are when somebody asks."""
         self._routes = routes
         self._guard = guard
@@ -52,7 +79,7 @@ class OpenApiRoute:
         # Of bodies and answers, which never change: making them takes longer than many a request.
         self._schemas: dict[str, Any] | None = None
 
-    async def show(self, _request: Request) -> dict[str, Any]:
+    async def get_document(self, _request: Request) -> dict[str, Any]:
         """The document."""
         paths: dict[str, dict[str, Any]] = {}
         for method, path, guarded, show_error in self._routes.described():

@@ -7,7 +7,7 @@ from pydantic.json_schema import models_json_schema
 from router.api.request.client_request import ModelInfo
 from router.http.anthropic.body import CountBody, MessagesBody
 from router.http.body.strict_body import StrictBody, asks_for_nothing
-from router.http.google.body import CreateBody, Life
+from router.http.google.body import CacheExpiry, CreateBody
 from router.http.google.cached_contents import PATH
 from router.http.openai.batches import BATCHES, FILES, MOST_LISTED, BatchBody
 from router.http.openai.embeddings import EmbeddingBody
@@ -27,7 +27,7 @@ _BODIES: dict[str, type[StrictBody]] = {
     "POST /detokenize": DetokenizeBody,
     f"POST {BATCHES}": BatchBody,
     f"POST {PATH}": CreateBody,
-    f"PATCH {PATH}/{{id}}": Life,
+    f"PATCH {PATH}/{{id}}": CacheExpiry,
 }
 _UPLOAD = exactly({"file": {"type": "string", "format": "binary"}, "purpose": one_of("batch")})
 _NAMES = {"/v1/models": "model", FILES: "file_id", BATCHES: "batch_id", PATH: "id"}

@@ -12,7 +12,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from router.access.api_keys import NOBODY, ApiKeys, Caller
+from router.access.api_keys import NOBODY, ApiCaller, ApiKeyStore
 from router.access.audit_log import current_entry
 from tandem.config.access import DoorLocks
 from tandem.errors import NotAllowed
@@ -53,7 +53,7 @@ def operator(handler: Handler, page: OperatorPage) -> Guarded:
 class Guard:
     """Asks for keys."""
 
-    def __init__(self, keys: ApiKeys, locks: DoorLocks) -> None:
+    def __init__(self, keys: ApiKeyStore, locks: DoorLocks) -> None:
         self._keys = keys
         access = {page: locks.operator_access.of(page.value, is_local=locks.is_local) for page in OperatorPage}
         self._open = {page for page, who in access.items() if who == "open"}
@@ -63,7 +63,7 @@ class Guard:
         """Whether nobody is asked there."""
         return page in self._open
 
-    def admit(self, request: Request, route: Guarded | None) -> Caller:
+    def admit(self, request: Request, route: Guarded | None) -> ApiCaller:
         """Who asks for the route, or for none that there is. Raises Unauthenticated, NotAllowed."""
         if route is not None and route.page is not None and self.is_open(route.page):
             return NOBODY

@@ -19,7 +19,7 @@ from tandem.errors import InternalError, RouteNotFound, ServingError
 _log = logging.getLogger(__name__)
 
 
-class InnerCalls:
+class InternalCalls:
     """Answers a tenant's body as its endpoint does."""
 
     def __init__(self, handlers: Mapping[str, Handler]) -> None:

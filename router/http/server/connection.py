@@ -16,7 +16,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from router.http.body.client_link import EXTENSION
 from router.http.body.errors import error_object
-from router.http.server.connection_limits import Connections
+from router.http.server.connection_limits import ConnectionTable
 from router.http.server.request_head import MAX_HEADER_BYTES, HeadTooLarge, TargetTooLong, check_framing
 from tandem.errors import InvalidRequest, ServingError, Unavailable
 
@@ -47,7 +47,7 @@ def _refusal(error: ServingError, *headers: str) -> bytes:
 class ConnectionWatch:
     """Closes connections when the books say so, which it looks at again and again."""
 
-    def __init__(self, connections: "Connections[Connection]", loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, connections: "ConnectionTable[Connection]", loop: asyncio.AbstractEventLoop) -> None:
         self.books = connections
         self._loop = loop
         limits = connections.limits

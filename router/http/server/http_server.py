@@ -11,10 +11,10 @@ from typing import Any, Self, cast
 import uvicorn
 from starlette.types import ASGIApp
 
-from router.access.tls import DoorTlsState
+from router.access.tls import ServerTlsState
 from router.api.slow_client import WRITE_TIMEOUT_S
 from router.http.server.connection import Connection, ConnectionWatch
-from router.http.server.connection_limits import ConnectionLimits, Connections
+from router.http.server.connection_limits import ConnectionLimits, ConnectionTable
 from router.http.server.shared_port import end_behind_answers, leave_port, new_protocol
 from router.http.server.tls_listener import TlsListener
 from tandem.config.servers import ConnectionsConfig
@@ -43,7 +43,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-class HttpDoor:
+class HttpServer:
     """Listens while entered; leaving stops new connections and lets running requests end within `grace_s`."""
 
     def __init__(
@@ -55,7 +55,7 @@ class HttpDoor:
         grace_s: float = 30.0,
         shares_port: bool = False,
         limits: ConnectionLimits | None = None,
-        tls: DoorTlsState | None = None,
+        tls: ServerTlsState | None = None,
     ) -> None:
         """`shares_port`: other processes listen on it, too; the kernel gives each connection to one of them. `tls`: in
         the clear without it."""
@@ -64,8 +64,10 @@ class HttpDoor:
         self._grace_s = grace_s
         self.port = port
         """The real port once entered; port 0 takes a free one."""
-        limits = limits or ConnectionLimits.of(ConnectionsConfig(), most=_BACKLOG, write_timeout_s=WRITE_TIMEOUT_S)
-        self._connections: Connections[Connection] = Connections(limits)
+        limits = limits or ConnectionLimits.from_config(
+            ConnectionsConfig(), most=_BACKLOG, write_timeout_s=WRITE_TIMEOUT_S
+        )
+        self._connections: ConnectionTable[Connection] = ConnectionTable(limits)
         self._watch: ConnectionWatch | None = None
         self._tls = tls
         self._server = _Server(

@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 
-class Envelope:
+class RequestMiddleware:
     """ASGI middleware. A client's X-Request-Id is echoed and used nowhere else; absent, one is made."""
 
     def __init__(self, app: ASGIApp, metrics: RouterMetrics, audit: AuditLog) -> None:

@@ -42,7 +42,7 @@ async def leave_port(
     loop, protocol = asyncio.get_running_loop(), new_protocol(server)
     for accepted in arrived:
         if secured is not None:
-            secured.take(accepted)
+            secured.serve(accepted)
             continue
         # Its client may have left already.
         with contextlib.suppress(OSError):

@@ -10,7 +10,7 @@ import socket
 import ssl
 from collections.abc import Callable
 
-from router.access.tls import DoorTlsState
+from router.access.tls import ServerTlsState
 from router.http.server.connection_limits import ConnectionLimits
 
 _FAREWELL_S = 2.0
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 class TlsListener:
     """What uvicorn takes for one of its servers."""
 
-    def __init__(self, listening: socket.socket, state: DoorTlsState, limits: ConnectionLimits) -> None:
+    def __init__(self, listening: socket.socket, state: ServerTlsState, limits: ConnectionLimits) -> None:
         listening.setblocking(False)
         self._listening = listening
         self._state = state
@@ -54,7 +54,7 @@ class TlsListener:
         for task in self._tasks:
             task.cancel()
 
-    def take(self, connection: socket.socket) -> None:
+    def serve(self, connection: socket.socket) -> None:
         """Serve an accepted socket, which is non-blocking, if there is room for it."""
         if len(self._tasks) >= self._limits.most:
             connection.close()
@@ -79,7 +79,7 @@ class TlsListener:
                 self._rest = asyncio.get_running_loop().call_later(_REST_S, self._resume)
                 return
             connection.setblocking(False)
-            self.take(connection)
+            self.serve(connection)
 
     async def _enter(self, connection: socket.socket) -> None:
         if self._make is None:

@@ -14,7 +14,7 @@ NUM_STEPS = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Totals:
+class CounterTotals:
     """Counts since the process began."""
 
     numbers: Mapping[str, float]
@@ -23,7 +23,7 @@ class Totals:
 
 
 @dataclass(slots=True)
-class Step:
+class HistoryStep:
     """What one step added."""
 
     number: int
@@ -31,7 +31,7 @@ class Step:
     spreads: dict[str, dict[int, int]] = field(default_factory=dict)
     """Buckets with nothing new are left out."""
 
-    def add(self, before: Totals, now: Totals) -> None:
+    def add(self, before: CounterTotals, now: CounterTotals) -> None:
         """What `now` has more. A total that fell began anew, as a worker's does when it is restarted."""
         for name, value in now.numbers.items():
             grown = value - before.numbers.get(name, 0.0)
@@ -50,38 +50,38 @@ class Step:
         return [self.number, self.numbers, spreads]
 
 
-def step_from_json(value: Sequence[object]) -> Step:
+def step_from_json(value: Sequence[object]) -> HistoryStep:
     """What `as_json` wrote. Raises ValueError or TypeError for anything else."""
     number, numbers, spreads = value
     if not (isinstance(number, int) and isinstance(numbers, dict) and isinstance(spreads, dict)):
         raise ValueError("no step of a history")
     pairs = {str(name): {int(i): int(count) for i, count in counts} for name, counts in spreads.items()}
-    return Step(number, {str(name): float(number) for name, number in numbers.items()}, pairs)
+    return HistoryStep(number, {str(name): float(number) for name, number in numbers.items()}, pairs)
 
 
 class History:
     """The last steps, the one under way included."""
 
     def __init__(
-        self, *, clock: Callable[[], float], before: Totals, step_s: float = STEP_S, num_steps: int = NUM_STEPS
+        self, *, clock: Callable[[], float], before: CounterTotals, step_s: float = STEP_S, num_steps: int = NUM_STEPS
     ) -> None:
         """`before`: totals that were reached already, which belong to no step."""
         self.step_s = step_s
         self._clock = clock
         self._before = before
         # One more: the step under way is no whole one yet.
-        self._steps: deque[Step] = deque(maxlen=num_steps + 1)
+        self._steps: deque[HistoryStep] = deque(maxlen=num_steps + 1)
         self._num_steps = num_steps
 
-    def take(self, now: Totals) -> None:
+    def record(self, now: CounterTotals) -> None:
         """The totals of now: what is new belongs to the step of now."""
         number = floor(self._clock() / self.step_s)
         if not self._steps or self._steps[-1].number < number:
-            self._steps.append(Step(number))
+            self._steps.append(HistoryStep(number))
         self._steps[-1].add(self._before, now)
         self._before = now
 
-    def steps(self) -> list[Step]:
+    def steps(self) -> list[HistoryStep]:
         """Those in which something was counted and that are not too long ago, the oldest first."""
         oldest = floor(self._clock() / self.step_s) - self._num_steps
         return [step for step in self._steps if step.number >= oldest and (step.numbers or any(step.spreads.values()))]

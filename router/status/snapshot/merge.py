@@ -9,7 +9,7 @@ from math import floor
 from typing import Any
 
 from router.metrics.quantiles import quantile
-from router.status.snapshot.history import NUM_STEPS, Step, step_from_json
+from router.status.snapshot.history import NUM_STEPS, HistoryStep, step_from_json
 
 FORMAT = 1
 """Processes that write another one are left out: one of them is about to be replaced."""
@@ -56,7 +56,7 @@ def merged(parts: Sequence[Mapping[str, Any]], bounds: Mapping[str, Sequence[flo
     }
 
 
-def seen_by(status: Mapping[str, Any], tenant: str) -> dict[str, Any]:
+def for_tenant(status: Mapping[str, Any], tenant: str) -> dict[str, Any]:
     """With the decisions about one tenant's requests alone, and without its name."""
     own = [decision for decision in status["decisions"] if decision[TENANT] == tenant][:MOST_DECISIONS]
     return {**status, "decisions": [{k: v for k, v in decision.items() if k != TENANT} for decision in own]}
@@ -120,10 +120,10 @@ def _prefixes(told: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(found.values(), key=lambda each: -float(each["busy_share"]))[:MOST_PREFIXES]
 
 
-def _added_steps(steps: Iterable[Step]) -> dict[int, Step]:
-    found: dict[int, Step] = {}
+def _added_steps(steps: Iterable[HistoryStep]) -> dict[int, HistoryStep]:
+    found: dict[int, HistoryStep] = {}
     for step in steps:
-        into = found.setdefault(step.number, Step(step.number))
+        into = found.setdefault(step.number, HistoryStep(step.number))
         for name, value in step.numbers.items():
             before = into.numbers.get(name, 0.0)
             into.numbers[name] = max(before, value) if name in _OF_WORKERS else before + value
@@ -138,7 +138,7 @@ def _add_counts(into: dict[int, int], counts: Mapping[int, int]) -> None:
 
 
 def _recent(
-    steps: Mapping[int, Step], now_s: float, step_s: float, bounds: Mapping[str, Sequence[float]]
+    steps: Mapping[int, HistoryStep], now_s: float, step_s: float, bounds: Mapping[str, Sequence[float]]
 ) -> dict[str, Any]:
     """Rates of the last ten seconds or so, the step under way included; latencies and shares of the last minute."""
     current = floor(now_s / step_s)
@@ -164,7 +164,9 @@ def _recent(
     }
 
 
-def _latencies(steps: Sequence[Step], bounds: Mapping[str, Sequence[float]]) -> Iterator[tuple[str, str, float | None]]:
+def _latencies(
+    steps: Sequence[HistoryStep], bounds: Mapping[str, Sequence[float]]
+) -> Iterator[tuple[str, str, float | None]]:
     for name in _LATENCIES:
         counts: dict[int, int] = {}
         for step in steps:
@@ -175,11 +177,11 @@ def _latencies(steps: Sequence[Step], bounds: Mapping[str, Sequence[float]]) -> 
 
 
 def _curves(
-    steps: Mapping[int, Step], now_s: float, step_s: float, bounds: Mapping[str, Sequence[float]]
+    steps: Mapping[int, HistoryStep], now_s: float, step_s: float, bounds: Mapping[str, Sequence[float]]
 ) -> dict[str, Any]:
     """The whole steps, the oldest first; the last one ended `end_age_s` ago. A latency is null where there was none."""
     current = floor(now_s / step_s)
-    nothing = Step(0)
+    nothing = HistoryStep(0)
     whole = [steps.get(number, nothing) for number in range(current - NUM_STEPS, current)]
     curves: dict[str, Any] = {"step_s": step_s, "end_age_s": round(now_s - current * step_s, 3)}
     for name in ("prompt_tokens", "generation_tokens"):

@@ -12,7 +12,7 @@ from router.api.request.client_request import ModelInfo
 from router.metrics.router_metrics import RouterMetrics
 from router.placement.decision_log import DecisionLog, PlacementDecision
 from router.placement.placer import Placer
-from router.status.snapshot.history import History, Totals
+from router.status.snapshot.history import CounterTotals, History
 from router.status.snapshot.merge import FORMAT, MOST_DECISIONS, MOST_HANDOFFS, MOST_PREFIXES, TENANT
 from router.types.worker_view import TransferSide, WorkerSnapshot
 from router.workers.circuit_breaker import BreakerState
@@ -38,11 +38,11 @@ class StatusSources:
     clock: Callable[[], float]
 
 
-def totals(sources: StatusSources) -> Totals:
+def totals(sources: StatusSources) -> CounterTotals:
     """Of the history: all counts since the process began."""
     metrics = sources.metrics
     moved = [side for worker in sources.placer.registry.snapshots() if (side := _side(worker, "received"))]
-    return Totals(
+    return CounterTotals(
         numbers={
             "prompt_tokens": metrics.prompt_tokens.value,
             "generation_tokens": metrics.generation_tokens.value,

@@ -10,7 +10,7 @@ from router.admission.continuations import Continuations
 from router.admission.fair_admission import FairAdmission
 from router.admission.types import AdmissionPolicy
 from router.dispatch.admission_queue import AdmissionQueue
-from router.tenants.rate_limits import Limiter
+from router.tenants.rate_limits import RateLimiter
 from router.types.requests import RoutedRequest
 from tandem.config.admission import LimitsConfig
 from tests.support.fake_worker import FakeWorker
@@ -25,7 +25,7 @@ async def gated(
         admission = FairAdmission(
             view=core.registry.view,
             places=lambda _: 100,
-            limiter=Limiter(limits or LimitsConfig(), clock=time.monotonic),
+            limiter=RateLimiter(limits or LimitsConfig(), clock=time.monotonic),
             policy=AdmissionPolicy(room=CapacityPolicy(max_running_per_worker=running), **bounds),
             clock=time.monotonic,
             is_due=lambda: core.registry.worker_due_s() > 0.0,

@@ -3,7 +3,7 @@
 from router.admission.cluster_capacity import CapacityPolicy
 from router.admission.fair_admission import FairAdmission
 from router.admission.types import AdmissionPolicy, AdmissionRequest
-from router.tenants.rate_limits import Limiter
+from router.tenants.rate_limits import RateLimiter
 from tandem.config.admission import LimitsConfig
 from tests.support.router.overload_world import snapshot
 from tests.support.router.worker_views import view_of
@@ -22,7 +22,7 @@ class Desk:
         self.admission = FairAdmission(
             view=lambda: view_of(self.workers),
             places=lambda _: self.places,
-            limiter=Limiter(limits or LimitsConfig(), clock=lambda: self.now_s),
+            limiter=RateLimiter(limits or LimitsConfig(), clock=lambda: self.now_s),
             policy=AdmissionPolicy(**{"room": room, "max_queue_s": 10.0, **policy}),
             clock=lambda: self.now_s,
             num_refused=lambda: self.num_refused,

@@ -12,7 +12,7 @@ from itertools import count
 
 from router.admission.fair_admission import FairAdmission
 from router.admission.types import AdmissionEntry, AdmissionPolicy, AdmissionRequest
-from router.tenants.rate_limits import Limiter
+from router.tenants.rate_limits import RateLimiter
 from router.types.worker_view import WorkerInfo, WorkerKey, WorkerLoad, WorkerSnapshot
 from tandem.config.admission import LimitsConfig
 from tandem.errors import ServingError
@@ -98,7 +98,7 @@ class World:
         self.admission = FairAdmission(
             view=lambda: view_of(self._snapshots()),
             places=lambda _: 10**6,
-            limiter=Limiter(limits or LimitsConfig(), clock=lambda: self.now_s),
+            limiter=RateLimiter(limits or LimitsConfig(), clock=lambda: self.now_s),
             policy=policy,
             clock=lambda: self.now_s,
         )

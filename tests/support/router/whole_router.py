@@ -22,7 +22,7 @@ from router.placement.place import CostModel
 from router.placement.placer import Placer
 from router.placement.prefix_replication import ReplicationPolicy
 from router.process.admission_setup import make_gate
-from router.tenants.rate_limits import Limiter
+from router.tenants.rate_limits import RateLimiter
 from router.types.requests import ChoiceDelta, RoutedRequest
 from router.types.session_events import (
     AttemptFinished,
@@ -242,7 +242,7 @@ class WholeRouter:
             observer=self.metrics,
         )
         limits = LimitsConfig(default=TenantLimits(concurrent_requests=1000, tokens_per_minute=10**9))
-        self.limiter = Limiter(limits, clock=self.clock)
+        self.limiter = RateLimiter(limits, clock=self.clock)
         config = ClusterConfig(router=RouterConfig(queue=QueueConfig(max_running_per_worker=8)))
         self.gate = make_gate(
             config, self.dispatcher, self.places, self.registry, self.clock, self.limiter, self.metrics

@@ -5,7 +5,7 @@ from typing import Any, TypeAlias
 
 from router.api.answer.call_reader import CallPiece, Piece, TextPiece
 
-Told: TypeAlias = dict[str, Any]
+ResponseEvent: TypeAlias = dict[str, Any]
 """An event without its number."""
 _MESSAGE, _CALL, _REASONING = "message", "function_call", "reasoning"
 
@@ -24,7 +24,7 @@ class ResponseItems:
         self._num_told = 0
         """Of these, in its deltas."""
 
-    def take(self, pieces: Sequence[Piece], logprobs: Sequence[dict[str, Any]] = ()) -> Iterator[Told]:
+    def add_pieces(self, pieces: Sequence[Piece], logprobs: Sequence[dict[str, Any]] = ()) -> Iterator[ResponseEvent]:
         """What the pieces add; `logprobs`: of the tokens that came with them, of an answer that calls nothing."""
         self._logprobs += logprobs
         for piece in pieces:
@@ -39,13 +39,13 @@ class ResponseItems:
             if piece.arguments:
                 yield self._grown(piece.arguments)
 
-    def end(self, *, is_cut: bool) -> Iterator[Told]:
+    def end(self, *, is_cut: bool) -> Iterator[ResponseEvent]:
         """The answer is over; `is_cut`: before it was whole. There is a message at least."""
         if not self.items:
             yield from self._begin_text(_MESSAGE)
         yield from self._close("incomplete" if is_cut else "completed")
 
-    def _begin_text(self, kind: str) -> Iterator[Told]:
+    def _begin_text(self, kind: str) -> Iterator[ResponseEvent]:
         yield from self._close("completed")
         if kind == _MESSAGE:
             yield self._added({"type": _MESSAGE, "id": self._id("msg"), "role": "assistant", "content": []})
@@ -53,16 +53,16 @@ class ResponseItems:
             yield self._added({"type": _REASONING, "id": self._id("rs"), "summary": [], "content": []})
         yield self._of_item("response.content_part.added", content_index=0, part=_part(kind, ""))
 
-    def _begin_call(self, call_id: str, name: str) -> Iterator[Told]:
+    def _begin_call(self, call_id: str, name: str) -> Iterator[ResponseEvent]:
         yield from self._close("completed")
         yield self._added({"type": _CALL, "id": self._id("fc"), "call_id": call_id, "name": name, "arguments": ""})
 
-    def _added(self, item: dict[str, Any]) -> Told:
+    def _added(self, item: dict[str, Any]) -> ResponseEvent:
         self.items.append(item | {"status": "in_progress"})
         self._is_open = True
         return {"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": dict(self.items[-1])}
 
-    def _grown(self, text: str) -> Told:
+    def _grown(self, text: str) -> ResponseEvent:
         self._parts.append(text)
         if self.items[-1]["type"] == _CALL:
             return self._of_item("response.function_call_arguments.delta", delta=text)
@@ -71,7 +71,7 @@ class ResponseItems:
         new, self._num_told = self._logprobs[self._num_told :], len(self._logprobs)
         return self._of_item("response.output_text.delta", content_index=0, delta=text, logprobs=new)
 
-    def _close(self, status: str) -> Iterator[Told]:
+    def _close(self, status: str) -> Iterator[ResponseEvent]:
         if not self._is_open:
             return
         item, text = self.items[-1], "".join(self._parts)
@@ -91,7 +91,7 @@ class ResponseItems:
             yield self._of_item("response.content_part.done", content_index=0, part=part)
         yield {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": item}
 
-    def _of_item(self, kind: str, **fields: Any) -> Told:
+    def _of_item(self, kind: str, **fields: Any) -> ResponseEvent:
         index = len(self.items) - 1
         return {"type": kind, "item_id": self.items[index]["id"], "output_index": index, **fields}
 

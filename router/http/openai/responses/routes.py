@@ -13,25 +13,26 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from router.api.answer.call_reader import reader_of
-from router.api.answer.choice_text import TextDelta, WholeText
+from router.api.answer.call_reader import new_answer_parser
+from router.api.answer.choice_text import TextCollector, TextDelta
 from router.api.answer.timing_report import SERVER_TIMING, server_timing, timing_object
-from router.api.answer.usage import Usage
-from router.api.request.client_request import Prepared
+from router.api.answer.usage import CallUsage
+from router.api.request.client_request import PreparedRequest
 from router.http.body.client_link import WhileConnected
 from router.http.body.errors import error_object
 from router.http.body.sse import EventStream, SseResponse
 from router.http.openai.generation import IDS_HEADER, TIMING_HEADER, trace_and_time
+from router.http.openai.logprobs import Logprobs
 from router.http.openai.prompt_logprobs import SLICE_VALUES
-from router.http.openai.responses.items import ResponseItems, Told
-from router.http.openai.responses.logprobs import ResponseLogprobs
+from router.http.openai.responses.items import ResponseEvent, ResponseItems
 from router.http.openai.responses.schemas import ResponsesBody
 from router.http.openai.schemas import validate
 from router.http.openai.whole_answer import WholeResponse
-from router.http.routing.generation_calls import Answering
+from router.http.routing.generation_calls import GenerationContext
+from router.text.tokenizer import Tokenizer
 from router.types.stream_ids import LAST_EVENT_ID
 from tandem.errors import InvalidRequest, ServingError
-from tandem.values.outputs import FinishReason
+from tandem.values.outputs import FinishReason, SampledToken
 
 _FIELD_OF = {"messages": "input", "prompt": "input", "max_tokens": "max_output_tokens", "reasoning_effort": "reasoning"}
 """Where a fault that the frontend names stands here."""
@@ -40,7 +41,7 @@ _FIELD_OF = {"messages": "input", "prompt": "input", "max_tokens": "max_output_t
 class ResponsesRoutes:
     """The handler of the route."""
 
-    def __init__(self, answering: Answering) -> None:
+    def __init__(self, answering: GenerationContext) -> None:
         self._answering = answering
         self._frontend = answering.frontend
 
@@ -54,8 +55,8 @@ class ResponsesRoutes:
         prepare = partial(self._prepare, body, request)
         has_timing = request.headers.get(TIMING_HEADER) == "1"
 
-        def show(prepared: Prepared) -> _Answer:
-            usage = Usage([prepared], self._frontend.clock, self._answering.metrics.usage.prices)
+        def show(prepared: PreparedRequest) -> _Answer:
+            usage = CallUsage([prepared], self._frontend.clock, self._answering.metrics.usage.prices)
             logprobs = ResponseLogprobs(prepared, self._frontend.tokenizer)
             return _Answer(data, prepared, usage, logprobs, model=self._frontend.model.name, has_timing=has_timing)
 
@@ -63,14 +64,14 @@ class ResponsesRoutes:
             stream = _ResponseStream(self._answering, prepare, show)
             return SseResponse(stream.run, show_error=stream.failed, closing=b"")
         async with WhileConnected(request.scope, request.receive):
-            prepared, text = await prepare(), WholeText()
+            prepared, text = await prepare(), TextCollector()
             await self._answering.read_text([prepared], text)
             answer = show(prepared)
             for delta in text.choices():
-                answer.take(delta, await answer.all_logprobs(delta))
+                answer.on_delta(delta, await answer.all_logprobs(delta))
         return WholeResponse(orjson.dumps(answer.ended()), headers=answer.headers())
 
-    async def _prepare(self, body: ResponsesBody, request: Request) -> Prepared:
+    async def _prepare(self, body: ResponsesBody, request: Request) -> PreparedRequest:
         try:
             try:
                 return await self._prepared(body, request, strict=True)
@@ -85,9 +86,41 @@ class ResponsesRoutes:
                 raise
             raise type(error)(f"{field}: {error.message.removeprefix(f'{error.param}: ')}", param=field) from None
 
-    async def _prepared(self, body: ResponsesBody, request: Request, *, strict: bool) -> Prepared:
+    async def _prepared(self, body: ResponsesBody, request: Request, *, strict: bool) -> PreparedRequest:
         fields = trace_and_time(body.fields(request.state.tenant, strict=strict), request)
         return await self._frontend.prepare_chat(body.messages(), fields)
+
+
+class ResponseLogprobs:
+    """Of one answer, as its tokens come."""
+
+    def __init__(self, prepared: PreparedRequest, tokenizer: Tokenizer) -> None:
+        self.are_shown = prepared.request.sampling.num_logprobs is not None
+        self._shape = Logprobs(tokenizer)
+        self._thoughts = None if prepared.reasoning is None else prepared.reasoning.new_counter()
+        self._held: list[SampledToken] = []
+        """It is not known yet whether they are thinking."""
+
+    def entries_for(self, delta: TextDelta) -> list[dict[str, Any]]:
+        """Of the delta's tokens, and of those that turn out to be text."""
+        if not self.are_shown:
+            return []
+        shown = [token for token in delta.tokens for token in self._known(token)]
+        if delta.finish is not None and self._thoughts is not None and not self._thoughts.has_thought:
+            shown += self._held
+            self._held = []
+        return self._shape.entries(shown)
+
+    def _known(self, token: SampledToken) -> list[SampledToken]:
+        thoughts = self._thoughts
+        if thoughts is None or thoughts.has_ended:
+            return [token]
+        thoughts.add([token.token_id])
+        held, self._held = [*self._held, token], []
+        if not thoughts.has_ended and not thoughts.has_thought:
+            self._held = held
+            return []
+        return [] if thoughts.has_thought else held
 
 
 class _Answer:
@@ -95,19 +128,19 @@ class _Answer:
 
     def __init__(
         self,
-        asked: dict[str, Any],
-        prepared: Prepared,
-        usage: Usage,
+        body: dict[str, Any],
+        prepared: PreparedRequest,
+        usage: CallUsage,
         logprobs: ResponseLogprobs,
         *,
         model: str,
         has_timing: bool,
     ) -> None:
-        """`asked`: the body as it came."""
+        """`body`: the body as it came."""
         request = prepared.request
-        self._asked, self._prepared, self._model = asked, prepared, model
+        self._body, self._prepared, self._model = body, prepared, model
         self._created_s = int(time.time())
-        self._reader = reader_of(prepared, 0)
+        self._reader = new_answer_parser(prepared, 0)
         self._items = ResponseItems(request.request_id)
         self._logprobs = logprobs
         self._usage = usage
@@ -119,19 +152,19 @@ class _Answer:
         found: list[dict[str, Any]] = []
         step = max(1, SLICE_VALUES // (1 + (self._prepared.request.sampling.num_logprobs or 0)))
         for start in range(0, len(delta.tokens) if self._logprobs.are_shown else 0, step):
-            found += self._logprobs.of(delta._replace(tokens=delta.tokens[start : start + step]))
+            found += self._logprobs.entries_for(delta._replace(tokens=delta.tokens[start : start + step]))
             await asyncio.sleep(0)
         return found
 
-    def take(self, delta: TextDelta, logprobs: Sequence[dict[str, Any]] | None = None) -> list[Told]:
+    def on_delta(self, delta: TextDelta, logprobs: Sequence[dict[str, Any]] | None = None) -> list[ResponseEvent]:
         """What the next of the answer adds; `logprobs`: of its tokens, if they are there already."""
         self._usage.add(delta)
-        shown = self._logprobs.of(delta) if logprobs is None else logprobs
-        told = list(self._items.take(self._reader.read(delta), shown))
+        shown = self._logprobs.entries_for(delta) if logprobs is None else logprobs
+        events_made = list(self._items.add_pieces(self._reader.read(delta), shown))
         if delta.finish is not None:
             self._is_cut = delta.finish.reason is FinishReason.LENGTH
-            told += self._items.end(is_cut=self._is_cut or self._reader.has_open_call)
-        return told
+            events_made += self._items.end(is_cut=self._is_cut or self._reader.has_open_call)
+        return events_made
 
     def begun(self) -> dict[str, Any]:
         """Before the first item."""
@@ -152,11 +185,11 @@ class _Answer:
     def failed(self, error: ServingError) -> dict[str, Any]:
         """When it could not go on."""
         shown = error_object(error)["error"]
-        told = {"code": "server_error", "message": shown["message"]}
-        return self._object("failed") | {"output": self._items.items, "error": told}
+        failure = {"code": "server_error", "message": shown["message"]}
+        return self._object("failed") | {"output": self._items.items, "error": failure}
 
     def _object(self, status: str) -> dict[str, Any]:
-        asked, sampling = self._asked, self._prepared.request.sampling
+        body, sampling = self._body, self._prepared.request.sampling
         return {
             "id": f"resp_{self._prepared.request.request_id}",
             "object": "response",
@@ -165,46 +198,44 @@ class _Answer:
             "background": False,
             "error": None,
             "incomplete_details": None,
-            "instructions": asked.get("instructions"),
-            "max_output_tokens": asked.get("max_output_tokens"),
-            "metadata": asked.get("metadata") or {},
+            "instructions": body.get("instructions"),
+            "max_output_tokens": body.get("max_output_tokens"),
+            "metadata": body.get("metadata") or {},
             "model": self._model,
             "output": [],
-            "parallel_tool_calls": asked.get("parallel_tool_calls") is not False,
+            "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
             "previous_response_id": None,
-            "reasoning": {"effort": (asked.get("reasoning") or {}).get("effort"), "summary": None},
+            "reasoning": {"effort": (body.get("reasoning") or {}).get("effort"), "summary": None},
             "service_tier": "default",
             "store": False,
             "temperature": sampling.temperature,
-            "text": {"format": (asked.get("text") or {}).get("format") or {"type": "text"}},
-            "tool_choice": asked.get("tool_choice") or "auto",
+            "text": {"format": (body.get("text") or {}).get("format") or {"type": "text"}},
+            "tool_choice": body.get("tool_choice") or "auto",
             "tools": self._tools(),
-            "top_logprobs": asked.get("top_logprobs") or 0,
+            "top_logprobs": body.get("top_logprobs") or 0,
             "top_p": sampling.top_p,
             "truncation": "disabled",
             "usage": None,
-            "user": asked.get("user"),
+            "user": body.get("user"),
         }
 
     def _tools(self) -> list[dict[str, Any]]:
-        """As they were asked for, and whether they were strict."""
+        """As the client sent them, and whether they were strict."""
         calling = self._prepared.calling
         strict = {} if calling is None else {tool.name: tool.strict for tool in calling.use.tools}
-        asked = self._asked.get("tools") or []
+        body = self._body.get("tools") or []
         default = {"parameters": None, "description": None}
-        return [
-            default | tool | {"strict": strict.get(tool["name"], tool.get("strict") is not False)} for tool in asked
-        ]
+        return [default | tool | {"strict": strict.get(tool["name"], tool.get("strict") is not False)} for tool in body]
 
 
 class _ResponseStream:
-    """A `TextReader` that writes numbered events."""
+    """A `TextSink` that writes numbered events."""
 
     def __init__(
         self,
-        answering: Answering,
-        prepare: Callable[[], Awaitable[Prepared]],
-        show: Callable[[Prepared], _Answer],
+        answering: GenerationContext,
+        prepare: Callable[[], Awaitable[PreparedRequest]],
+        show: Callable[[PreparedRequest], _Answer],
     ) -> None:
         self._answering = answering
         self._prepare = prepare
@@ -227,31 +258,31 @@ class _ResponseStream:
             return b""
         return self._written([{"type": "response.failed", "response": self._answer.failed(error)}])
 
-    def take(self, delta: TextDelta) -> bool:
-        """See TextReader."""
+    def on_delta(self, delta: TextDelta) -> bool:
+        """See TextSink."""
         if self._answer is None:
             return False
-        told: list[Told] = []
+        events_made: list[ResponseEvent] = []
         if not self._number:
             begun = self._answer.begun()
-            told = [{"type": kind, "response": begun} for kind in ("response.created", "response.in_progress")]
-        told += self._answer.take(delta)
-        return bool(told) and self._events.write(self._written(told))
+            events_made = [{"type": kind, "response": begun} for kind in ("response.created", "response.in_progress")]
+        events_made += self._answer.on_delta(delta)
+        return bool(events_made) and self._events.write(self._written(events_made))
 
     async def ready(self) -> None:
-        """See TextReader."""
+        """See TextSink."""
         await self._events.ready()
 
-    def _written(self, told: Iterable[Told]) -> bytes:
+    def _written(self, events_made: Iterable[ResponseEvent]) -> bytes:
         lines = []
-        for one in told:
+        for one in events_made:
             content = orjson.dumps(one | {"sequence_number": self._number})
             lines.append(b"event: " + one["type"].encode() + b"\ndata: " + content + b"\n\n")
             self._number += 1
         return b"".join(lines)
 
 
-def _usage_object(usage: Usage) -> dict[str, Any]:
+def _usage_object(usage: CallUsage) -> dict[str, Any]:
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from router.api.request.client_request import ClientFields
+from router.api.request.client_request import ClientRequest
 from router.http.body.strict_body import NOT_YET, OnlyTypes, StrictBody, at_most
 from router.http.openai.tool_schemas import FunctionSpec
 from router.text.conversation import MAX_MESSAGES, Effort, Message, TemplateOptions
@@ -199,7 +199,7 @@ class ResponsesBody(StrictBody):
         """Whether there are tools of which it does not say whether they are strict."""
         return any(tool.strict is None for tool in self.tools or ())
 
-    def fields(self, tenant: str, *, strict: bool = True) -> ClientFields:
+    def fields(self, tenant: str, *, strict: bool = True) -> ClientRequest:
         """What the frontend validates; `strict`: of tools that do not say. Raises InvalidRequest."""
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         if self.top_logprobs and not self.include:
@@ -207,7 +207,7 @@ class ResponsesBody(StrictBody):
         use = self._use(strict)
         if self.include and use is not None:
             raise InvalidRequest("include: log probabilities are told of text alone, not with tools", param="include")
-        return ClientFields(
+        return ClientRequest(
             sampling=SamplingParams(**given, num_logprobs=(self.top_logprobs or 0) if self.include else None),
             max_tokens=self.max_output_tokens,
             seed=self.seed,

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from router.http.app import Extras, create_app
+from router.http.app import OptionalRoutes, create_app
 from router.process.batch_setup import make_batches
 from tests.support.router.servers import fakes
 
@@ -40,7 +40,9 @@ class World:
         made = make_batches(parts.frontend, parts.generator, self.room, config, parts.metrics)
         assert made is not None
         routes, self.runner = made
-        app = create_app(parts.frontend, parts.generator, parts.ready, config, parts.metrics, Extras(batches=routes))
+        app = create_app(
+            parts.frontend, parts.generator, parts.ready, config, parts.metrics, OptionalRoutes(batches=routes)
+        )
         self.http = httpx.AsyncClient(
             transport=httpx.ASGITransport(app, raise_app_exceptions=False),
             base_url="http://router",

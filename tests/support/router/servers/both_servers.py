@@ -6,8 +6,8 @@ from typing import Any
 
 import httpx
 
-from router.access.api_keys import ApiKeys
-from router.api.request.named_caches import NAME_PREFIX, KeptPrompts, NamedCache, NamedCaches
+from router.access.api_keys import ApiKeyStore
+from router.api.request.named_caches import NAME_PREFIX, CachedPrompts, NamedCache, NamedCaches
 from router.grpc.service import InferenceService
 from router.text.conversation import Message
 from router.workers.prefix_pins import PinRegistry
@@ -68,7 +68,7 @@ class Call:
 
 def service_of(parts: fakes.Doors) -> InferenceService:
     """The gRPC door without sockets."""
-    return InferenceService(parts.frontend, parts.generator, ApiKeys(()), parts.metrics)
+    return InferenceService(parts.frontend, parts.generator, ApiKeyStore(()), parts.metrics)
 
 
 async def answers_of(service: InferenceService, request: pb.GenerateRequest) -> list[pb.GenerateResponse]:
@@ -234,12 +234,12 @@ _WRITERS = {
 }
 
 
-def _kept() -> KeptPrompts:
+def _kept() -> CachedPrompts:
     caches = NamedCaches(clock=lambda: 0.0, most=1, max_ttl_s=1.0)
     beginning = (Message(role="system", content="be brief"),)
     made = NamedCache(name=CACHE, messages=beginning, token_ids=(0,), created_s=0.0, updated_s=0.0, expires_s=1.0)
     caches.add("", made)
-    return KeptPrompts(pins=PinRegistry(find=lambda _: None, clock=lambda: 0.0), caches=caches)
+    return CachedPrompts(pins=PinRegistry(find=lambda _: None, clock=lambda: 0.0), caches=caches)
 
 
 class BothDoors:

@@ -3,7 +3,7 @@
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from router.api.request.named_caches import KeptPrompts, NamedCaches
+from router.api.request.named_caches import CachedPrompts, NamedCaches
 from router.text.tokenizer import Tokenizer
 from router.types.requests import DeltaSink, RoutedRequest
 from router.types.worker_view import WorkerKey
@@ -63,7 +63,7 @@ class World:
         pins = PinRegistry(find=self.find, clock=lambda: self.mono_s)
         self.keeper = Keeper(pins)
         caches = NamedCaches(clock=lambda: self.unix_s, most=3, max_ttl_s=7200.0)
-        self.parts.frontend.kept = KeptPrompts(pins=pins, caches=caches)
+        self.parts.frontend.kept = CachedPrompts(pins=pins, caches=caches)
         self.parts.generator = PinningGenerator()
         self.parts.generator.pins = pins  # type: ignore[attr-defined]
         self.parts.say("ok")

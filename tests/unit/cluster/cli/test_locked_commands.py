@@ -15,7 +15,7 @@ from cluster.cli.up import serve
 from cluster.doctor.checks import locks
 from cluster.doctor.findings import Status
 from cluster.router_client import ChatClient, ClientError, client_tls
-from router.access.api_keys import ApiKeys
+from router.access.api_keys import ApiKeyStore
 from tandem.config.cluster import ClusterConfig, RouterConfig
 from tandem.config.source.yaml_file import PlainLoader
 from tandem.errors import ConfigError
@@ -30,12 +30,12 @@ def test_a_new_key_opens_the_door_that_has_its_entry() -> None:
     assert key not in entry
     # As it would stand in a file.
     config = RouterConfig(api_keys=[PlainLoader(entry).get_single_data()])
-    assert ApiKeys(config.api_keys).tenant(f"Bearer {key}") == "acme"
+    assert ApiKeyStore(config.api_keys).tenant(f"Bearer {key}") == "acme"
     again = CliRunner().invoke(app, ["key", "digest", "--tenant", "acme"], input=f"{key}\n")
     assert again.stdout.strip() == entry
     raised = CliRunner().invoke(app, ["key", "digest", "--operator"], input=f"{key}\n")
     config = RouterConfig(api_keys=[PlainLoader(raised.stdout).get_single_data()])
-    assert ApiKeys(config.api_keys).caller({"authorization": f"Bearer {key}"}).operator
+    assert ApiKeyStore(config.api_keys).caller({"authorization": f"Bearer {key}"}).operator
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from rich.console import Console
 
 from cluster.top.status import ClusterStatus, Order, Rates, in_order, joined
 from cluster.top.view import View
-from router.http.app import Extras, create_app
-from router.http.server.http_server import HttpDoor
+from router.http.app import OptionalRoutes, create_app
+from router.http.server.http_server import HttpServer
 from router.status.feed import StatusFeed
 from router.types.worker_view import WorkerLoad
 from tandem.config.admission import ApiKey
@@ -40,8 +40,10 @@ async def served(config: RouterConfig | None = None, port: int = 0, whole: Whole
     """A door whose status is a whole router's; its URL."""
     parts = fakes.make_doors(fakes.make_tokenizer(), config)
     async with StatusFeed(sources_of(whole or WholeRouter(1))) as feed:
-        app = create_app(parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics, Extras(status=feed))
-        async with HttpDoor(app, host="127.0.0.1", port=port, grace_s=1.0) as door:
+        app = create_app(
+            parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics, OptionalRoutes(status=feed)
+        )
+        async with HttpServer(app, host="127.0.0.1", port=port, grace_s=1.0) as door:
             yield f"http://127.0.0.1:{door.port}"
             feed.close()
 

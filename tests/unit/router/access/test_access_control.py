@@ -11,15 +11,15 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import ValidationError
 
-from router.access.access_control import Doorkeeper
-from router.access.api_keys import ApiKeys
-from router.access.watched_files import LiveFiles
+from router.access.access_control import AccessControl
+from router.access.api_keys import ApiKeyStore
+from router.access.watched_files import FileWatcher
 from router.http.app import create_app
 from router.http.routing.access_guard import Guard, OperatorPage, operator
 from router.http.routing.route_table import Routes
-from router.http.server.http_server import HttpDoor
-from router.tenants.rate_limits import Limiter
-from router.tenants.shared_rate_limits import SharedLimits
+from router.http.server.http_server import HttpServer
+from router.tenants.rate_limits import RateLimiter
+from router.tenants.shared_rate_limits import SharedRateLimits
 from tandem.config.access import OperatorAccess, is_shared
 from tandem.config.admission import ApiKey, LimitsConfig
 from tandem.config.cluster import RouterConfig
@@ -59,7 +59,7 @@ async def listening(config: RouterConfig) -> AsyncIterator[int]:
     parts = fakes.make_doors(fakes.make_tokenizer(), config)
     parts.say("hello")
     app = create_app(parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics)
-    async with HttpDoor(app, host="127.0.0.1", port=0, grace_s=1.0) as door:
+    async with HttpServer(app, host="127.0.0.1", port=0, grace_s=1.0) as door:
         yield door.port
 
 
@@ -134,7 +134,7 @@ async def test_what_is_seen_without_a_key_can_be_chosen(asked: dict[str, str], s
 
 def test_beyond_loopback_only_probes_are_open() -> None:
     far = RouterConfig(host="10.0.0.2", api_keys=("a-key",))
-    guard = Guard(ApiKeys(far.api_keys), far)
+    guard = Guard(ApiKeyStore(far.api_keys), far)
     assert guard.is_open(OperatorPage.HEALTH)
     assert guard.is_open(OperatorPage.READYZ)
     assert not guard.is_open(OperatorPage.METRICS)
@@ -207,7 +207,7 @@ def test_a_route_that_does_not_say_for_whom_it_is_cannot_be_added() -> None:
     async def handler(_request):
         return {}
 
-    routes = Routes(Guard(ApiKeys(), RouterConfig()))
+    routes = Routes(Guard(ApiKeyStore(), RouterConfig()))
     with pytest.raises(TypeError, match="say for whom"):
         routes.add("GET", "/new", handler)  # type: ignore[arg-type]
     routes.add("GET", "/new", operator(handler, OperatorPage.VERSION))
@@ -217,7 +217,7 @@ def test_a_key_its_digest_and_its_tenant_belong_together() -> None:
     key = new_key()
     assert key != new_key()
     assert len(key) >= 43
-    plain, digest = ApiKeys([ApiKey(key=key)]), ApiKeys([ApiKey(key=entry_of(key))])
+    plain, digest = ApiKeyStore([ApiKey(key=key)]), ApiKeyStore([ApiKey(key=entry_of(key))])
     assert plain.tenant(f"Bearer {key}") == digest.tenant(f"Bearer {key}")
     caller = digest.caller({"authorization": f"Bearer {key}"})
     assert caller.key_id == key_id(kept_of(key))
@@ -235,19 +235,19 @@ def write_keys(path: Path, text: str) -> None:
     fresh.replace(path)
 
 
-async def looked(keeper: Doorkeeper) -> None:
+async def looked(keeper: AccessControl) -> None:
     """What the watch does once a second."""
-    live = next(one for one in keeper._collectors if isinstance(one, LiveFiles))
-    await live.look()
+    live = next(one for one in keeper._collectors if isinstance(one, FileWatcher))
+    await live.check()
 
 
-def reloads(keeper: Doorkeeper) -> dict[str, float]:
-    live = next(one for one in keeper._collectors if isinstance(one, LiveFiles))
+def reloads(keeper: AccessControl) -> dict[str, float]:
+    live = next(one for one in keeper._collectors if isinstance(one, FileWatcher))
     changes = next(family for family in live.collect() if family.name == "tandem_file_reloads")
     return {sample.labels["result"]: sample.value for sample in changes.samples}
 
 
-def accepted(keys: ApiKeys, *given: str) -> list[bool]:
+def accepted(keys: ApiKeyStore, *given: str) -> list[bool]:
     def passes(key: str) -> bool:
         try:
             keys.tenant(f"Bearer {key}")
@@ -263,7 +263,7 @@ async def test_keys_change_while_the_router_runs_and_a_broken_file_changes_nothi
 ) -> None:
     path = tmp_path / "keys.yaml"
     write_keys(path, f"api_keys: [{{key: '{entry_of('one')}', tenant: acme}}]")
-    async with Doorkeeper(RouterConfig(api_keys_file=str(path))) as keeper:
+    async with AccessControl(RouterConfig(api_keys_file=str(path))) as keeper:
         keys = keeper.keys
         assert accepted(keys, "one", "two") == [True, False]
         write_keys(path, f"api_keys: ['{entry_of('two')}', '{entry_of('one')}']")
@@ -303,7 +303,7 @@ async def test_no_key_is_good_once_the_file_of_keys_could_not_be_read_for_too_lo
     path, now = tmp_path / "keys.yaml", 0.0
     write_keys(path, f"api_keys: ['{entry_of('one')}', '{entry_of('two')}']")
     config = RouterConfig(api_keys_file=str(path), api_keys_trust_s=60.0)
-    async with Doorkeeper(config, clock=lambda: now) as keeper:
+    async with AccessControl(config, clock=lambda: now) as keeper:
         path.unlink()
         os.mkfifo(path, 0o600)
         now = 59.0
@@ -328,9 +328,9 @@ async def test_limits_of_tenants_change_with_the_file(tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
     one = f"api_keys: [{{key: '{entry_of('one')}', tenant: acme}}]\n"
     write_keys(path, one + "limits: {tenants: {acme: {requests_per_minute: 2}}}")
-    limiter = Limiter(LimitsConfig(), clock=lambda: 0.0)
-    shared = SharedLimits(limiter, tenants=(), tag_of=str.encode)
-    async with Doorkeeper(RouterConfig(api_keys_file=str(path)), shared) as keeper:
+    limiter = RateLimiter(LimitsConfig(), clock=lambda: 0.0)
+    shared = SharedRateLimits(limiter, tenants=(), tag_of=str.encode)
+    async with AccessControl(RouterConfig(api_keys_file=str(path)), shared) as keeper:
         for _ in range(2):
             limiter.admit("acme", 1.0)
         with pytest.raises(Overloaded):
@@ -365,10 +365,10 @@ async def test_a_file_of_keys_that_cannot_be_used_stops_the_start(
     path.write_text(text)
     os.chmod(path, mode)
     with pytest.raises(ConfigError, match=told):
-        async with Doorkeeper(RouterConfig(api_keys_file=str(path))):
+        async with AccessControl(RouterConfig(api_keys_file=str(path))):
             pass
     with pytest.raises(ConfigError, match=r"router\.api_keys_file"):
-        async with Doorkeeper(RouterConfig(api_keys_file=str(tmp_path / "absent"))):
+        async with AccessControl(RouterConfig(api_keys_file=str(tmp_path / "absent"))):
             pass
 
 

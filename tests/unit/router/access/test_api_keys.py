@@ -6,7 +6,7 @@ import time
 import pytest
 from pydantic import SecretStr
 
-from router.access.api_keys import ApiKeys
+from router.access.api_keys import ApiKeyStore
 from tandem.config.admission import ApiKey
 from tandem.config.cluster import ClusterConfig, RouterConfig, dump
 from tandem.errors import Unauthenticated
@@ -14,8 +14,8 @@ from tests.support.router.servers import fakes
 from tests.support.router.servers.http_client import client_of
 
 
-def keys(*given) -> ApiKeys:
-    return ApiKeys(RouterConfig(api_keys=given).api_keys)
+def keys(*given) -> ApiKeyStore:
+    return ApiKeyStore(RouterConfig(api_keys=given).api_keys)
 
 
 def test_keys_of_one_tenant_share_its_name_and_bare_keys_are_tenants_of_their_own() -> None:
@@ -29,7 +29,7 @@ def test_keys_of_one_tenant_share_its_name_and_bare_keys_are_tenants_of_their_ow
 
 
 def test_of_many_keys_one_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    book = ApiKeys(ApiKey(key=f"key-{number}", tenant=f"t{number % 1000}") for number in range(2000))
+    book = ApiKeyStore(ApiKey(key=f"key-{number}", tenant=f"t{number % 1000}") for number in range(2000))
     compared: list[tuple[bytes, bytes]] = []
 
     def compare(given: bytes, known: bytes) -> bool:
@@ -44,14 +44,14 @@ def test_of_many_keys_one_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_of_entries_of_one_key_the_first_counts() -> None:
-    book = ApiKeys([ApiKey(key="one", tenant="first"), ApiKey(key="one", tenant="second")])
+    book = ApiKeyStore([ApiKey(key="one", tenant="first"), ApiKey(key="one", tenant="second")])
     assert book.tenant("Bearer one") == "first"
     assert book.tenants == {"first"}
 
 
 @pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer ", "Bearer  \t", "Basic good"])
 def test_who_sends_no_key_has_none_even_if_an_empty_one_were_known(header: str | None) -> None:
-    book = ApiKeys([ApiKey(key="good"), ApiKey.model_construct(key=SecretStr(""), tenant="nobody")])
+    book = ApiKeyStore([ApiKey(key="good"), ApiKey.model_construct(key=SecretStr(""), tenant="nobody")])
     with pytest.raises(Unauthenticated):
         book.tenant(header)
 

@@ -11,10 +11,10 @@ import grpc.aio
 import httpx
 import pytest
 
-from router.access.access_control import Doorkeeper
+from router.access.access_control import AccessControl
 from router.access.audit_file import AuditFile
 from router.access.audit_log import AuditEntry
-from router.grpc.server import GrpcDoor, build_server
+from router.grpc.server import GrpcServer, build_server
 from router.http.app import create_app
 from tandem.config.access import AuditConfig
 from tandem.config.cluster import RouterConfig
@@ -41,7 +41,7 @@ async def test_who_asked_for_what_is_written_down_and_not_what_was_said(tmp_path
     parts = fakes.make_doors(fakes.make_tokenizer(), config)
     ids = parts.say("hello")
     ask = {"prompt": SECRET_WORDS}
-    async with Doorkeeper(config) as keeper:
+    async with AccessControl(config) as keeper:
         app = create_app(parts.frontend, parts.generator, parts.ready, config, parts.metrics, keeper=keeper)
         transport = httpx.ASGITransport(app, client=("10.1.2.3", 5))
         async with httpx.AsyncClient(transport=transport, base_url="http://r") as client:
@@ -78,9 +78,9 @@ async def test_calls_over_grpc_are_written_down_too(tmp_path: Path) -> None:
     config = RouterConfig(api_keys=({"key": "a-key", "tenant": "acme"},), audit_log={"path": str(path)})
     parts = fakes.make_doors(fakes.make_tokenizer(), config)
     ids = parts.say("hello")
-    async with Doorkeeper(config) as keeper:
+    async with AccessControl(config) as keeper:
         server = build_server(parts.frontend, parts.generator, config, parts.metrics, keeper=keeper)
-        door = GrpcDoor(server, host="127.0.0.1", port=0, grace_s=1.0)
+        door = GrpcServer(server, host="127.0.0.1", port=0, grace_s=1.0)
         async with door, grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel:
             stub = InferenceStub(channel)
             call = stub.Generate(pb.GenerateRequest(prompt="abc"), metadata=(("authorization", "Bearer a-key"),))

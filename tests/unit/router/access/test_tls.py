@@ -13,13 +13,13 @@ import grpc.aio
 import httpx
 import pytest
 
-from router.access.access_control import Doorkeeper
+from router.access.access_control import AccessControl
 from router.access.tls import read_identity
-from router.access.watched_files import LiveFiles
-from router.grpc.server import GrpcDoor, build_server
+from router.access.watched_files import FileWatcher
+from router.grpc.server import GrpcServer, build_server
 from router.http.app import create_app
 from router.http.server.connection_limits import ConnectionLimits
-from router.http.server.http_server import HttpDoor
+from router.http.server.http_server import HttpServer
 from tandem.config.access import DoorTls
 from tandem.config.cluster import RouterConfig
 from tandem.errors import ConfigError
@@ -61,15 +61,15 @@ def tls(authority: Authority, tmp_path: Path) -> DoorTls:
 @asynccontextmanager
 async def opened(
     tls: DoorTls, limits: ConnectionLimits = LIMITS
-) -> AsyncIterator[tuple[Doorkeeper, HttpDoor, GrpcDoor]]:
+) -> AsyncIterator[tuple[AccessControl, HttpServer, GrpcServer]]:
     config = RouterConfig(tls=tls)
     parts = fakes.make_doors(fakes.make_tokenizer(), config)
     parts.say("hello world")
-    async with Doorkeeper(config) as keeper:
+    async with AccessControl(config) as keeper:
         app = create_app(parts.frontend, parts.generator, parts.ready, config, parts.metrics, keeper=keeper)
         server = build_server(parts.frontend, parts.generator, config, parts.metrics, keeper=keeper)
-        http = HttpDoor(app, host=LOCAL, port=0, grace_s=1.0, limits=limits, tls=keeper.tls)
-        async with http, GrpcDoor(server, host=LOCAL, port=0, grace_s=1.0, tls=keeper.tls) as rpc:
+        http = HttpServer(app, host=LOCAL, port=0, grace_s=1.0, limits=limits, tls=keeper.tls)
+        async with http, GrpcServer(server, host=LOCAL, port=0, grace_s=1.0, tls=keeper.tls) as rpc:
             yield keeper, http, rpc
 
 
@@ -99,8 +99,8 @@ def write(path: str, text: str) -> None:
     Path(path).write_text(text)
 
 
-async def looked(keeper: Doorkeeper) -> None:
-    await next(one for one in keeper._collectors if isinstance(one, LiveFiles)).look()
+async def looked(keeper: AccessControl) -> None:
+    await next(one for one in keeper._collectors if isinstance(one, FileWatcher)).check()
 
 
 async def shown(port: int, context: ssl.SSLContext) -> bytes:

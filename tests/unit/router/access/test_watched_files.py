@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from router.access.file_trust import QUIET_S
-from router.access.watched_files import LiveFile, LiveFiles
+from router.access.watched_files import FileWatcher, WatchedFile
 from tandem.config.source.regular_file import read_regular_text
 from tandem.errors import ConfigError, UnreadableFile
 
@@ -35,12 +35,12 @@ async def test_what_makes_no_sense_changes_nothing_and_the_next_change_is_taken(
             raise error
         return text
 
-    file = LiveFile(what="keys", paths=[path], load=load, apply=applied.append)
-    async with LiveFiles([file], look_s=3600.0) as live:
+    file = WatchedFile(what="keys", paths=[path], load=load, apply=applied.append)
+    async with FileWatcher([file], check_s=3600.0) as live:
         path.write_text("bad")
-        await live.look()
+        await live.check()
         path.write_text("the third")
-        await live.look()
+        await live.check()
         counts = reloads(live)
     assert applied == ["first", "the third"]
     assert counts == {"taken": 1, "refused": 1}
@@ -50,12 +50,12 @@ async def test_what_makes_no_sense_changes_nothing_and_the_next_change_is_taken(
 async def test_who_is_told_of_a_change_looks_at_once(tmp_path: Path) -> None:
     path, applied = tmp_path / "file", asyncio.Queue[str]()
     path.write_text("first")
-    file = LiveFile(what="keys", paths=[path], load=path.read_text, apply=applied.put_nowait)
-    async with LiveFiles([file], look_s=3600.0) as live:
+    file = WatchedFile(what="keys", paths=[path], load=path.read_text, apply=applied.put_nowait)
+    async with FileWatcher([file], check_s=3600.0) as live:
         assert await applied.get() == "first"
         for text in ("the second", "third"):
             path.write_text(text)
-            live.look_now()
+            live.check_now()
             assert await applied.get() == text
 
 
@@ -72,17 +72,17 @@ async def test_a_file_that_cannot_be_read_is_tried_again_though_nothing_of_it_ch
         return path.read_text()
 
     clock = Clock()
-    file = LiveFile(what="keys", paths=[path], load=load, apply=applied.append, trust_s=300.0)
-    async with LiveFiles([file], look_s=3600.0, clock=clock) as live:
+    file = WatchedFile(what="keys", paths=[path], load=load, apply=applied.append, trust_s=300.0)
+    async with FileWatcher([file], check_s=3600.0, clock=clock) as live:
         os.utime(path)
         for _ in range(3):
             clock.now += 100.0
-            await live.look()
+            await live.check()
         assert (applied, reloads(live)) == (["text"], {"taken": 0, "refused": 1})
         assert stale_s(live) == 300.0
         assert live.distrust("keys") == "not read for 300 s"
         is_broken = False
-        await live.look()
+        await live.check()
         assert applied == ["text", "text"]
         assert live.distrust("keys") is None
         assert stale_s(live) == 0.0
@@ -103,11 +103,11 @@ async def test_a_file_that_hangs_is_told_and_others_are_followed_meanwhile(
         return "hung"
 
     files = [
-        LiveFile(what="hung", paths=[path], load=load, apply=lambda _text: None, trust_s=300.0),
-        LiveFile(what="other", paths=[path], load=path.read_text, apply=applied.put_nowait),
+        WatchedFile(what="hung", paths=[path], load=load, apply=lambda _text: None, trust_s=300.0),
+        WatchedFile(what="other", paths=[path], load=path.read_text, apply=applied.put_nowait),
     ]
     try:
-        async with LiveFiles(files, look_s=0.01, clock=clock) as live:
+        async with FileWatcher(files, check_s=0.01, clock=clock) as live:
             assert await applied.get() == "first"
             for text in ("the second", "the third one"):
                 path.write_text(text)
@@ -132,25 +132,25 @@ async def test_a_file_in_whose_place_a_pipe_comes_is_not_waited_for(tmp_path: Pa
     path, applied, clock = tmp_path / "file", list[str](), Clock()
     path.write_text("first")
     load = lambda: read_regular_text(path)  # noqa: E731
-    file = LiveFile(what="keys", paths=[path], load=load, apply=applied.append, trust_s=300.0)
-    async with LiveFiles([file], look_s=3600.0, clock=clock) as live:
+    file = WatchedFile(what="keys", paths=[path], load=load, apply=applied.append, trust_s=300.0)
+    async with FileWatcher([file], check_s=3600.0, clock=clock) as live:
         path.unlink()
         os.mkfifo(path)
         clock.now += 300.0
-        await live.look()
+        await live.check()
         assert live.distrust("keys") is not None
         path.unlink()
         path.write_text("first")
-        await live.look()
+        await live.check()
         assert live.distrust("keys") is None
     assert applied == ["first", "first"]
 
 
-def reloads(live: LiveFiles) -> dict[str, float]:
+def reloads(live: FileWatcher) -> dict[str, float]:
     family, _ = live.collect()
     return {sample.labels["result"]: sample.value for sample in family.samples}
 
 
-def stale_s(live: LiveFiles) -> float:
+def stale_s(live: FileWatcher) -> float:
     _, family = live.collect()
     return float(family.samples[0].value)

@@ -341,7 +341,7 @@ def test_a_refusal_by_the_queue_costs_nothing_of_a_limit() -> None:
 def test_a_bucket_lets_one_request_larger_than_itself_through_when_full() -> None:
     bucket = TokenBucket(per_minute=60, now_s=0.0)
     assert bucket.wait_s(500.0, 0.0) == 0.0
-    bucket.take(500.0, 0.0)
+    bucket.consume(500.0, 0.0)
     assert bucket.wait_s(1.0, 0.0) == pytest.approx(441.0)
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from router.api.cache_breakpoints import Mark, common_length, prepare_marked
-from router.api.request.client_request import ClientFields
+from router.api.cache_breakpoints import CacheBreakpoint, common_length, prepare_with_breakpoints
+from router.api.request.client_request import ClientRequest
 from router.http.anthropic.body import MessagesBody
 from router.http.openai.schemas import validate
 from router.text.conversation import Message, TemplateOptions
@@ -30,7 +30,7 @@ def test_a_mark_in_the_middle_of_a_turn_covers_what_is_before_it() -> None:
     talk = validate(MessagesBody, {"model": "m", "max_tokens": 1, "messages": turns}).conversation()
     (message,) = talk.messages
     assert message.content == "\n".join(texts)
-    assert talk.marks == [Mark(1, len("\n".join(texts[:501])), 300.0)]
+    assert talk.marks == [CacheBreakpoint(1, len("\n".join(texts[:501])), 300.0)]
 
 
 def test_calls_and_results_end_turns_and_marks_follow_them() -> None:
@@ -46,7 +46,7 @@ def test_calls_and_results_end_turns_and_marks_follow_them() -> None:
     shown = [(message.role, message.content) for message in talk.messages]
     assert shown == [("user", "hi"), ("assistant", "one\ntwo"), ("user", "before"), ("tool", "42"), ("user", "one")]
     assert talk.messages[1].tool_calls == (AssistantToolCall(id="a", name="f", arguments="{}"),)
-    assert talk.marks == [Mark(2, 3, 300.0), Mark(4, 2, 300.0), Mark(5, 3, 300.0)]
+    assert talk.marks == [CacheBreakpoint(2, 3, 300.0), CacheBreakpoint(4, 2, 300.0), CacheBreakpoint(5, 3, 300.0)]
 
 
 async def test_a_template_that_begins_with_how_long_to_think() -> None:
@@ -55,6 +55,8 @@ async def test_a_template_that_begins_with_how_long_to_think() -> None:
     parts = fakes.make_doors(fakes.make_tokenizer(template))
     talk = [Message(role="user", content="the quick brown fox " * 20), Message(role="user", content="jumps")]
     for options in (TemplateOptions(), TemplateOptions(thinks=False), TemplateOptions(effort="low")):
-        fields = ClientFields(template=options)
-        (pin,) = (await prepare_marked(parts.frontend, talk, [Mark(1, 380, 300.0)], fields)).request.pins
+        fields = ClientRequest(template=options)
+        (pin,) = (
+            await prepare_with_breakpoints(parts.frontend, talk, [CacheBreakpoint(1, 380, 300.0)], fields)
+        ).request.pins
         assert pin.num_tokens >= 64

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from router.api import embeddings
-from router.grpc.server import GrpcDoor, build_server
+from router.grpc.server import GrpcServer, build_server
 from router.text.tokenizer import Tokenizer
 from tandem.client.aio import AsyncClient
 from tandem.client.sync import Client
@@ -102,7 +102,7 @@ async def test_the_same_over_grpc(parts: fakes.Doors) -> None:
     server = build_server(parts.frontend, parts.generator, parts.config, parts.metrics)
     ids = pb.EmbedInput(token_ids=pb.TokenIds(ids=[5, 6]))
     async with (
-        GrpcDoor(server, host="127.0.0.1", port=0, grace_s=0.0) as door,
+        GrpcServer(server, host="127.0.0.1", port=0, grace_s=0.0) as door,
         grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel,
     ):
         stub = InferenceStub(channel)
@@ -122,7 +122,7 @@ async def test_the_same_over_grpc(parts: fakes.Doors) -> None:
 
 async def test_the_client_of_the_repository_asks_for_them(parts: fakes.Doors) -> None:
     server = build_server(parts.frontend, parts.generator, parts.config, parts.metrics)
-    async with GrpcDoor(server, host="127.0.0.1", port=0, grace_s=0.0) as door:
+    async with GrpcServer(server, host="127.0.0.1", port=0, grace_s=0.0) as door:
         address = f"127.0.0.1:{door.port}"
         async with AsyncClient(address) as client:
             assert await client.embed(["fox", [5, 6]], cache_salt="mine") == [UNIT, UNIT]

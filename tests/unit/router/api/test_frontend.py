@@ -7,7 +7,7 @@ import pytest
 
 from router.api.frontend import MAX_SALT_CHARS
 from router.api.prompts import MAX_CHARS_PER_TOKEN, MAX_MESSAGES
-from router.api.request.client_request import ClientFields
+from router.api.request.client_request import ClientRequest
 from router.text.chat_template import Message
 from router.text.tokenizer import Tokenizer
 from tandem.config.cluster import RouterConfig
@@ -30,13 +30,13 @@ HELLO = [Message(role="user", content="hello")]
 
 
 async def test_defaults(parts: fakes.Doors) -> None:
-    conversation = await parts.frontend.prepare_chat(HELLO, ClientFields())
+    conversation = await parts.frontend.prepare_chat(HELLO, ClientRequest())
     size = len(conversation.request.prompt_token_ids)
     assert conversation.request.sampling.max_tokens == fakes.CONTEXT - size
     assert conversation.request.sampling.seed == 99
     assert conversation.request.deadline_s == 1000.0 + parts.config.request_timeout_s
     assert conversation.stop_token_ids == {fakes.END}
-    (prompt,) = await parts.frontend.prepare_prompts(["hello"], ClientFields())
+    (prompt,) = await parts.frontend.prepare_prompts(["hello"], ClientRequest())
     assert prompt.request.sampling.max_tokens == 16
     assert prompt.prompt_text == "hello"
     assert prompt.request.request_id != conversation.request.request_id
@@ -44,7 +44,7 @@ async def test_defaults(parts: fakes.Doors) -> None:
 
 async def test_given_values_hold(parts: fakes.Doors) -> None:
     sampling = SamplingParams(ignore_eos=True, stop_token_ids=(9,), min_tokens=2, temperature=0.0)
-    fields = ClientFields(
+    fields = ClientRequest(
         sampling=sampling, max_tokens=10**6, seed=-5, num_choices=3, priority=-2, time_left_s=2.0, stop=("x",)
     )
     (one,) = await parts.frontend.prepare_prompts([(5, 6)], fields)
@@ -56,7 +56,7 @@ async def test_given_values_hold(parts: fakes.Doors) -> None:
 
 async def test_cache_salt_and_tenant_make_different_names(parts: fakes.Doors) -> None:
     async def root(**fields: str) -> bytes:
-        return (await parts.frontend.prepare_chat(HELLO, ClientFields(**fields))).request.hash_root
+        return (await parts.frontend.prepare_chat(HELLO, ClientRequest(**fields))).request.hash_root
 
     assert await root() == await root()
     roots = [await root(tenant=t, cache_salt=s) for t, s in (("a", "b"), ("ab", "x"), ("b", "a"), ("a", "bx"))]
@@ -85,8 +85,8 @@ async def test_cache_salt_and_tenant_make_different_names(parts: fakes.Doors) ->
 )
 async def test_bounds_name_their_field(parts: fakes.Doors, fields: dict[str, object], param: str) -> None:
     for prepare in (
-        parts.frontend.prepare_chat(HELLO, ClientFields(**fields)),
-        parts.frontend.prepare_prompts(["x"], ClientFields(**fields)),
+        parts.frontend.prepare_chat(HELLO, ClientRequest(**fields)),
+        parts.frontend.prepare_prompts(["x"], ClientRequest(**fields)),
     ):
         with pytest.raises(InvalidRequest) as caught:
             await prepare
@@ -95,18 +95,18 @@ async def test_bounds_name_their_field(parts: fakes.Doors, fields: dict[str, obj
 
 async def test_unknown_model(parts: fakes.Doors) -> None:
     with pytest.raises(ModelNotFound, match="tiny"):
-        await parts.frontend.prepare_chat(HELLO, ClientFields(model="gpt-4"))
+        await parts.frontend.prepare_chat(HELLO, ClientRequest(model="gpt-4"))
 
 
 async def test_context_bound_names_the_figures(parts: fakes.Doors) -> None:
     fits = (5,) * (fakes.CONTEXT - 1)
-    (one,) = await parts.frontend.prepare_prompts([fits], ClientFields())
+    (one,) = await parts.frontend.prepare_prompts([fits], ClientRequest())
     assert one.request.sampling.max_tokens == 1
     for prompt in ((5,) * fakes.CONTEXT, "x " * fakes.CONTEXT, "x" * (fakes.CONTEXT * MAX_CHARS_PER_TOKEN + 1)):
         with pytest.raises(ContextLengthExceeded, match=str(fakes.CONTEXT)):
-            await parts.frontend.prepare_prompts([prompt], ClientFields())
+            await parts.frontend.prepare_prompts([prompt], ClientRequest())
     with pytest.raises(ContextLengthExceeded, match="at least 2"):
-        await parts.frontend.prepare_prompts([fits], ClientFields(sampling=SamplingParams(min_tokens=2)))
+        await parts.frontend.prepare_prompts([fits], ClientRequest(sampling=SamplingParams(min_tokens=2)))
 
 
 async def test_messages(parts: fakes.Doors) -> None:
@@ -117,7 +117,7 @@ async def test_messages(parts: fakes.Doors) -> None:
         [Message(role="<|end|>", content="")],
     ):
         with pytest.raises(InvalidRequest) as caught:
-            await parts.frontend.prepare_chat(messages, ClientFields())
+            await parts.frontend.prepare_chat(messages, ClientRequest())
         assert caught.value.param == "messages"
 
 
@@ -161,7 +161,7 @@ async def test_waiting_texts_are_bounded(tokenizer: Tokenizer) -> None:
 
     async def attempt() -> str:
         try:
-            await frontend.prepare_prompts([long_text], ClientFields())
+            await frontend.prepare_prompts([long_text], ClientRequest())
         except (ContextLengthExceeded, Overloaded) as error:
             return type(error).__name__
         return "prepared"

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from router.api.request_meter import RequestMeter
-from router.grpc.server import GrpcDoor, build_server
+from router.grpc.server import GrpcServer, build_server
 from router.metrics.router_metrics import RouterMetrics
 from router.text.tokenizer import Tokenizer
 from tandem.config.cluster import RouterConfig
@@ -86,7 +86,7 @@ async def test_a_grpc_request_is_a_span_of_its_clients_trace(traced: Any) -> Non
     parts.say("hello")
     server = build_server(parts.frontend, parts.generator, parts.config, parts.metrics)
     async with (
-        GrpcDoor(server, host="127.0.0.1", port=0, grace_s=0.0) as door,
+        GrpcServer(server, host="127.0.0.1", port=0, grace_s=0.0) as door,
         grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel,
     ):
         metadata = (("traceparent", CLIENT.to_text()), ("tracestate", "a=1"))
@@ -115,7 +115,7 @@ async def test_an_operators_key_decides_what_is_traced_and_a_tenants_does_not(
     async def called(key: str) -> None:
         server = build_server(parts.frontend, parts.generator, parts.config, parts.metrics)
         async with (
-            GrpcDoor(server, host="127.0.0.1", port=0, grace_s=0.0) as door,
+            GrpcServer(server, host="127.0.0.1", port=0, grace_s=0.0) as door,
             grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel,
         ):
             metadata = (("traceparent", CLIENT.to_text()), ("authorization", f"Bearer {key}"))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from engine.scheduler.scheduler import Scheduler
-from router.api.request.client_request import ClientFields
+from router.api.request.client_request import ClientRequest
 from router.types.worker_view import PrefixChange
 from router.workers.prefix_map import PrefixMap
 from tandem.values.block_hash import BlockHasher
@@ -35,13 +35,13 @@ class Stack:
         self.map.apply(HERE, PrefixChange(first_sequence=0, snapshot=True, changes=()))
         self._sequence = 0
 
-    async def names(self, fields: ClientFields, prompt: Sequence[int] = PROMPT) -> tuple[BlockHash, list[BlockHash]]:
+    async def names(self, fields: ClientRequest, prompt: Sequence[int] = PROMPT) -> tuple[BlockHash, list[BlockHash]]:
         (one,) = await self._parts.frontend.prepare_prompts([tuple(prompt)], fields)
         names: list[BlockHash] = []
         self._hasher.extend(one.request.hash_root, names, one.request.prompt_token_ids)
         return one.request.hash_root, names
 
-    async def ask(self, fields: ClientFields) -> tuple[int, int, int]:
+    async def ask(self, fields: ClientRequest) -> tuple[int, int, int]:
         """Blocks that the router thought to be cached, tokens that were, and tokens that the engine computed."""
         root, names = await self.names(fields)
         thought = self.map.longest_prefix(names).get(HERE, 0)
@@ -65,17 +65,17 @@ WARM = (6, 96, 4)
 @pytest.mark.parametrize(
     ("victim", "spy"),
     [
-        (ClientFields(tenant="a"), ClientFields(tenant="b")),
-        (ClientFields(tenant="a"), ClientFields()),
-        (ClientFields(tenant="a", cache_salt="s"), ClientFields(tenant="b", cache_salt="s")),
-        (ClientFields(tenant="a", cache_salt="s"), ClientFields(tenant="a")),
-        (ClientFields(tenant="a"), ClientFields(tenant="", cache_salt="a")),
-        (ClientFields(tenant="ab", cache_salt="c"), ClientFields(tenant="a", cache_salt="bc")),
-        (ClientFields(tenant="a"), ClientFields(cache_salt="1:a")),
+        (ClientRequest(tenant="a"), ClientRequest(tenant="b")),
+        (ClientRequest(tenant="a"), ClientRequest()),
+        (ClientRequest(tenant="a", cache_salt="s"), ClientRequest(tenant="b", cache_salt="s")),
+        (ClientRequest(tenant="a", cache_salt="s"), ClientRequest(tenant="a")),
+        (ClientRequest(tenant="a"), ClientRequest(tenant="", cache_salt="a")),
+        (ClientRequest(tenant="ab", cache_salt="c"), ClientRequest(tenant="a", cache_salt="bc")),
+        (ClientRequest(tenant="a"), ClientRequest(cache_salt="1:a")),
     ],
 )
 async def test_another_tenants_prompt_is_computed_as_if_nobody_had_sent_it(
-    victim: ClientFields, spy: ClientFields
+    victim: ClientRequest, spy: ClientRequest
 ) -> None:
     stack = Stack()
     assert await stack.ask(victim) == COLD
@@ -87,9 +87,12 @@ async def test_another_tenants_prompt_is_computed_as_if_nobody_had_sent_it(
 @pytest.mark.parametrize("change", [lambda prompt: prompt[:-1], lambda prompt: [*prompt[:20], 1, *prompt[21:]]])
 async def test_names_say_nothing_to_whoever_lacks_the_secret(change: Callable[[list[int]], list[int]]) -> None:
     """Cache events and Redis hold names: without the secret no guess of a prompt can be tried against them."""
-    (_, ours), (_, theirs) = await Stack().names(ClientFields()), await Stack(b"another secret..").names(ClientFields())
+    (_, ours), (_, theirs) = (
+        await Stack().names(ClientRequest()),
+        await Stack(b"another secret..").names(ClientRequest()),
+    )
     assert len(ours) == 6
     assert not set(ours) & set(theirs)
-    (_, near) = await Stack().names(ClientFields(), change(PROMPT))
+    (_, near) = await Stack().names(ClientRequest(), change(PROMPT))
     shared = [mine == other for mine, other in zip(ours, near, strict=False)]
     assert shared == sorted(shared, reverse=True), "a name stands for all that comes before it"

@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from router.batches.files.store import BatchStore
-from router.batches.files.types import Batch, BatchStatus
+from router.batches.files.types import BatchStatus, StoredBatch
 from router.http.app import create_app
 from router.process.batch_setup import make_batches
 from router.types.requests import MAX_PRIORITY
@@ -143,7 +143,7 @@ def stored(folder: Path) -> BatchStore:
 async def test_a_restart_while_results_became_files(parts: fakes.Doors, tmp_path: Path) -> None:
     """They are files already, and the batch does not say so yet."""
     store, name = stored(tmp_path), f"batch_{'0' * 32}"
-    made = Batch(
+    made = StoredBatch(
         id=name,
         tenant="acme",
         endpoint="/v1/completions",
@@ -205,7 +205,7 @@ def test_what_was_kept_long_enough_is_deleted(tmp_path: Path) -> None:
     store, content = stored(tmp_path), tmp_path / "content"
     content.write_bytes(b"x")
     file = store.add_file("acme", content, filename="f", purpose="batch", now_s=100.0)
-    ended = Batch(
+    ended = StoredBatch(
         id=f"batch_{'1' * 32}",
         tenant="acme",
         endpoint="/v1/completions",

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from router.batches.files import store as store_module
-from router.batches.files.locks import Places, take_all
-from router.batches.files.store import BatchStore
-from router.batches.files.types import Batch, BatchStatus, StoredFile
+from router.batches.files.store import BatchStore, UploadSlots, acquire_all
+from router.batches.files.types import BatchStatus, StoredBatch, StoredFile
 from router.batches.runner import MOST_AT_WORK, MOST_OF_TENANT, startable
 from router.http.body import multipart
 from tandem.config.cluster import RouterConfig
@@ -40,8 +39,8 @@ def store(tmp_path: Path) -> BatchStore:
     return made
 
 
-def batch(number: int, tenant: str = "acme", status: BatchStatus = BatchStatus.VALIDATING) -> Batch:
-    return Batch(
+def batch(number: int, tenant: str = "acme", status: BatchStatus = BatchStatus.VALIDATING) -> StoredBatch:
+    return StoredBatch(
         id=f"batch_{number:032x}",
         tenant=tenant,
         endpoint="/v1/completions",
@@ -210,7 +209,7 @@ class Looked(BatchStore):
         self._nobody_comes_in()
         return super().files(tenant)
 
-    def batches(self, tenant: str) -> list[Batch]:
+    def batches(self, tenant: str) -> list[StoredBatch]:
         self._nobody_comes_in()
         return super().batches(tenant)
 
@@ -235,16 +234,16 @@ def test_room_is_looked_for_and_taken_by_one_process_at_a_time(tmp_path: Path, w
 
 
 def test_a_process_that_is_killed_gives_its_places_back(tmp_path: Path) -> None:
-    code = "import sys, pathlib; from router.batches.files.locks import Places; "
-    code += "held = Places(pathlib.Path(sys.argv[1]), 1).take(); print(held is not None, flush=True); input()"
+    code = "import sys, pathlib; from router.batches.files.store import UploadSlots; "
+    code += "held = UploadSlots(pathlib.Path(sys.argv[1]), 1).acquire(); print(held is not None, flush=True); input()"
     command = [sys.executable, "-c", code, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "True\n"
-        assert take_all(Places(tmp_path / "b", 1), Places(tmp_path, 1)) is None
+        assert acquire_all(UploadSlots(tmp_path / "b", 1), UploadSlots(tmp_path, 1)) is None
         process.kill()
-    with take_all(Places(tmp_path / "b", 1), Places(tmp_path, 1)) or pytest.fail("not given back"):
-        assert Places(tmp_path, 1).take() is None
+    with acquire_all(UploadSlots(tmp_path / "b", 1), UploadSlots(tmp_path, 1)) or pytest.fail("not given back"):
+        assert UploadSlots(tmp_path, 1).acquire() is None
 
 
 async def test_a_boundary_across_two_pieces_of_a_search(

@@ -9,7 +9,7 @@ import pytest
 
 from router.dispatch.choices.context import DispatchSettings
 from router.http.app import create_app
-from router.http.server.http_server import HttpDoor
+from router.http.server.http_server import HttpServer
 from tandem.errors import Cancelled, DeadlineExceeded, InternalError, Overloaded
 from tests.support.fake_worker import FakeWorker, Submission, answer, expected_tokens, hold
 from tests.support.router.cluster import PROMPT, Cluster, cluster, routed
@@ -121,7 +121,7 @@ async def test_from_worker_to_socket(stream: bool) -> None:
     worker = FakeWorker("d0")
     async with cluster(worker) as core, httpx.AsyncClient(trust_env=False, timeout=WAIT_S) as client:
         app = create_app(parts.frontend, core.dispatcher, parts.ready, parts.config, parts.metrics)
-        async with HttpDoor(app, host="127.0.0.1", port=0, grace_s=5.0) as door:
+        async with HttpServer(app, host="127.0.0.1", port=0, grace_s=5.0) as door:
             body = {"prompt": [5, 6, 7], "n": 2, "seed": 3, "max_tokens": 8, "stream": stream, "ignore_eos": True}
             url = f"http://127.0.0.1:{door.port}/v1/completions"
             got = await client.post(url, json=body, headers={"X-Tandem-Stream-Ids": "1"})
@@ -152,7 +152,7 @@ async def test_a_client_that_leaves_its_stream_cancels_on_the_worker() -> None:
     worker = FakeWorker("d0", script=some)
     async with cluster(worker) as core, asyncio.timeout(WAIT_S):
         app = create_app(parts.frontend, core.dispatcher, parts.ready, parts.config, parts.metrics)
-        async with HttpDoor(app, host="127.0.0.1", port=0, grace_s=5.0) as door:
+        async with HttpServer(app, host="127.0.0.1", port=0, grace_s=5.0) as door:
             reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
             body = b'{"prompt": [5, 6], "stream": true, "return_token_ids": true}'
             writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: r\r\nContent-Length: %d\r\n\r\n" % len(body) + body)

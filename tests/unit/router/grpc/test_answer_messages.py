@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from router.api.named_cache_prompts import NamedPrompts
+from router.api.named_cache_prompts import NamedCacheService
 from router.text.conversation import Message
 from router.text.tokenizer import Tokenizer
 from tandem.errors import InvalidRequest
@@ -117,7 +117,7 @@ async def test_marks_are_kept(tokenizer: Tokenizer) -> None:
 
 async def test_a_conversation_begins_with_a_name(tokenizer: Tokenizer) -> None:
     world = World(tokenizer)
-    named = NamedPrompts.of(world.parts.frontend)
+    named = NamedCacheService.from_frontend(world.parts.frontend)
     assert named is not None
 
     async def compute(prepared: Any) -> None:

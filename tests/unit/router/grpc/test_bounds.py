@@ -13,10 +13,10 @@ from google.rpc.error_details_pb2 import RetryInfo
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from router.access.api_keys import ApiKeys
+from router.access.api_keys import ApiKeyStore
 from router.grpc import server as server_module
 from router.grpc.errors import StatusInterceptor
-from router.grpc.server import SERVICE_NAME, GrpcDoor, build_server
+from router.grpc.server import SERVICE_NAME, GrpcServer, build_server
 from router.grpc.service import InferenceService
 from router.metrics.router_metrics import RouterMetrics
 from tandem.config.cluster import RouterConfig
@@ -39,7 +39,7 @@ def tokenizer() -> Any:
 @asynccontextmanager
 async def opened(server: grpc.aio.Server) -> AsyncIterator[grpc.aio.Channel]:
     async with (
-        GrpcDoor(server, host="127.0.0.1", port=0, grace_s=0.0) as door,
+        GrpcServer(server, host="127.0.0.1", port=0, grace_s=0.0) as door,
         grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel,
         asyncio.timeout(WAIT_S),
     ):
@@ -71,7 +71,7 @@ async def test_a_burst_on_one_channel_is_answered(
 async def test_more_calls_than_there_may_be_are_told_when_to_come_back(tokenizer: Any) -> None:
     parts = fakes.make_doors(tokenizer)
     parts.say("hello", hang_after=0)
-    keys = ApiKeys()
+    keys = ApiKeyStore()
     server = grpc.aio.server(interceptors=(StatusInterceptor(parts.metrics, keys, most_calls=20),))
     add_InferenceServicer_to_server(InferenceService(parts.frontend, parts.generator, keys, parts.metrics), server)
     async with opened(server) as channel:

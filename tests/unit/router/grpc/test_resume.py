@@ -8,7 +8,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from router.grpc.server import GrpcDoor, build_server
+from router.grpc.server import GrpcServer, build_server
 from router.text.tokenizer import Tokenizer
 from tandem.v1 import common_pb2
 from tandem.v1 import inference_pb2 as pb
@@ -28,7 +28,7 @@ def tokenizer() -> Tokenizer:
 async def door_of(parts: fakes.Doors) -> AsyncIterator[InferenceStub]:
     server = build_server(parts.frontend, parts.generator, parts.config, parts.metrics)
     async with (
-        GrpcDoor(server, host="127.0.0.1", port=0, grace_s=0.0) as door,
+        GrpcServer(server, host="127.0.0.1", port=0, grace_s=0.0) as door,
         grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel,
     ):
         yield InferenceStub(channel)

@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from pydantic import SecretStr
 
-from router.grpc.server import SERVICE_NAME, GrpcDoor, build_server
+from router.grpc.server import SERVICE_NAME, GrpcServer, build_server
 from router.text.tokenizer import Tokenizer
 from tandem.config.cluster import RouterConfig
 from tandem.errors import Overloaded
@@ -33,14 +33,14 @@ def parts(tokenizer: Tokenizer) -> fakes.Doors:
 
 
 @pytest.fixture
-async def door(parts: fakes.Doors) -> AsyncIterator[GrpcDoor]:
+async def door(parts: fakes.Doors) -> AsyncIterator[GrpcServer]:
     server = build_server(parts.frontend, parts.generator, parts.config, parts.metrics)
-    async with GrpcDoor(server, host="127.0.0.1", port=0, grace_s=0.0) as door:
+    async with GrpcServer(server, host="127.0.0.1", port=0, grace_s=0.0) as door:
         yield door
 
 
 @pytest.fixture
-async def channel(door: GrpcDoor) -> AsyncIterator[grpc.aio.Channel]:
+async def channel(door: GrpcServer) -> AsyncIterator[grpc.aio.Channel]:
     async with grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel:
         yield channel
 
@@ -180,7 +180,7 @@ async def test_keys(tokenizer: Tokenizer) -> None:
     parts.say("hello")
     server = build_server(parts.frontend, parts.generator, parts.config, parts.metrics)
     async with (
-        GrpcDoor(server, host="127.0.0.1", port=0, grace_s=0.0) as door,
+        GrpcServer(server, host="127.0.0.1", port=0, grace_s=0.0) as door,
         grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel,
     ):
         stub = InferenceStub(channel)
@@ -190,7 +190,7 @@ async def test_keys(tokenizer: Tokenizer) -> None:
         assert (await stub.ListModels(pb.ListModelsRequest(), metadata=metadata)).models
 
 
-async def test_health_and_reflection(door: GrpcDoor, channel: grpc.aio.Channel) -> None:
+async def test_health_and_reflection(door: GrpcServer, channel: grpc.aio.Channel) -> None:
     health = health_pb2_grpc.HealthStub(channel)
     request = health_pb2.HealthCheckRequest(service=SERVICE_NAME)
     assert (await health.Check(request)).status == health_pb2.HealthCheckResponse.NOT_SERVING
@@ -202,8 +202,8 @@ async def test_health_and_reflection(door: GrpcDoor, channel: grpc.aio.Channel) 
     assert SERVICE_NAME in {service.name for service in answer.list_services_response.service}
 
 
-async def test_a_taken_port_is_an_error(door: GrpcDoor, parts: fakes.Doors) -> None:
+async def test_a_taken_port_is_an_error(door: GrpcServer, parts: fakes.Doors) -> None:
     server = build_server(parts.frontend, parts.generator, parts.config, parts.metrics)
     with pytest.raises(OSError, match="cannot listen"):
-        async with GrpcDoor(server, host="127.0.0.1", port=door.port):
+        async with GrpcServer(server, host="127.0.0.1", port=door.port):
             pass

@@ -10,9 +10,9 @@ import pytest
 from google.rpc.error_details_pb2 import ErrorInfo
 from pydantic import SecretStr
 
-from router.access.access_control import Doorkeeper
+from router.access.access_control import AccessControl
 from router.grpc.errors import MESSAGE_TIMEOUT_S, StatusInterceptor
-from router.grpc.server import GrpcDoor
+from router.grpc.server import GrpcServer
 from router.grpc.service import InferenceService
 from tandem.config.admission import ApiKey
 from tandem.config.cluster import RouterConfig
@@ -59,13 +59,13 @@ async def channel(tokenizer: Any, message_timeout_s: float) -> AsyncIterator[grp
     config = RouterConfig(api_keys=(ApiKey(key=SecretStr(KEY)),))
     parts = fakes.make_doors(tokenizer, config)
     parts.say("hello")
-    keys = Doorkeeper(config).keys
+    keys = AccessControl(config).keys
     interceptor = StatusInterceptor(parts.metrics, keys, message_timeout_s=message_timeout_s)
     server = grpc.aio.server(interceptors=(interceptor,))
     service = InferenceService(parts.frontend, parts.generator, keys, parts.metrics)
     add_InferenceServicer_to_server(service, server)
     async with (
-        GrpcDoor(server, host="127.0.0.1", port=0, grace_s=0.0) as door,
+        GrpcServer(server, host="127.0.0.1", port=0, grace_s=0.0) as door,
         grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel,
     ):
         yield channel

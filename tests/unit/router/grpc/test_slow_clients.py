@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from router.grpc.server import GrpcDoor, build_server
+from router.grpc.server import GrpcServer, build_server
 from router.types.requests import Generator
 from tandem.config.cluster import RouterConfig
 from tandem.config.servers import ConnectionsConfig
@@ -32,7 +32,7 @@ async def door(
 ) -> AsyncIterator[InferenceStub]:
     server = build_server(parts.frontend, generator, parts.config, parts.metrics, write_timeout_s=write_timeout_s)
     async with (
-        GrpcDoor(server, host="127.0.0.1", port=0, grace_s=0.0) as rpc,
+        GrpcServer(server, host="127.0.0.1", port=0, grace_s=0.0) as rpc,
         grpc.aio.insecure_channel(f"127.0.0.1:{rpc.port}", options=_NARROW) as channel,
         asyncio.timeout(WAIT_S),
     ):
@@ -112,7 +112,7 @@ async def test_connections_are_bounded_and_silent_ones_are_closed() -> None:
     parts = fakes.make_doors(fakes.make_tokenizer(), config)
     parts.say("hello")
     server = build_server(parts.frontend, parts.generator, parts.config, parts.metrics, max_connections=4)
-    async with GrpcDoor(server, host="127.0.0.1", port=0, grace_s=0.0) as rpc, asyncio.timeout(WAIT_S):
+    async with GrpcServer(server, host="127.0.0.1", port=0, grace_s=0.0) as rpc, asyncio.timeout(WAIT_S):
         silent = [await asyncio.open_connection("127.0.0.1", rpc.port) for _ in range(12)]
         try:
             async with grpc.aio.insecure_channel(f"127.0.0.1:{rpc.port}") as channel:

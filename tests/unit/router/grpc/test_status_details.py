@@ -6,7 +6,7 @@ import grpc.aio
 import pytest
 from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
 
-from router.grpc.server import GrpcDoor, build_server
+from router.grpc.server import GrpcServer, build_server
 from tandem.errors import ContextLengthExceeded, Overloaded, Unavailable
 from tandem.rpc.cluster_grpc import SERVER_OPTIONS
 from tandem.v1 import inference_pb2 as pb
@@ -24,7 +24,7 @@ def parts() -> fakes.Doors:
 async def stub(parts: fakes.Doors) -> AsyncIterator[InferenceStub]:
     server = build_server(parts.frontend, parts.generator, parts.config, parts.metrics)
     async with (
-        GrpcDoor(server, host="127.0.0.1", port=0, grace_s=0.0) as door,
+        GrpcServer(server, host="127.0.0.1", port=0, grace_s=0.0) as door,
         grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel,
     ):
         yield InferenceStub(channel)

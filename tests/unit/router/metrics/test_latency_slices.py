@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from router.access.api_keys import ApiKeys
+from router.access.api_keys import ApiKeyStore
 from router.metrics.latency_slices import FirstTokens, RequestTraits, SliceMetrics, length_bucket
 from router.metrics.tenant_labels import TenantLabels
 from router.tenants.usage import OTHERS
@@ -102,7 +102,7 @@ def test_tenants_beyond_the_bound_are_one() -> None:
 
 def test_no_two_tenants_have_one_label() -> None:
     labels, digest = TenantLabels(), "0123456789abcdef0123456789abcdef"
-    keys = ApiKeys([ApiKey(key="nobodys-own"), ApiKey(key="another", tenant=digest)])
+    keys = ApiKeyStore([ApiKey(key="nobodys-own"), ApiKey(key="another", tenant=digest)])
     labels.is_nameless = keys.is_nameless
     (nameless,) = keys.tenants - {digest}
     names = ["customer-north-europe-production", "customer-south-europe-production", digest, "acme"]

@@ -11,7 +11,7 @@ from pydantic import SecretStr
 from starlette.requests import Request
 
 from router.http.admin.debug import DecisionRoutes
-from router.http.app import Extras, create_app
+from router.http.app import OptionalRoutes, create_app
 from router.metrics.router_metrics import RouterMetrics
 from router.placement.costs import CostModel
 from router.placement.decision_log import CANDIDATES_SHOWN, DecisionLog
@@ -155,7 +155,9 @@ def test_of_many_candidates_the_best_are_shown() -> None:
 
 async def ask(config: RouterConfig, decisions: DecisionLog | None, query: str, key: str = "") -> httpx.Response:
     parts = fakes.make_doors(fakes.make_tokenizer())
-    app = create_app(parts.frontend, parts.generator, parts.ready, config, parts.metrics, Extras(decisions=decisions))
+    app = create_app(
+        parts.frontend, parts.generator, parts.ready, config, parts.metrics, OptionalRoutes(decisions=decisions)
+    )
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
         return await client.get(f"/debug/decisions{query}", headers={"Authorization": f"Bearer {key}"} if key else {})
@@ -214,7 +216,7 @@ async def test_between_two_of_many_who_look_everybody_else_has_a_turn(monkeypatc
     monkeypatch.setattr(log, "described", lambda *_, **__: shown_at.append(turns) or [])
     routes = DecisionRoutes(log)
     scope = {"type": "http", "query_string": b"", "headers": [], "state": {"tenant": ""}}
-    looking = asyncio.gather(*(routes.show(Request(dict(scope))) for _ in range(50)))
+    looking = asyncio.gather(*(routes.list_decisions(Request(dict(scope))) for _ in range(50)))
     while not looking.done():
         turns += 1
         await asyncio.sleep(0)

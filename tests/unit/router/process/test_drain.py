@@ -11,11 +11,11 @@ import grpc.aio
 import httpx
 import pytest
 
-from router.grpc.server import GrpcDoor, build_server
+from router.grpc.server import GrpcServer, build_server
 from router.http.app import create_app
-from router.http.server.http_server import HttpDoor
+from router.http.server.http_server import HttpServer
 from router.process import drain as router_drain
-from router.process.drain import Heirs, drain
+from router.process.drain import PortTakeover, drain
 from tandem.v1 import inference_pb2 as pb
 from tandem.v1.inference_pb2_grpc import InferenceStub
 from tests.support.fake_worker import FakeWorker, Submission, hold
@@ -34,15 +34,15 @@ class _Router:
     """Both doors over a real dispatcher."""
 
     core: Cluster
-    http: HttpDoor
-    rpc: GrpcDoor
+    http: HttpServer
+    rpc: GrpcServer
     client: httpx.AsyncClient
     stub: InferenceStub
 
     async def ask(self) -> httpx.Response:
         return await self.client.post(f"http://127.0.0.1:{self.http.port}/v1/completions", json=BODY)
 
-    async def drain(self, drain_s: float, *, leaves_to: Heirs = Heirs.NOBODY) -> None:
+    async def drain(self, drain_s: float, *, leaves_to: PortTakeover = PortTakeover.NOBODY) -> None:
         await drain(self.core.dispatcher, self.http, self.rpc, drain_s=drain_s, leaves_to=leaves_to)
 
 
@@ -55,8 +55,8 @@ async def _router(worker: FakeWorker) -> AsyncIterator[_Router]:
         app = create_app(parts.frontend, core.dispatcher, parts.ready, parts.config, parts.metrics)
         server = build_server(parts.frontend, core.dispatcher, parts.config, parts.metrics)
         async with (
-            HttpDoor(app, host="127.0.0.1", port=0, grace_s=60.0) as http,
-            GrpcDoor(server, host="127.0.0.1", port=0, grace_s=60.0) as rpc,
+            HttpServer(app, host="127.0.0.1", port=0, grace_s=60.0) as http,
+            GrpcServer(server, host="127.0.0.1", port=0, grace_s=60.0) as rpc,
             httpx.AsyncClient(trust_env=False, timeout=60.0) as client,
             grpc.aio.insecure_channel(f"127.0.0.1:{rpc.port}") as channel,
         ):
@@ -116,7 +116,7 @@ async def test_a_router_that_is_not_alone_leaves_what_is_new_to_the_others(monke
             running = await worker.submissions.get()
         worker.script = _answer
         silent = await asyncio.open_connection("127.0.0.1", router.http.port)
-        draining = asyncio.create_task(router.drain(60.0, leaves_to=Heirs.OTHERS))
+        draining = asyncio.create_task(router.drain(60.0, leaves_to=PortTakeover.OTHERS))
         await _until_refused(router.http.port)
         await _until_refused(router.rpc.port)
         assert b"connection: close\r\n" in await _answered(*silent)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from router.process import listener_handover
-from router.process.listener_handover import HandsOver, Predecessor, enough_joined
+from router.process.listener_handover import ListenerHandover, RunningRouter, wait_for_workers
 from router.process.port_steering import steer_to_last
 from router.workers.prefix_map import PrefixMap
 from router.workers.registry import WorkerRegistry
@@ -32,44 +32,44 @@ def door():
         yield listening
 
 
-def hands_over(config, door, *, relieved, reached=frozenset, succeeds=False):
-    return HandsOver(config, lambda: door, reached=reached, relieved=relieved, succeeds=succeeds)
+def hands_over(config, door, *, on_handed_over, reached=frozenset, succeeds=False):
+    return ListenerHandover(config, lambda: door, reached=reached, on_handed_over=on_handed_over, succeeds=succeeds)
 
 
 async def find(config):
-    return await asyncio.to_thread(Predecessor.find, config)
+    return await asyncio.to_thread(RunningRouter.connect, config)
 
 
 async def test_a_successor_gets_the_very_socket_and_relieves(config, door):
     relieved = asyncio.Event()
-    async with hands_over(config, door, relieved=relieved.set) as handing:
+    async with hands_over(config, door, on_handed_over=relieved.set) as handing:
         found = await find(config)
         assert found.http.getsockname() == door.getsockname()
         client = socket.create_connection(door.getsockname())
         found.http.settimeout(5.0)
         accepted, _ = found.http.accept()  # what came to the one is there for the other
-        assert not handing.is_relieved
-        found.relieve()
+        assert not handing.is_handed_over
+        found.confirm_serving()
         await relieved.wait()
-        assert handing.is_relieved
+        assert handing.is_handed_over
         for one in (client, accepted, found.http):
             one.close()
         found.close()
 
 
 async def test_one_that_dies_before_it_serves_changes_nothing(config, door):
-    async with hands_over(config, door, relieved=lambda: pytest.fail("relieved")) as handing:
+    async with hands_over(config, door, on_handed_over=lambda: pytest.fail("relieved")) as handing:
         for _ in range(2):
             found = await find(config)
             found.http.close()
             found.close()
-        assert not handing.is_relieved
+        assert not handing.is_handed_over
 
 
 async def test_nobody_is_found_where_nobody_is_or_other_doors_are(config, door, monkeypatch):
     assert await find(config) is None
-    async with hands_over(config, door, relieved=lambda: None):
-        with pytest.raises(ConfigError, match="has other doors"):
+    async with hands_over(config, door, on_handed_over=lambda: None):
+        with pytest.raises(ConfigError, match="listens at other addresses"):
             await find(config.model_copy(update={"grpc_port": 9}))
     assert await find(config) is None, "it has left nothing"
     monkeypatch.setattr(listener_handover, "_ANSWER_S", 0.05)
@@ -88,10 +88,10 @@ def unnamed(tmp_path, monkeypatch):
 
 
 async def test_routers_at_one_port_of_two_addresses_leave_each_other_alone(unnamed, door, caplog):
-    async with hands_over(unnamed, door, relieved=lambda: pytest.fail("relieved")):
+    async with hands_over(unnamed, door, on_handed_over=lambda: pytest.fail("relieved")):
         other = unnamed.model_copy(update={"host": "127.0.0.2"})
         assert await find(other) is None
-        async with hands_over(other, door, relieved=lambda: None):
+        async with hands_over(other, door, on_handed_over=lambda: None):
             assert "another router answers at" in caplog.text
         found = await find(unnamed)
         assert found is not None, "the second one took nothing along"
@@ -112,7 +112,7 @@ async def test_a_successor_that_cannot_be_accepted_once_is_accepted_later(config
 
     monkeypatch.setattr(loop, "sock_accept", accept)
     monkeypatch.setattr(listener_handover, "_AGAIN_S", 0.0)
-    async with hands_over(config, door, relieved=lambda: pytest.fail("relieved")):
+    async with hands_over(config, door, on_handed_over=lambda: pytest.fail("relieved")):
         found = await find(config)
         assert refused.is_set()
         assert found is not None
@@ -135,7 +135,7 @@ class Sessions:
 
     def wait(self, predecessor):
         return asyncio.create_task(
-            enough_joined(self.registry, lambda: self.known, self.lifetime, predecessor), name="joins"
+            wait_for_workers(self.registry, lambda: self.known, self.lifetime, predecessor), name="joins"
         )
 
 
@@ -150,7 +150,7 @@ async def test_a_successor_opens_the_doors_when_it_has_every_worker_of_its_prede
         asked.set()
         return frozenset(reached)
 
-    async with hands_over(config, door, reached=told, relieved=lambda: None):
+    async with hands_over(config, door, reached=told, on_handed_over=lambda: None):
         found, sessions = await find(config), Sessions()
         waits = sessions.wait(found)
         sessions.join("a")
@@ -178,7 +178,7 @@ async def test_a_successor_does_not_wait_for_ever_and_not_once_it_is_told_to_sto
         asked.set()
         return frozenset({"a:1", "b:1"})
 
-    async with hands_over(config, door, reached=told, relieved=lambda: None):
+    async with hands_over(config, door, reached=told, on_handed_over=lambda: None):
         found, sessions = await find(config), Sessions()
         sessions.join("a")
         waits = sessions.wait(found)
@@ -194,7 +194,7 @@ async def test_a_successor_does_not_wait_for_ever_and_not_once_it_is_told_to_sto
 
 
 async def test_a_predecessor_that_has_gone_is_waited_for_by_nobody(config, door):
-    async with hands_over(config, door, reached=lambda: frozenset({"b:1"}), relieved=lambda: None):
+    async with hands_over(config, door, reached=lambda: frozenset({"b:1"}), on_handed_over=lambda: None):
         found, sessions = await find(config), Sessions()
     sessions.join("a")
     assert await sessions.wait(found)
@@ -202,24 +202,24 @@ async def test_a_predecessor_that_has_gone_is_waited_for_by_nobody(config, door)
     found.close()
 
 
-class HandedOverBefore(HandsOver):
+class HandedOverBefore(ListenerHandover):
     """As before a successor asked anything: whatever is not the word that it serves ends the connection."""
 
     async def _offer(self, link):
         with link:
             link.setblocking(False)
-            socket.send_fds(link, [self._doors.as_json()], [self._http().fileno()])
+            socket.send_fds(link, [self._addresses.as_json()], [self._http().fileno()])
             if await asyncio.get_running_loop().sock_recv(link, 7) == b"serves\n":
-                self._relieved()
+                self._on_handed_over()
 
 
-async def test_a_predecessor_that_knows_no_questions_is_relieved_all_the_same(config, door):
+async def test_a_predecessor_that_knows_no_questions_is_handed_over_all_the_same(config, door):
     relieved = asyncio.Event()
-    async with HandedOverBefore(config, lambda: door, reached=frozenset, relieved=relieved.set):
+    async with HandedOverBefore(config, lambda: door, reached=frozenset, on_handed_over=relieved.set):
         found, sessions = await find(config), Sessions()
         sessions.join("a")
         assert await sessions.wait(found)
-        found.relieve()
+        found.confirm_serving()
         await relieved.wait()
         found.http.close()
         found.close()
@@ -231,7 +231,7 @@ async def test_a_predecessor_that_is_silent_for_a_while_is_asked_again(config, d
     monkeypatch.setattr(listener_handover, "_LOOK_S", 0.0)
     asked, speaks, sessions = asyncio.Event(), asyncio.Event(), Sessions()
 
-    class Silent(HandsOver):
+    class Silent(ListenerHandover):
         async def _offer(self, link):
             if not speaks.is_set() and found:
                 asked.set()
@@ -239,7 +239,7 @@ async def test_a_predecessor_that_is_silent_for_a_while_is_asked_again(config, d
             await super()._offer(link)
 
     found = []
-    async with Silent(config, lambda: door, reached=lambda: frozenset({"a:1", "b:1"}), relieved=lambda: None):
+    async with Silent(config, lambda: door, reached=lambda: frozenset({"a:1", "b:1"}), on_handed_over=lambda: None):
         found.append(await find(config))
         sessions.join("a")
         waits = sessions.wait(found[0])
@@ -257,7 +257,7 @@ async def test_a_predecessor_that_is_silent_for_a_while_is_asked_again(config, d
 async def test_who_takes_over_from_one_that_says_nothing_tells_so(config, door, monkeypatch, caplog):
     monkeypatch.setattr(listener_handover, "_ANSWER_S", 0.05)
     monkeypatch.setattr(listener_handover, "_JOIN_S", 0.0)
-    async with hands_over(config, door, relieved=lambda: None) as handing:
+    async with hands_over(config, door, on_handed_over=lambda: None) as handing:
         found, sessions = await find(config), Sessions()
         sessions.join("a")
         handing._accepting.cancel()
@@ -265,25 +265,25 @@ async def test_who_takes_over_from_one_that_says_nothing_tells_so(config, door, 
         assert "without knowing whom the predecessor has" in caplog.text
         found.http.close()
         found.close()
-    found.relieve()
-    assert "cannot be told that this one serves" in caplog.text
+    found.confirm_serving()
+    assert "cannot tell the previous router that this one serves" in caplog.text
 
 
 async def test_of_two_successors_that_found_the_same_router_one_stays(config, door, monkeypatch):
     """Only the last one has the place; nobody has a link to the other to tell it."""
     monkeypatch.setattr(listener_handover, "_LOOK_S", 0.01)
     relieved = [asyncio.Event() for _ in range(2)]
-    async with hands_over(config, door, relieved=relieved[0].set) as predecessor:
+    async with hands_over(config, door, on_handed_over=relieved[0].set) as predecessor:
         found = [await find(config) for _ in range(2)]
-        async with hands_over(config, door, relieved=relieved[1].set, succeeds=True) as first:
-            found[0].relieve()
+        async with hands_over(config, door, on_handed_over=relieved[1].set, succeeds=True) as first:
+            found[0].confirm_serving()
             await relieved[0].wait()
             await predecessor.close()
-            async with hands_over(config, door, relieved=lambda: pytest.fail("relieved"), succeeds=True) as last:
-                found[1].relieve()
+            async with hands_over(config, door, on_handed_over=lambda: pytest.fail("relieved"), succeeds=True) as last:
+                found[1].confirm_serving()
                 await relieved[1].wait()
                 await first.close()
-                assert (first.is_relieved, last.is_relieved) == (True, False)
+                assert (first.is_handed_over, last.is_handed_over) == (True, False)
                 third = await find(config)
                 found.append(third)
     assert not list(Path(config.handover_socket).parent.iterdir())
@@ -293,9 +293,9 @@ async def test_of_two_successors_that_found_the_same_router_one_stays(config, do
 
 
 async def test_the_successors_own_socket_stays_when_the_predecessor_leaves(config, door):
-    first = hands_over(config, door, relieved=lambda: None)
+    first = hands_over(config, door, on_handed_over=lambda: None)
     await first.__aenter__()
-    async with hands_over(config, door, relieved=lambda: None, succeeds=True):
+    async with hands_over(config, door, on_handed_over=lambda: None, succeeds=True):
         await first.close()
         await first.__aexit__(None, None, None)
         found = await find(config)
@@ -306,13 +306,13 @@ async def test_the_successors_own_socket_stays_when_the_predecessor_leaves(confi
 
 async def test_where_others_can_enter_nobody_is_awaited(config, door, tmp_path, caplog):
     tmp_path.chmod(0o755)
-    async with hands_over(config, door, relieved=lambda: None):
+    async with hands_over(config, door, on_handed_over=lambda: None):
         assert "a successor will not find this router" in caplog.text
         assert await find(config) is None
 
 
 async def test_whoever_could_be_somebody_else_is_not_believed(config, door, tmp_path):
-    async with hands_over(config, door, relieved=lambda: pytest.fail("relieved")):
+    async with hands_over(config, door, on_handed_over=lambda: pytest.fail("relieved")):
         tmp_path.chmod(0o777)
         with pytest.raises(ConfigError, match="can be written to by others"):
             await find(config)

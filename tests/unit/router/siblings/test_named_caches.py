@@ -8,8 +8,8 @@ from random import Random
 import pytest
 
 from router.api.request.named_caches import NamedCache, NamedCaches
-from router.api.request.shared_named_caches import NameNews, SharedNames
-from router.siblings.named_caches import NamedSiblings, _decoded, _encoded
+from router.api.request.shared_named_caches import NamedCacheUpdate, SharedNamedCaches
+from router.siblings.named_caches import NamedCacheExchange, _decoded, _encoded
 from router.text.conversation import Message
 from router.text.tools import AssistantToolCall
 from router.types.worker_view import WorkerKey
@@ -30,7 +30,7 @@ class Process:
         self.ended: list[PinKey] = []
         self.pins = PinRegistry(find=lambda _: self._site(), clock=lambda: clock[0])
         self.caches = NamedCaches(clock=lambda: 1e9 + clock[0], most=99, max_ttl_s=7200.0)
-        self.names = SharedNames(self.caches, self.pins, clock=lambda: clock[0])
+        self.names = SharedNamedCaches(self.caches, self.pins, clock=lambda: clock[0])
 
     def _site(self) -> PinSite:
         return PinSite(port=self, block_size=16, is_leaving=False)  # type: ignore[arg-type]
@@ -69,9 +69,9 @@ def processes(clock: list[float]) -> list[Process]:
     return [Process(clock) for _ in range(3)]
 
 
-def tell(news: NameNews, *hearers: Process) -> None:
+def tell(news: NamedCacheUpdate, *hearers: Process) -> None:
     for hearer in hearers:
-        hearer.names.heard(_decoded(_encoded(news)))
+        hearer.names.apply(_decoded(_encoded(news)))
 
 
 def test_where_it_is_kept_is_told_with_it(processes: list[Process], clock: list[float]) -> None:
@@ -79,7 +79,7 @@ def test_where_it_is_kept_is_told_with_it(processes: list[Process], clock: list[
     cache = one.make("a")
     adopted = one.pins.adopt(PinKey("t", "a"), _record(ends_s=100.0))
     assert adopted
-    tell(one.names.news("t", "a"), other)
+    tell(one.names.update_for("t", "a"), other)
     assert other.caches.get("t", "a") == cache
     record = other.pins.find("t", "a")
     assert record is not None
@@ -90,11 +90,11 @@ def test_where_it_is_kept_is_told_with_it(processes: list[Process], clock: list[
 
     clock[0] = 50.0
     other.caches.prolong("t", "a", 1e9 + 200.0)
-    tell(other.names.news("t", "a"), one)
+    tell(other.names.update_for("t", "a"), one)
     assert one.caches.get("t", "a").expires_s == 1e9 + 200.0
     assert one.pins.find("t", "a").ends_s == 200.0  # type: ignore[union-attr]
     other.caches.remove("t", "a")
-    tell(other.names.news("t", "a"), one)
+    tell(other.names.update_for("t", "a"), one)
     assert one.ended == [PinKey("t", "a")]
     with pytest.raises(CacheNotFound):
         one.caches.get("t", "a")
@@ -107,20 +107,20 @@ def _record(ends_s: float) -> PinRecord:
 def test_the_order_in_which_news_come_does_not_matter(clock: list[float]) -> None:
     for seed in range(200):
         rng, processes = Random(seed), [Process(clock) for _ in range(3)]
-        news: list[NameNews] = []
+        news: list[NamedCacheUpdate] = []
         for name in "abc":
             processes[0].make(name)
-            news.append(processes[0].names.news("t", name))
+            news.append(processes[0].names.update_for("t", name))
             tell(news[-1], *processes[1:])
             for _ in range(rng.randrange(4)):
                 writer = rng.choice(processes)
                 if writer.caches.find("t", name) is not None:
                     writer.caches.prolong("t", name, 1e9 + rng.randrange(1, 99))
-                    news.append(writer.names.news("t", name))
+                    news.append(writer.names.update_for("t", name))
             if rng.random() < 0.4:
                 writer = rng.choice(processes)
                 writer.caches.remove("t", name)
-                news.append(writer.names.news("t", name))
+                news.append(writer.names.update_for("t", name))
         for hearer in processes:
             for one in rng.sample(news, len(news)) + rng.choices(news, k=3):
                 tell(one, hearer)
@@ -133,33 +133,35 @@ def test_what_was_removed_is_forgotten_in_time(processes: list[Process], clock: 
     one = processes[0]
     one.make("a")
     one.caches.remove("t", "a")
-    assert one.caches.everything() == [("t", "a", None)]
+    assert one.caches.all_entries() == [("t", "a", None)]
     clock[0] = 61.0
     one.make("b")
     one.caches.remove("t", "b")
-    assert one.caches.everything() == [("t", "b", None)]
+    assert one.caches.all_entries() == [("t", "b", None)]
 
 
 async def test_told_to_all_before_the_client_is_answered(processes: list[Process], tmp_path: Path) -> None:
     async with AsyncExitStack() as stack:
 
-        async def begin(index: int) -> NamedSiblings:
-            return await stack.enter_async_context(NamedSiblings(tmp_path, index=index, names=processes[index].names))
+        async def begin(index: int) -> NamedCacheExchange:
+            return await stack.enter_async_context(
+                NamedCacheExchange(tmp_path, index=index, names=processes[index].names)
+            )
 
         first, _ = await begin(0), await begin(1)
         processes[0].make("a")
         processes[0].make("gone")
         processes[0].caches.remove("t", "gone")
-        await first.tell("t", "a")
+        await first.publish("t", "a")
         assert processes[1].caches.find("t", "a") is not None
         # Who begins later has what was told before it, and hears what is told from then on.
         third = await begin(2)
-        assert processes[2].caches.everything() == [("t", "a", processes[0].caches.get("t", "a")), ("t", "gone", None)]
+        assert processes[2].caches.all_entries() == [("t", "a", processes[0].caches.get("t", "a")), ("t", "gone", None)]
         processes[2].caches.remove("t", "a")
-        await third.tell("t", "a")
+        await third.publish("t", "a")
         assert not any(process.caches.all("t") for process in processes)
         # A late word of what was removed brings nothing back.
-        processes[1].names.heard(NameNews(tenant="t", name="a", cache=Process([0.0]).make("a")))
+        processes[1].names.apply(NamedCacheUpdate(tenant="t", name="a", cache=Process([0.0]).make("a")))
         assert processes[1].caches.find("t", "a") is None
 
 
@@ -168,37 +170,37 @@ async def test_one_that_hangs_is_told_again(
 ) -> None:
     monkeypatch.setattr("router.siblings.named_caches.ANSWER_S", 0.05)
     monkeypatch.setattr("router.siblings.named_caches._AGAIN_S", 0.01)
-    goes_on, hanging = asyncio.Event(), NamedSiblings(tmp_path, index=1, names=processes[1].names)
+    goes_on, hanging = asyncio.Event(), NamedCacheExchange(tmp_path, index=1, names=processes[1].names)
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await goes_on.wait()
         await hanging._answer(reader, writer)
 
-    async with NamedSiblings(tmp_path, index=0, names=processes[0].names) as first:
+    async with NamedCacheExchange(tmp_path, index=0, names=processes[0].names) as first:
         server = await asyncio.start_unix_server(answer, tmp_path / "named-1.sock")
         processes[0].make("a")
-        await first.tell("t", "a")
+        await first.publish("t", "a")
         assert first._owed
         processes[0].caches.remove("t", "a")
         processes[0].make("b")
-        await first.tell("t", "b")
+        await first.publish("t", "b")
         goes_on.set()
         async with asyncio.timeout(WAIT_S):
             while first._owed:  # noqa: ASYNC110 - nobody is told when it is taken
                 await asyncio.sleep(0.01)
         assert [cache.name for cache in processes[1].caches.all("t")] == ["b"]
-        assert ("t", "a", None) in processes[1].caches.everything()
+        assert ("t", "a", None) in processes[1].caches.all_entries()
         server.close()
         (tmp_path / "named-1.sock").unlink()
-        await first.tell("t", "b")
+        await first.publish("t", "b")
         assert not first._owed, "nobody is there any more"
 
 
 async def test_nonsense_changes_nothing(processes: list[Process], tmp_path: Path) -> None:
-    async with NamedSiblings(tmp_path, index=0, names=processes[0].names):
+    async with NamedCacheExchange(tmp_path, index=0, names=processes[0].names):
         for frame in (b"{}", b"[", b'{"tenant": "t", "name": "a", "cache": {}, "pin": null}'):
             reader, writer = await asyncio.open_unix_connection(tmp_path / "named-0.sock")
             writer.write(len(frame).to_bytes(4, "little") + frame + bytes(4))
             assert await reader.read() == b""
             writer.close()
-    assert not processes[0].caches.everything()
+    assert not processes[0].caches.all_entries()

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 import pytest
 
-from router.http.app import Extras, create_app
+from router.http.app import OptionalRoutes, create_app
 from router.workers.circuit_breaker import WorkerBreakers
 from router.workers.poison_request import PoisonRequestTracker
 from router.workers.prefix_map import PrefixMap
@@ -100,7 +100,12 @@ class Door:
         self._parts = fakes.make_doors(fakes.make_tokenizer(), clock=soak.whole.clock)
         parts, whole = self._parts, soak.whole
         self.app = create_app(
-            parts.frontend, whole.gate, whole.readiness, parts.config, whole.metrics, Extras(decisions=whole.decisions)
+            parts.frontend,
+            whole.gate,
+            whole.readiness,
+            parts.config,
+            whole.metrics,
+            OptionalRoutes(decisions=whole.decisions),
         )
         self._number = 0
         self.statuses: Counter[int] = Counter()

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager, contextmanager
 import pytest
 
 from router.http.app import create_app
-from router.http.server.http_server import HttpDoor
+from router.http.server.http_server import HttpServer
 from tests.support.fake_worker import FakeWorker
 from tests.support.router.cluster import cluster, collect, routed
 from tests.support.router.servers import fakes
@@ -41,7 +41,7 @@ def collecting() -> Iterator[Counter[str]]:
 
 
 @asynccontextmanager
-async def connected(door: HttpDoor) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+async def connected(door: HttpServer) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
     try:
         yield reader, writer
@@ -56,7 +56,7 @@ async def test_answers_and_refusals(body: bytes) -> None:
     parts.say("hello world")
     app = create_app(parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: r\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
-    async with HttpDoor(app, host="127.0.0.1", port=0) as door, asyncio.timeout(WAIT_S):
+    async with HttpServer(app, host="127.0.0.1", port=0) as door, asyncio.timeout(WAIT_S):
         with collecting() as found:
             for _ in range(NUM_REQUESTS):
                 async with connected(door) as (reader, writer):
@@ -71,7 +71,7 @@ async def test_clients_that_leave() -> None:
     app = create_app(parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics)
     body = b'{"prompt": "a", "stream": true}'
     head = b"POST /v1/completions HTTP/1.1\r\nHost: r\r\nContent-Length: %d\r\n\r\n" % len(body)
-    async with HttpDoor(app, host="127.0.0.1", port=0) as door, asyncio.timeout(WAIT_S):
+    async with HttpServer(app, host="127.0.0.1", port=0) as door, asyncio.timeout(WAIT_S):
         with collecting() as found:
             for _ in range(NUM_REQUESTS):
                 async with connected(door) as (reader, writer):

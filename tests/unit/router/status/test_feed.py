@@ -193,7 +193,7 @@ async def test_who_reads_slowly_has_the_newest() -> None:
     feed = feed_of(whole)
     with feed.listening("a") as listener:
         for text in (b"1", b"2", b"3"):
-            listener.give(text)
+            listener.publish(text)
         assert await listener.next() == b"3"
 
 
@@ -227,7 +227,7 @@ async def test_one_tenant_does_not_keep_others_from_listening() -> None:
         with pytest.raises(Overloaded):
             stack.enter_context(feed.listening(TENANTS[1]))
         for listener in (*greedy[:2], other):
-            listener.give(b"status")
+            listener.publish(b"status")
             assert await listener.next() == b"status"
     assert feed.num_listeners == 0
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.tenants.rate_limits import RECENT_S, Grant, Limiter
-from router.tenants.shared_rate_limits import SharedLimits, tenant_tags
+from router.tenants.rate_limits import RECENT_S, RateLimiter, RateLimitGrant
+from router.tenants.shared_rate_limits import SharedRateLimits, tenant_tags
 from tandem.config.admission import LimitsConfig, TenantLimits
 from tandem.errors import Overloaded
 from tandem.values.ids import Incarnation
@@ -22,11 +22,11 @@ class Routers:
     def __init__(self, count: int, **limits: int) -> None:
         self.now_s = 0.0
         config = LimitsConfig(tenants={tenant: TenantLimits(**limits) for tenant in ("a", "b")})
-        self.limiters = [Limiter(config, clock=lambda: self.now_s) for _ in range(count)]
-        self.all = [SharedLimits(limiter, tenants=TENANTS, tag_of=TAG_OF) for limiter in self.limiters]
+        self.limiters = [RateLimiter(config, clock=lambda: self.now_s) for _ in range(count)]
+        self.all = [SharedRateLimits(limiter, tenants=TENANTS, tag_of=TAG_OF) for limiter in self.limiters]
 
     def exchange(self, teller: int, hearer: int) -> None:
-        self.all[hearer].heard(Incarnation(teller + 1), self.all[teller].tallies())
+        self.all[hearer].apply_remote(Incarnation(teller + 1), self.all[teller].tallies())
 
     def exchange_all(self) -> None:
         for teller in range(len(self.all)):
@@ -75,7 +75,7 @@ def test_requests_under_way_elsewhere_count_until_their_router_is_gone() -> None
         routers.limiters[1].settle(grant, 1.0)
 
 
-def level(limiter: Limiter, tenant: str, most: int) -> float:
+def level(limiter: RateLimiter, tenant: str, most: int) -> float:
     """Tokens that a tenant may still have."""
     bucket = limiter._account(tenant).tokens
     assert bucket is not None
@@ -88,7 +88,7 @@ def test_every_account_ends_where_one_account_for_all_would(seed: int, steps: in
     rng, most = Random(seed), 10_000_000
     routers = Routers(3, tokens_per_minute=most)
     routers.exchange_all()
-    live: list[tuple[int, Grant]] = []
+    live: list[tuple[int, RateLimitGrant]] = []
     used = dict.fromkeys(TENANTS, 0)
     for _ in range(steps):
         index, action = rng.randrange(3), rng.choice(("admit", "admit", "settle", "cancel", "exchange"))
@@ -144,8 +144,8 @@ def test_tenants_are_not_named_and_only_those_with_limits_are_told() -> None:
 
 def test_tenants_that_nobody_knows_here_are_ignored() -> None:
     routers = Routers(2, requests_per_minute=10)
-    stranger = SharedLimits(routers.limiters[1], tenants=("x",), tag_of=TAG_OF)
+    stranger = SharedRateLimits(routers.limiters[1], tenants=("x",), tag_of=TAG_OF)
     routers.limiters[0].admit("a", 1.0)
     for _ in range(2):
-        stranger.heard(Incarnation(1), routers.all[0].tallies())
+        stranger.apply_remote(Incarnation(1), routers.all[0].tallies())
     assert stranger.limiter.num_elsewhere("a") == 0

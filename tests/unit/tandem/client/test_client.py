@@ -13,7 +13,7 @@ import grpc.aio
 import pytest
 import trustme
 
-from router.grpc.server import GrpcDoor, build_server
+from router.grpc.server import GrpcServer, build_server
 from tandem.client.aio import AsyncClient
 from tandem.client.options import Options, Structure, Tls, Turn
 from tandem.client.progress import StreamProgress
@@ -44,7 +44,7 @@ def parts() -> fakes.Doors:
 @asynccontextmanager
 async def door_of(parts: fakes.Doors) -> AsyncIterator[str]:
     server = build_server(parts.frontend, parts.generator, parts.config, parts.metrics)
-    async with GrpcDoor(server, host="127.0.0.1", port=0, grace_s=0.0) as door:
+    async with GrpcServer(server, host="127.0.0.1", port=0, grace_s=0.0) as door:
         yield f"127.0.0.1:{door.port}"
 
 
@@ -184,7 +184,7 @@ async def test_a_stream_goes_on_at_the_next_router(parts: fakes.Doors) -> None:
     ids = first.say(TEXT, hang_after=3)
     other.say(TEXT)
     server = build_server(first.frontend, first.generator, first.config, first.metrics)
-    dying, pieces = GrpcDoor(server, host="127.0.0.1", port=0, grace_s=0.0), []
+    dying, pieces = GrpcServer(server, host="127.0.0.1", port=0, grace_s=0.0), []
     async with dying, door_of(other) as address, AsyncClient([f"127.0.0.1:{dying.port}", address]) as client:
         async for piece in client.stream("a", Options(temperature=1.0)):
             pieces.append(piece)

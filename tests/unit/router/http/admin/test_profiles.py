@@ -12,7 +12,7 @@ from pydantic import SecretStr
 
 from router.fleet.profiles import Profiles
 from router.http.admin.profiles import ProfileRoutes
-from router.http.app import Extras, create_app
+from router.http.app import OptionalRoutes, create_app
 from router.types.worker_view import WorkerKey
 from tandem.config.admission import ApiKey
 from tandem.config.cluster import RouterConfig
@@ -78,7 +78,7 @@ async def serving(worker: Worker | None) -> AsyncIterator[Mapping[WorkerKey, str
 async def door(tokenizer, addresses, **bounds) -> AsyncIterator[httpx.AsyncClient]:
     parts = fakes.make_doors(tokenizer, config=KEYED)
     profiles = Profiles(ProfilingConfig(enabled=True, **bounds), lambda: addresses, AUTH.client_metadata())
-    extras = Extras(profiles=ProfileRoutes(profiles))
+    extras = OptionalRoutes(profiles=ProfileRoutes(profiles))
     app = create_app(parts.frontend, parts.generator, parts.ready, KEYED, parts.metrics, extras)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
         yield client

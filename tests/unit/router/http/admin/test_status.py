@@ -10,8 +10,8 @@ import orjson
 import pytest
 from pydantic import SecretStr
 
-from router.http.app import Extras, create_app
-from router.http.server.http_server import HttpDoor
+from router.http.app import OptionalRoutes, create_app
+from router.http.server.http_server import HttpServer
 from router.status.feed import StatusFeed
 from router.text.tokenizer import Tokenizer
 from tandem.config.admission import ApiKey
@@ -32,7 +32,7 @@ def tokenizer() -> Tokenizer:
 class World:
     """A door with a status, and a client of it."""
 
-    def __init__(self, whole: WholeRouter, feed: StatusFeed, client: httpx.AsyncClient, door: HttpDoor) -> None:
+    def __init__(self, whole: WholeRouter, feed: StatusFeed, client: httpx.AsyncClient, door: HttpServer) -> None:
         self.whole = whole
         self.feed = feed
         self.client = client
@@ -44,9 +44,11 @@ async def world(tokenizer: Tokenizer, config: RouterConfig | None = None, most: 
     whole = WholeRouter(1)
     parts = fakes.make_doors(tokenizer, config)
     async with StatusFeed(sources_of(whole), most_listeners=most) as feed:
-        app = create_app(parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics, Extras(status=feed))
+        app = create_app(
+            parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics, OptionalRoutes(status=feed)
+        )
         async with (
-            HttpDoor(app, host="127.0.0.1", port=0, grace_s=1.0) as door,
+            HttpServer(app, host="127.0.0.1", port=0, grace_s=1.0) as door,
             httpx.AsyncClient(base_url=f"http://127.0.0.1:{door.port}", timeout=WAIT_S, trust_env=False) as client,
         ):
             yield World(whole, feed, client, door)
@@ -128,7 +130,7 @@ async def test_a_reader_that_takes_nothing_is_dropped(tokenizer: Tokenizer, monk
                 await asyncio.sleep(0.01)
             while w.feed.num_listeners:
                 for listener in tuple(w.feed._listeners):
-                    listener.give(b" " * (1 << 20))
+                    listener.publish(b" " * (1 << 20))
                 await asyncio.sleep(0.001)
         writer.close()
         assert reader is not None

@@ -8,8 +8,8 @@ import httpx
 import pytest
 from pydantic import SecretStr
 
-from router.api.named_cache_prompts import NamedPrompts
-from router.api.request.client_request import Prepared
+from router.api.named_cache_prompts import NamedCacheService
+from router.api.request.client_request import PreparedRequest
 from router.text.conversation import Message
 from router.text.tokenizer import Tokenizer
 from tandem.config.admission import ApiKey
@@ -198,11 +198,11 @@ async def test_other_refusals(world: World, client: httpx.AsyncClient) -> None:
 async def test_a_client_that_leaves_while_its_worker_answers_leaves_nothing(world: World) -> None:
     """Both in one turn of the loop: the session that brings the word must live, and no pin stay that has no name."""
     world.keeper.says = None
-    named = NamedPrompts.of(world.parts.frontend)
+    named = NamedCacheService.from_frontend(world.parts.frontend)
     assert named is not None
     computed = asyncio.Event()
 
-    async def compute(prepared: Prepared) -> None:
+    async def compute(prepared: PreparedRequest) -> None:
         await world.parts.generator.run(prepared.request, QuickReader())
         computed.set()
 

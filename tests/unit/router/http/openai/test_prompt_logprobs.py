@@ -7,7 +7,7 @@ import grpc.aio
 import httpx
 import pytest
 
-from router.grpc.server import GrpcDoor, build_server
+from router.grpc.server import GrpcServer, build_server
 from router.http.openai import prompt_logprobs
 from router.text.tokenizer import Tokenizer
 from tandem.config.cluster import RouterConfig
@@ -128,7 +128,7 @@ async def test_the_same_over_grpc(parts: fakes.Doors) -> None:
     server = build_server(parts.frontend, parts.generator, parts.config, parts.metrics)
     prompt = pb.TokenIds(ids=[9, 8, 7])
     async with (
-        GrpcDoor(server, host="127.0.0.1", port=0, grace_s=0.0) as door,
+        GrpcServer(server, host="127.0.0.1", port=0, grace_s=0.0) as door,
         grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel,
     ):
         stub = InferenceStub(channel)

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from router.http.app import create_app
-from router.http.server.http_server import HttpDoor
+from router.http.server.http_server import HttpServer
 from router.text.tokenizer import Tokenizer
 from tandem.errors import StreamTaken
 from tests.support.router.servers import fakes
@@ -191,7 +191,7 @@ async def test_a_client_that_has_gone_on_elsewhere_before_its_first_event_is_tol
     parts.generator.script = fakes.Script(error=StreamTaken("the client has taken this stream elsewhere"))
     app = create_app(parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics)
     async with (
-        HttpDoor(app, host="127.0.0.1", port=0, grace_s=1.0) as door,
+        HttpServer(app, host="127.0.0.1", port=0, grace_s=1.0) as door,
         httpx.AsyncClient(trust_env=False) as client,
     ):
         answer = await client.post(f"http://127.0.0.1:{door.port}{CHAT}", json=HELLO | {"stream": True})

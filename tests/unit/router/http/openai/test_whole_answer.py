@@ -6,12 +6,12 @@ from typing import Any
 import orjson
 import pytest
 
-from router.api.answer.choice_text import TextDelta, WholeText
-from router.api.request.client_request import ClientFields, Prepared
+from router.api.answer.choice_text import TextCollector, TextDelta
+from router.api.request.client_request import ClientRequest, PreparedRequest
 from router.api.request_meter import RequestMeter
 from router.api.text_stream import read_text
 from router.http.openai import whole_answer
-from router.http.openai.answers import Answer, AnswerHead, ChatAnswer, CompletionAnswer
+from router.http.openai.answers import AnswerFormat, AnswerHead, ChatAnswer, CompletionAnswer
 from router.http.openai.whole_answer import whole_content
 from router.text.tokenizer import Tokenizer
 from tandem.config.cluster import RouterConfig
@@ -66,7 +66,7 @@ async def test_who_states_no_length_gets_what_the_bound_leaves(small: fakes.Door
 async def test_the_default_bound_takes_a_whole_context(tokenizer: Tokenizer) -> None:
     frontend = fakes.make_doors(tokenizer).frontend
     sampling = SamplingParams(num_logprobs=20)
-    fields = ClientFields(sampling=sampling, num_choices=16, max_tokens=10_000, reads_along=False)
+    fields = ClientRequest(sampling=sampling, num_choices=16, max_tokens=10_000, reads_along=False)
     (one,) = await frontend.prepare_prompts([(5,)], fields)
     assert one.request.sampling.max_tokens == fakes.CONTEXT - 1
 
@@ -89,11 +89,11 @@ def choice_of(count: int, alternatives: int) -> TextDelta:
 async def test_log_probabilities_are_shown_in_slices_that_leave_turns_to_others(
     small: fakes.Doors, shape: type[ChatAnswer | CompletionAnswer], count: int, alternatives: int
 ) -> None:
-    prepared = await small.frontend.prepare_prompts(["a"], ClientFields())
+    prepared = await small.frontend.prepare_prompts(["a"], ClientRequest())
     choice = choice_of(count, alternatives)
-    expected: Answer = shape(HEAD, prepared, small.tokenizer)
+    expected: AnswerFormat = shape(HEAD, prepared, small.tokenizer)
     whole = expected.whole([choice], [expected.logprobs(choice)])
-    answer: Answer = shape(HEAD, prepared, small.tokenizer)
+    answer: AnswerFormat = shape(HEAD, prepared, small.tokenizer)
     sizes: list[int] = []
     show, turns = answer.logprobs, 0
 
@@ -141,15 +141,15 @@ async def test_the_text_of_a_long_answer_is_made_while_it_comes(tokenizer: Token
     """No turn of the loop makes the text of all of it."""
     parts = fakes.make_doors(tokenizer)
     parts.say("hello " * 3000, per_delta=32)
-    prepared = await parts.frontend.prepare_prompts(["a"], ClientFields(reads_along=False))
+    prepared = await parts.frontend.prepare_prompts(["a"], ClientRequest(reads_along=False))
     parts_shown: list[TextDelta] = []
 
-    class Watched(WholeText):
-        def take(self, delta: TextDelta) -> bool:
+    class Watched(TextCollector):
+        def on_delta(self, delta: TextDelta) -> bool:
             parts_shown.append(delta)
-            return super().take(delta)
+            return super().on_delta(delta)
 
-    def meter(one: Prepared) -> RequestMeter:
+    def meter(one: PreparedRequest) -> RequestMeter:
         return RequestMeter(parts.metrics, parts.frontend.clock, prompt_tokens=1, choices=1)
 
     whole = Watched()

@@ -6,7 +6,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from router.http.routing.internal_calls import InnerCalls
+from router.http.routing.internal_calls import InternalCalls
 
 
 async def test_a_request_that_the_router_fails_at_is_an_answer_of_its_batch() -> None:
@@ -18,7 +18,7 @@ async def test_a_request_that_the_router_fails_at_is_an_answer_of_its_batch() ->
     async def echoes(request: Request) -> Response:
         return Response(await request.body())
 
-    calls = InnerCalls({"/broken": broken, "/echoes": echoes})
+    calls = InternalCalls({"/broken": broken, "/echoes": echoes})
     status, told = await calls.answer("acme", "/broken", {})
     assert (status, json.loads(told)["error"]["message"]) == (500, "internal error")
     deep: Any = 1

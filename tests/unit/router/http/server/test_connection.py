@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.http.server.connection_limits import ConnectionLimits
-from router.http.server.http_server import HttpDoor
+from router.http.server.http_server import HttpServer
 
 WAIT_S = 20.0
 ASK = b"GET / HTTP/1.1\r\nHost: r\r\n\r\n"
@@ -60,7 +60,7 @@ class Client:
 class Opened:
     """An open door, and who is connected to it."""
 
-    def __init__(self, http: HttpDoor) -> None:
+    def __init__(self, http: HttpServer) -> None:
         self.http = http
         self.clients: list[Client] = []
 
@@ -74,7 +74,7 @@ class Opened:
 async def door(app: ASGIApp = hello, *, most: int = 100, **timeouts: float) -> AsyncIterator[Opened]:
     bounds = {"head_timeout_s": LONG_S, "keep_alive_s": LONG_S, "write_timeout_s": LONG_S} | timeouts
     limits = ConnectionLimits(most=most, **bounds)
-    async with HttpDoor(app, host="127.0.0.1", port=0, grace_s=1.0, limits=limits) as http, asyncio.timeout(WAIT_S):
+    async with HttpServer(app, host="127.0.0.1", port=0, grace_s=1.0, limits=limits) as http, asyncio.timeout(WAIT_S):
         opened = Opened(http)
         try:
             yield opened

@@ -2,8 +2,7 @@
 
 import pytest
 
-from router.http.server.connection_limits import ConnectionLimits, Connections
-from router.process.open_files import ConnectionBounds, connection_bounds
+from router.http.server.connection_limits import ConnectionBounds, ConnectionLimits, ConnectionTable, connection_bounds
 from tandem.config.servers import ConnectionsConfig
 from tandem.errors import ConfigError
 
@@ -15,11 +14,11 @@ def nothing_waits(_connection: str) -> int:
 
 
 @pytest.fixture
-def books() -> Connections[str]:
-    return Connections(LIMITS)
+def books() -> ConnectionTable[str]:
+    return ConnectionTable(LIMITS)
 
 
-def test_a_connection_that_says_nothing_has_the_time_of_a_head(books: Connections[str]) -> None:
+def test_a_connection_that_says_nothing_has_the_time_of_a_head(books: ConnectionTable[str]) -> None:
     assert books.opened("a", 0.0) is None
     assert books.opened("b", 5.0) is None
     assert books.overdue(9.9, nothing_waits) == []
@@ -29,14 +28,14 @@ def test_a_connection_that_says_nothing_has_the_time_of_a_head(books: Connection
     assert books.overdue(1000.0, nothing_waits) == []
 
 
-def test_a_request_under_way_has_no_bound_here(books: Connections[str]) -> None:
+def test_a_request_under_way_has_no_bound_here(books: ConnectionTable[str]) -> None:
     books.opened("a", 0.0)
     books.head_complete("a")
     assert list(books.asking) == ["a"]
     assert books.overdue(1000.0, nothing_waits) == []
 
 
-def test_each_next_head_has_its_own_time_and_bytes_do_not_prolong_it(books: Connections[str]) -> None:
+def test_each_next_head_has_its_own_time_and_bytes_do_not_prolong_it(books: ConnectionTable[str]) -> None:
     books.opened("a", 0.0)
     books.head_complete("a")
     books.answered("a", 100.0, is_sending=False)
@@ -46,7 +45,7 @@ def test_each_next_head_has_its_own_time_and_bytes_do_not_prolong_it(books: Conn
     assert books.overdue(160.0, nothing_waits) == ["a"]
 
 
-def test_one_that_asks_nothing_more_is_kept_for_a_while(books: Connections[str]) -> None:
+def test_one_that_asks_nothing_more_is_kept_for_a_while(books: ConnectionTable[str]) -> None:
     books.opened("a", 0.0)
     books.head_complete("a")
     books.answered("a", 100.0, is_sending=False)
@@ -54,7 +53,7 @@ def test_one_that_asks_nothing_more_is_kept_for_a_while(books: Connections[str])
     assert books.overdue(160.0, nothing_waits) == ["a"]
 
 
-def test_what_still_comes_of_an_answered_request_has_the_time_of_a_head(books: Connections[str]) -> None:
+def test_what_still_comes_of_an_answered_request_has_the_time_of_a_head(books: ConnectionTable[str]) -> None:
     books.opened("a", 0.0)
     books.head_complete("a")
     books.answered("a", 100.0, is_sending=True)
@@ -62,7 +61,7 @@ def test_what_still_comes_of_an_answered_request_has_the_time_of_a_head(books: C
     assert books.overdue(110.0, nothing_waits) == ["a"]
 
 
-def test_the_idlest_makes_way(books: Connections[str]) -> None:
+def test_the_idlest_makes_way(books: ConnectionTable[str]) -> None:
     books.opened("asks", 0.0)
     books.head_complete("asks")
     books.opened("answered", 1.0)
@@ -75,7 +74,7 @@ def test_the_idlest_makes_way(books: Connections[str]) -> None:
     assert len(books) == LIMITS.most
 
 
-def test_nobody_who_asks_makes_way(books: Connections[str]) -> None:
+def test_nobody_who_asks_makes_way(books: ConnectionTable[str]) -> None:
     for name in ("a", "b", "c"):
         books.opened(name, 0.0)
         books.head_complete(name)
@@ -86,7 +85,9 @@ def test_nobody_who_asks_makes_way(books: Connections[str]) -> None:
     assert books.opened("e", 3.0) == "b"
 
 
-def test_a_reader_is_given_up_when_it_takes_nothing_and_not_while_it_takes_something(books: Connections[str]) -> None:
+def test_a_reader_is_given_up_when_it_takes_nothing_and_not_while_it_takes_something(
+    books: ConnectionTable[str],
+) -> None:
     left = {"never": 1000, "slow": 1000, "quick": 1000}
     for name in left:
         books.opened(name, 0.0)
@@ -102,7 +103,7 @@ def test_a_reader_is_given_up_when_it_takes_nothing_and_not_while_it_takes_somet
     assert books.overdue(1000.0, left.__getitem__) == []
 
 
-def test_more_that_is_written_is_nothing_that_is_taken(books: Connections[str]) -> None:
+def test_more_that_is_written_is_nothing_that_is_taken(books: ConnectionTable[str]) -> None:
     books.opened("a", 0.0)
     books.head_complete("a")
     books.unread("a", 0.0, 10)
@@ -111,7 +112,7 @@ def test_more_that_is_written_is_nothing_that_is_taken(books: Connections[str]) 
     assert books.overdue(30.0, lambda _: 600) == ["a"]
 
 
-def test_closed_ones_are_forgotten(books: Connections[str]) -> None:
+def test_closed_ones_are_forgotten(books: ConnectionTable[str]) -> None:
     for name in ("a", "b", "c"):
         books.opened(name, 0.0)
         books.unread(name, 0.0, 5)

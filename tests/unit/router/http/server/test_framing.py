@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from router.http.body.errors import error_response
 from router.http.server import connection
 from router.http.server.connection_limits import ConnectionLimits
-from router.http.server.http_server import HttpDoor
+from router.http.server.http_server import HttpServer
 from tandem.errors import RequestTooLarge
 
 WAIT_S = 30.0
@@ -39,13 +39,13 @@ async def too_large(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 @asynccontextmanager
-async def listening(app: ASGIApp = show_headers, *, head_timeout_s: float = LONG_S) -> AsyncIterator[HttpDoor]:
+async def listening(app: ASGIApp = show_headers, *, head_timeout_s: float = LONG_S) -> AsyncIterator[HttpServer]:
     limits = ConnectionLimits(most=100, head_timeout_s=head_timeout_s, keep_alive_s=LONG_S, write_timeout_s=LONG_S)
-    async with HttpDoor(app, host="127.0.0.1", port=0, grace_s=1.0, limits=limits) as door, asyncio.timeout(WAIT_S):
+    async with HttpServer(app, host="127.0.0.1", port=0, grace_s=1.0, limits=limits) as door, asyncio.timeout(WAIT_S):
         yield door
 
 
-async def answer_to(door: HttpDoor, sent: bytes) -> bytes:
+async def answer_to(door: HttpServer, sent: bytes) -> bytes:
     """All that is answered until the door says its end."""
     reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
     writer.write(sent)
@@ -74,7 +74,7 @@ def poured(port: int, begin: bytes, pieces: Iterator[bytes]) -> tuple[bytes, int
     return bytes(answer), num_sent
 
 
-async def ended(door: HttpDoor) -> None:
+async def ended(door: HttpServer) -> None:
     """Every connection has."""
     while door.num_connections:  # noqa: ASYNC110  # uvicorn tells nobody
         await asyncio.sleep(0.01)

@@ -11,7 +11,7 @@ import pytest
 from router.http.app import create_app
 from router.http.body import json_body
 from router.http.body.sse import EventStream, SseResponse
-from router.http.server.http_server import HttpDoor
+from router.http.server.http_server import HttpServer
 from router.text.tokenizer import Tokenizer
 from tests.support.router.servers import fakes
 
@@ -30,20 +30,20 @@ def parts(tokenizer: Tokenizer) -> fakes.Doors:
 
 
 @pytest.fixture
-async def door(parts: fakes.Doors) -> AsyncIterator[HttpDoor]:
+async def door(parts: fakes.Doors) -> AsyncIterator[HttpServer]:
     app = create_app(parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics)
-    async with HttpDoor(app, host="127.0.0.1", port=0, grace_s=1.0) as door:
+    async with HttpServer(app, host="127.0.0.1", port=0, grace_s=1.0) as door:
         yield door
 
 
 @pytest.fixture
-async def client(door: HttpDoor) -> AsyncIterator[openai.AsyncOpenAI]:
+async def client(door: HttpServer) -> AsyncIterator[openai.AsyncOpenAI]:
     url = f"http://127.0.0.1:{door.port}/v1"
     async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
         yield client
 
 
-async def raw(door: HttpDoor, *parts: bytes) -> bytes:
+async def raw(door: HttpServer, *parts: bytes) -> bytes:
     """What the door answers to these bytes before it closes or falls silent."""
     reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
     try:
@@ -98,7 +98,7 @@ async def test_official_client_completions(client: openai.AsyncOpenAI, parts: fa
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("hang_after", [0, 2])
-async def test_leaving_client_cancels(door: HttpDoor, parts: fakes.Doors, stream: bool, hang_after: int) -> None:
+async def test_leaving_client_cancels(door: HttpServer, parts: fakes.Doors, stream: bool, hang_after: int) -> None:
     parts.say("hello world", hang_after=hang_after)
     body = b'{"messages": [{"role": "user", "content": "x"}], "stream": %s}' % (b"true" if stream else b"false")
     _reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
@@ -111,7 +111,7 @@ async def test_leaving_client_cancels(door: HttpDoor, parts: fakes.Doors, stream
     assert parts.generator.open_streams == 0
 
 
-async def test_endless_body_is_answered_while_it_comes(door: HttpDoor) -> None:
+async def test_endless_body_is_answered_while_it_comes(door: HttpServer) -> None:
     chunk = b"10000\r\n" + b" " * 65536 + b"\r\n"
     answer = await raw(door, CHAT + b"Transfer-Encoding: chunked\r\n\r\n", *[chunk] * 17)
     assert answer.startswith(b"HTTP/1.1 413 ")
@@ -128,7 +128,7 @@ async def test_endless_body_is_answered_while_it_comes(door: HttpDoor) -> None:
         (400, [b"GET /health HTTP/1.1\r\nX-Request-Id: a\r\nBad Header\r\n\r\n"]),
     ],
 )
-async def test_hostile_heads_are_cut_off(door: HttpDoor, head: list[bytes], status: int) -> None:
+async def test_hostile_heads_are_cut_off(door: HttpServer, head: list[bytes], status: int) -> None:
     answer = await raw(door, *head)
     assert answer.startswith(b"HTTP/1.1 %d " % status)
     async with httpx.AsyncClient(trust_env=False) as client:
@@ -149,7 +149,7 @@ async def test_reader_that_never_reads_is_given_up() -> None:
     async def app(scope, receive, send) -> None:
         await SseResponse(endless, write_timeout_s=0.05)(scope, receive, send)
 
-    async with HttpDoor(app, host="127.0.0.1", port=0, grace_s=1.0) as door:
+    async with HttpServer(app, host="127.0.0.1", port=0, grace_s=1.0) as door:
         _reader, writer = await asyncio.open_connection("127.0.0.1", door.port, limit=1)
         writer.write(b"GET / HTTP/1.1\r\nHost: r\r\n\r\n")
         async with asyncio.timeout(WAIT_S):
@@ -157,13 +157,13 @@ async def test_reader_that_never_reads_is_given_up() -> None:
         writer.transport.abort()
 
 
-async def test_a_taken_port_is_an_error(door: HttpDoor) -> None:
+async def test_a_taken_port_is_an_error(door: HttpServer) -> None:
     with pytest.raises(OSError, match="in use"):
-        async with HttpDoor(None, host="127.0.0.1", port=door.port):
+        async with HttpServer(None, host="127.0.0.1", port=door.port):
             pass
 
 
-async def test_a_body_that_stops_coming(door: HttpDoor, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_body_that_stops_coming(door: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_body, "BODY_TIMEOUT_S", 0.05)
     answer = await raw(door, CHAT + b"Content-Length: 100\r\n\r\n{")
     assert answer.startswith(b"HTTP/1.1 408 ")
@@ -174,7 +174,7 @@ async def test_closing_lets_running_streams_end(parts: fakes.Doors) -> None:
     parts.say("hello world")
     app = create_app(parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics)
     async with httpx.AsyncClient(trust_env=False) as client:
-        async with HttpDoor(app, host="127.0.0.1", port=0, grace_s=5.0) as door:
+        async with HttpServer(app, host="127.0.0.1", port=0, grace_s=5.0) as door:
             url = f"http://127.0.0.1:{door.port}/v1/completions"
             answer = asyncio.create_task(client.post(url, json={"prompt": "a"}))
             await parts.generator.began.wait()
@@ -196,7 +196,7 @@ async def test_a_client_that_sent_the_next_request_ahead_and_leaves() -> None:
         finally:
             ended.set()
 
-    async with HttpDoor(SseResponse(run), host="127.0.0.1", port=0, grace_s=1.0) as door, asyncio.timeout(WAIT_S):
+    async with HttpServer(SseResponse(run), host="127.0.0.1", port=0, grace_s=1.0) as door, asyncio.timeout(WAIT_S):
         reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
         writer.write(b"GET / HTTP/1.1\r\nHost: r\r\n\r\n" * 2)
         await began.wait()
@@ -209,7 +209,7 @@ async def test_a_client_that_sent_the_next_request_ahead_and_leaves() -> None:
     "ahead", [b"GET /health HTTP/1.1\r\nHost: r\r\n\r\n", CHAT + b"Content-Length: 300000\r\n\r\n"]
 )
 async def test_a_client_that_sends_the_next_request_later_and_leaves_a_whole_answer(
-    door: HttpDoor, parts: fakes.Doors, ahead: bytes
+    door: HttpServer, parts: fakes.Doors, ahead: bytes
 ) -> None:
     """Nothing is written meanwhile, and nothing is read any more behind the next request."""
     parts.say("hello world", hang_after=0)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from router.access.audit_log import NO_AUDIT
-from router.http.server.middleware import Envelope
+from router.http.server.middleware import RequestMiddleware
 from router.metrics.router_metrics import RouterMetrics
 from tandem.telemetry.logs import REQUEST_ID, X_REQUEST_ID
 
@@ -18,7 +18,7 @@ async def nothing(*_: Any) -> Any:
 
 
 async def call(metrics: RouterMetrics, app: Any) -> None:
-    await Envelope(app, metrics, NO_AUDIT)(dict(SCOPE), nothing, nothing)
+    await RequestMiddleware(app, metrics, NO_AUDIT)(dict(SCOPE), nothing, nothing)
 
 
 def counted(metrics: RouterMetrics) -> list[str]:

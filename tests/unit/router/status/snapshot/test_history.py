@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from router.metrics.quantiles import FINE_BOUNDS_S, quantile
-from router.status.snapshot.history import History, Totals, step_from_json
+from router.status.snapshot.history import CounterTotals, History, step_from_json
 
 
 class World:
@@ -18,14 +18,14 @@ class World:
 
     def take(self, now_s: float, tokens: float, *spread: int) -> None:
         self.now_s = now_s
-        self.history.take(totals(tokens, spread))
+        self.history.record(totals(tokens, spread))
 
     def tokens(self) -> dict[int, float]:
         return {step.number: step.numbers.get("tokens", 0.0) for step in self.history.steps()}
 
 
-def totals(tokens: float, spread: tuple[int, ...] = ()) -> Totals:
-    return Totals(numbers={"tokens": tokens}, spreads={"ttft": spread or (0, 0, 0)})
+def totals(tokens: float, spread: tuple[int, ...] = ()) -> CounterTotals:
+    return CounterTotals(numbers={"tokens": tokens}, spreads={"ttft": spread or (0, 0, 0)})
 
 
 def test_what_grew_belongs_to_the_step_in_which_it_was_seen() -> None:

@@ -3,15 +3,21 @@
 import time
 from contextlib import AsyncExitStack
 
+from router.access.access_control import AccessControl
 from router.api.request.client_request import ModelInfo
+from router.cluster_state.redis_metrics import ClusterStateMetrics
+from router.cluster_state.redis_tasks import RouterClusterState
 from router.dispatch.admission_queue import AdmissionQueue
 from router.dispatch.dispatcher import Dispatcher
 from router.fleet.readiness import ReadinessCheck
 from router.metrics.router_metrics import RouterMetrics
 from router.placement.decision_log import DecisionLog
-from router.siblings.exchange import Siblings
+from router.siblings.exchange import SiblingExchange
 from router.status.feed import StatusFeed
 from router.status.snapshot.part import StatusSources
+from router.tenants.prices import PriceTable
+from router.tenants.usage import TenantUsage
+from tandem.config.cluster import ClusterConfig
 from tandem.process.lifetime import RouterPlace
 
 
@@ -38,6 +44,19 @@ async def open_status(
     )
     feed = StatusFeed(sources)
     if place.siblings is not None:
-        siblings = Siblings(place.siblings, index=place.index, render=feed.part, name="status")
+        siblings = SiblingExchange(place.siblings, index=place.index, render=feed.part, name="status")
         feed.merge_with((await stack.enter_async_context(siblings)).others)
     return await stack.enter_async_context(feed)
+
+
+def make_metrics(
+    config: ClusterConfig, model_name: str, access: AccessControl, board: RouterClusterState | None
+) -> RouterMetrics:
+    """With what keys and the board in Redis have to show; the latter where there is one."""
+    usage = TenantUsage(PriceTable(config.prices), since_s=time.time())
+    metrics = RouterMetrics(model_name, usage, config.telemetry.objectives)
+    access.register_metrics(metrics.registry)
+    metrics.tenants.is_nameless = access.keys.is_nameless
+    if board is not None:
+        metrics.registry.register(ClusterStateMetrics(board))
+    return metrics

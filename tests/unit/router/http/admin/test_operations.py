@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from router.http.admin.shared_scrape import SharedReading
+from router.http.admin.operations import SharedScrape
 from tests.support.router.servers import fakes
 from tests.support.router.servers.http_client import client_of
 
@@ -30,14 +30,14 @@ class Reader:
 async def test_fifty_who_ask_at_once_are_told_of_one_reading():
     reader = Reader()
     reader.may_end.set()
-    shared = SharedReading(reader.read)
+    shared = SharedScrape(reader.read)
     assert await asyncio.gather(*(shared() for _ in range(50))) == [b"1"] * 50
     assert reader.num == 1
 
 
 async def test_who_asks_while_it_is_read_has_part_in_the_next_reading_and_may_leave():
     reader = Reader()
-    shared = SharedReading(reader.read)
+    shared = SharedScrape(reader.read)
     first = asyncio.create_task(shared())
     await reader.began.wait()
     later = [asyncio.create_task(shared()) for _ in range(5)]
