@@ -13,7 +13,7 @@ from rich.text import Text
 from tandem.errors import ConfigError
 from tandem_bench import report
 from tandem_bench.engine import options as engine_options
-from tandem_bench.errors import CannotMeasure
+from tandem_bench.errors import CannotMeasure, require_extra
 from tandem_bench.report import Row
 from tandem_bench.router import options as router_options
 from tandem_bench.telemetry import options as telemetry_options
@@ -56,6 +56,7 @@ def main() -> int:
     err = Console(stderr=True, highlight=False)
     rows: list[Row] = []
     try:
+        _require_extras(options)
         asyncio.run(_ended_by_sigterm(_SUBJECTS[options.subject](options, rows, err)))
     except (CannotMeasure, ConfigError) as error:
         err.print(Text(str(error), style="red"), soft_wrap=True)
@@ -66,6 +67,14 @@ def main() -> int:
         if options.json is not None:
             report.write_json(options.json, rows, about=report.circumstances(["tandem", "bench", *sys.argv[1:]]))
     return 1 if report.num_missed(rows) else 0
+
+
+def _require_extras(options: argparse.Namespace) -> None:
+    """Before minutes are spent on measuring. Raises ExtraMissing."""
+    if (module := _SUBJECT_EXTRAS.get(options.subject)) is not None:
+        require_extra(module, f"tandem bench {options.subject}")
+    if getattr(options, "plot", None) is not None:
+        require_extra("matplotlib", "--plot")
 
 
 async def _ended_by_sigterm(work: Coroutine[None, None, None]) -> None:
@@ -132,6 +141,8 @@ _SUBJECTS: Mapping[str, Callable[[argparse.Namespace, list[Row], Console], Corou
     "router": _router,
     "telemetry": _telemetry,
 }
+_SUBJECT_EXTRAS: Mapping[str, str] = {"spine": "transformers", "telemetry": "opentelemetry.proto"}
+"""What a subject cannot be measured without, of what only the extra `bench` installs."""
 
 if __name__ == "__main__":
     sys.exit(main())

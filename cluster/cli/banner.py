@@ -199,4 +199,4 @@ def _settings(asked: ClusterConfig) -> list[Text | Table]:
     table = Table.grid(padding=(0, 2))
     for name, value in changed.items():
         table.add_row(Text(name, style="dim"), Text(value))
-    return [Text(""), Text("settings that differ from the defaults", style="bold"), table]
+    return [Text(""), Text("settings (only what differs from the defaults)", style="bold"), table]

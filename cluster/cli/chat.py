@@ -82,6 +82,9 @@ async def chat(client: ChatClient, conversation: Conversation, *, max_tokens: in
                 err.print(Text(conversation.stats(), style="dim"))
             case "/help":
                 err.print(Text(HELP, style="dim"))
+            case command if command.startswith("/"):
+                err.print(Text(f"unknown command {command.split()[0]}; {HELP}", style="red"), soft_wrap=True)
+                failed = True
             case question:
                 failed |= not await _exchange(client, conversation, question, body, out=out, err=err)
     return 1 if failed and not interactive else 0

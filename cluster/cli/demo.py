@@ -71,7 +71,8 @@ async def talk(cluster: LocalCluster, out: Console, err: Console) -> int:
     except ClientError as error:
         err.print(Text(str(error), style="red"), soft_wrap=True)
         return EXIT_FAILED
-    out.print(Text("\nNext: `tandem up` keeps such a cluster running, `tandem chat` talks to it."), soft_wrap=True)
+    hint = "\nNext: `tandem up` starts the same cluster and keeps it running; `tandem chat` talks to it."
+    out.print(Text(hint), soft_wrap=True)
     return 0
 
 

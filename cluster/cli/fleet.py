@@ -14,6 +14,7 @@ SocketOption = Annotated[
     Path | None, typer.Option(help="Its control socket, where [b]control_socket[/b] names another.")
 ]
 _ROLES = ("prefill", "decode", "router")
+_LEAVING_STATES = ("retiring", "abandoned", "exited")
 _EXIT_NOT_DONE = 1
 _EXIT_INTERRUPTED = 130
 
@@ -37,14 +38,17 @@ def scale(
 
 def flip(
     to: Annotated[str, typer.Argument(metavar="prefill|decode", help="The pool that gets one worker more.")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Also if that takes the last prefill worker.")] = False,
     port: PortOption = 8000,
     socket: SocketOption = None,
 ) -> None:
-    """Make a worker of the other pool one of this, in a running cluster."""
+    """Move a worker of a running cluster from the other pool to this one."""
     from cluster.control.wire import FlipAsked
 
     if to not in ("prefill", "decode"):
         raise typer.BadParameter(f"{to!r} is neither prefill nor decode")
+    if to == "decode" and not yes:
+        _require_another_prefill_worker(port, socket)
     _change(FlipAsked, {"to": to}, port, socket)
 
 
@@ -92,6 +96,25 @@ def ps(port: PortOption = 8000, socket: SocketOption = None) -> None:
             print("a change is under way")
 
 
+def _require_another_prefill_worker(port: int, socket: Path | None) -> None:
+    """Ends the command where a flip would leave no prefill worker."""
+    from rich.console import Console
+    from rich.text import Text
+
+    from cluster.control.wire import StatusAsked
+
+    processes = [one for told in _answers(StatusAsked, {}, port, socket) for one in told.processes or ()]
+    staying = [one.name for one in processes if one.role == "prefill" and one.state not in _LEAVING_STATES]
+    if len(staying) != 1:
+        return
+    warning = (
+        f"warning: {staying[0]} is the last prefill worker: without it decode workers read all prompts themselves, "
+        "and answers under way wait for that. Nothing has been changed; to do it all the same, add --yes."
+    )
+    Console(stderr=True, highlight=False).print(Text(warning, style="bold yellow"), soft_wrap=True)
+    raise typer.Exit(_EXIT_NOT_DONE)
+
+
 def _change(kind: type, fields: Mapping[str, object], port: int, socket: Path | None) -> None:
     from rich.console import Console
     from rich.text import Text
@@ -102,7 +125,7 @@ def _change(kind: type, fields: Mapping[str, object], port: int, socket: Path | 
             if told.progress is not None:
                 err.print(Text(told.progress, style="dim"), soft_wrap=True)
     except KeyboardInterrupt:
-        err.print("the change goes on; `tandem abort` takes it back")
+        err.print("Interrupting the command does not cancel the change; `tandem abort` does.")
         raise typer.Exit(_EXIT_INTERRUPTED) from None
     err.print("done")
 

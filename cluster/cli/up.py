@@ -238,7 +238,7 @@ async def serve_routers(config: ClusterConfig, *, console: Console, again: Again
         await cluster.wait_stopped()
         return 0
 
-    resolved = resolve_model(config)
+    resolved = resolve_model(config, runs_workers=False)
     return await run_with(resolved, body, console=console, show_logs=True, routers_only=True, again=again)
 
 

@@ -18,6 +18,7 @@ from pydantic import SecretStr
 
 from cluster.hub import download
 from cluster.supervisor.supervisor import ProcessPlan, Role
+from engine.model.config import load_model_config
 from engine.model.dtype import resolve_dtype
 from tandem.config.cluster import ClusterConfig, ModelConfig, RouterConfig, dump
 from tandem.config.pools import PoolConfig
@@ -268,23 +269,36 @@ def _write_privately(path: Path, text: str) -> None:
         file.write(text)
 
 
-def resolve_model(config: ClusterConfig) -> ClusterConfig:
+def resolve_model(config: ClusterConfig, *, runs_workers: bool = True) -> ClusterConfig:
     """A hub id becomes a directory (downloaded once, with a progress bar); a directory becomes absolute.
 
-    Raises ConfigError when the model is neither.
+    Raises ConfigError when the model is neither, or when workers are to run a model that they do not support.
     """
     path = config.model.path
     if path == BUILTIN:
         return config
     if Path(path).is_dir():
         directory = Path(path).absolute()
-        # Workers check everything; this much is said before any process is started.
+        # Workers check everything; this much is checked before any process is started.
         if lacking := [name for name in ("config.json", "tokenizer.json") if not (directory / name).is_file()]:
             raise ConfigError(f"model.path: {directory} has no {' and no '.join(lacking)}")
+        if runs_workers:
+            _check_supported(directory)
         return _with_model(config, str(directory), config.model.name or directory.name)
     if not _HUB_ID.fullmatch(path):
         raise ConfigError(f"model.path: {path} is neither a directory nor a hub id such as Qwen/Qwen3-0.6B")
-    return _with_model(config, download(path), config.model.name or path.rpartition("/")[2])
+    directory = Path(download(path))
+    if runs_workers:
+        _check_supported(directory)
+    return _with_model(config, str(directory), config.model.name or path.rpartition("/")[2])
+
+
+def _check_supported(directory: Path) -> None:
+    """Every worker would fail by itself, minutes later, and without naming the directory."""
+    try:
+        load_model_config(directory)
+    except ConfigError as error:
+        raise ConfigError(f"model.path: {directory} cannot be served: {error}") from None
 
 
 def _with_model(config: ClusterConfig, path: str, name: str) -> ClusterConfig:

@@ -16,7 +16,7 @@ def draw(folder: Path, runs: Sequence[tuple[Simulation, Report]]) -> list[Path]:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError("--plots needs matplotlib: pip install 'tandem-serve[bench]'") from error
+        raise ConfigError("--plots needs matplotlib, of the extra `bench`: pip install '.[bench]'") from error
     folder.mkdir(parents=True, exist_ok=True)
     times = Figure(figsize=(10, 4), layout="constrained")
     for axes, name in zip(times.subplots(1, 2), ("time to first token", "queueing"), strict=True):

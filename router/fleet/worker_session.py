@@ -141,6 +141,7 @@ class WorkerSession:
         self._pins: PendingPinOrders[pb.RouterMessage] = PendingPinOrders(most=settings.max_queued_pins)
         self._has_outgoing = asyncio.Event()
         self._ended = False
+        self._drain_reason: str | None = None
         self._dialect = router_dialect(info.protocol_version)
         self._silence = SilenceWatch(silence_s=settings.silence_s, period_s=self._look_s, now_s=time.monotonic())
 
@@ -266,12 +267,19 @@ class WorkerSession:
                 message = await self._call.read()
                 self._silence.heard(time.monotonic())
                 if message is grpc.aio.EOF:
-                    return f"the worker closed the session: {await self._call.details() or 'no reason given'}"
+                    return await self._why_closed()
                 self._take(message, listener)
             except grpc.aio.AioRpcError as error:
                 return f"{error.code().name}: {error.details()}"
             except ProtocolError as error:
                 return f"protocol error: {error}"
+
+    async def _why_closed(self) -> str:
+        if details := await self._call.details():
+            return f"the worker closed the session: {details}"
+        if self._drain_reason is not None:
+            return f"the worker has drained: {self._drain_reason}"
+        return "the worker closed the session without announcing a drain"
 
     async def _watch(self) -> str:
         while True:
@@ -297,6 +305,7 @@ class WorkerSession:
                 if (attempt := self._attempt(failed.request_id, failed.attempt)) is not None:
                     attempt.deliver(transfer_failed_from_pb(failed))
             case "draining":
+                self._drain_reason = message.draining.reason
                 listener.draining(key, message.draining.reason)
             case "bequest":
                 listener.bequeathed(key, cache_offer_from_pb(message.bequest))

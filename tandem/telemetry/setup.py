@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import os
+import socket
 from contextlib import AsyncExitStack
 from pathlib import Path
 from random import SystemRandom
@@ -15,6 +17,11 @@ if TYPE_CHECKING:
     from tandem.config.cluster import TelemetryConfig
 
 _log = logging.getLogger(__name__)
+
+
+def instance_id(name: str) -> str:
+    """The `service.instance.id` of this process: several routers of one host share its name and its ports."""
+    return f"{name}.{socket.gethostname()}.{os.getpid()}"
 
 
 def open_tracer(stack: AsyncExitStack, config: "TelemetryConfig", *, service: str, instance: str) -> Tracer:

@@ -1,4 +1,4 @@
-"""The engine benchmark as one picture. Needs matplotlib (`pip install 'tandem-serve[bench]'`), imported only here."""
+"""The engine benchmark as one picture. Needs matplotlib (the extra `bench`), imported only here."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 from tandem_bench.engine.figures import Summary
 from tandem_bench.engine.tables import in_order, job_name
-from tandem_bench.errors import CannotMeasure
+from tandem_bench.errors import require_extra
 
 _COLORS: Mapping[str, str] = {
     "tandem": "#0b6e4f",
@@ -27,15 +27,14 @@ _CROWD = 20
 def draw(path: Path, summaries: Sequence[Summary], *, title: str) -> None:
     """Write a PNG (or what the file's ending says): speeds as bars, the machine's limits as lines.
 
-    Raises CannotMeasure when matplotlib is missing, ValueError when there is nothing to draw.
+    Raises ExtraMissing when matplotlib is missing, ValueError when there is nothing to draw.
     """
-    try:
-        import matplotlib as mpl
-        from matplotlib.figure import Figure
-        from matplotlib.layout_engine import ConstrainedLayoutEngine
-        from matplotlib.patheffects import withStroke
-    except ImportError:
-        raise CannotMeasure("--plot needs matplotlib: pip install 'tandem-serve[bench]'") from None
+    require_extra("matplotlib", "--plot")
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+    from matplotlib.patheffects import withStroke
+
     if not summaries:
         raise ValueError("nothing was measured")
     speeds = [seen for seen in summaries if not seen.cell.with_newcomers]

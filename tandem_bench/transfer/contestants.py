@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tandem_bench.errors import require_extra
 from tandem_bench.peers.environments import PeerEnvironment, ensure
-from tandem_bench.transfer import certificates
 from tandem_bench.transfer.options import PEER_NAMES
 
 COPY, COPY_RANGES = "copy", "copy of ranges"
@@ -61,8 +61,23 @@ def ours() -> list[Contestant]:
 
 
 def tls(folder: Path) -> Contestant:
-    """Tandem's `tcp` in TLS 1.3, with certificates made in `folder`. Raises CannotMeasure without trustme."""
-    return _our(TLS, {"transport": "tcp", "checksums": True, "tls": certificates.issue(folder)})
+    """Tandem's `tcp` in TLS 1.3, with certificates made in `folder`. Raises ExtraMissing without trustme."""
+    return _our(TLS, {"transport": "tcp", "checksums": True, "tls": _issue_certificates(folder)})
+
+
+def _issue_certificates(folder: Path) -> dict[str, str]:
+    """Paths of a certificate, its key and its authority, which signs nothing else, as `transfer.tls` has them."""
+    require_extra("trustme", "a contest in TLS")
+    import trustme
+
+    authority = trustme.CA()
+    issued = authority.issue_cert("bench.tandem.internal")
+    files = {name: folder / f"{name}.pem" for name in ("cert", "key", "ca")}
+    files["cert"].write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
+    files["key"].touch(mode=0o600)
+    files["key"].write_bytes(issued.private_key_pem.bytes())
+    files["ca"].write_bytes(authority.cert_pem.bytes())
+    return {name: str(path) for name, path in files.items()}
 
 
 def _our(name: str, options: Mapping[str, Any]) -> Contestant:

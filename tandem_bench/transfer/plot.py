@@ -1,9 +1,9 @@
-"""The rates as one picture. Needs matplotlib (`pip install 'tandem-serve[bench]'`), imported only here."""
+"""The rates as one picture. Needs matplotlib (the extra `bench`), imported only here."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tandem_bench.errors import CannotMeasure
+from tandem_bench.errors import require_extra
 from tandem_bench.transfer.contestants import COPY, COPY_RANGES, PLAIN, SHM, SHM_BARE, TCP, TCP_BARE
 from tandem_bench.transfer.figures import medians
 from tandem_bench.transfer.rounds import Turn
@@ -22,11 +22,10 @@ _GROUP_WIDTH = 0.85
 
 
 def draw(path: Path, done: Sequence[Turn]) -> None:
-    """Write a PNG (or what the file's ending says): one group of bars per case. Raises CannotMeasure."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise CannotMeasure("--plot needs matplotlib: pip install 'tandem-serve[bench]'") from None
+    """Write a PNG (or what the file's ending says): one group of bars per case. Raises ExtraMissing."""
+    require_extra("matplotlib", "--plot")
+    from matplotlib.figure import Figure
+
     rates = medians(done, lambda turn: turn.bytes_per_s / 1e9)
     names = list(dict.fromkeys(turn.contestant for turn in done))
     cases = list(dict.fromkeys(turn.case for turn in done))

@@ -1,9 +1,15 @@
-"""`tandem bench` told to stop by whoever runs it."""
+"""`tandem bench` when it is interrupted, and where an extra is missing."""
 
 import signal
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from tandem_bench import __main__ as command
+from tandem_bench.errors import ExtraMissing
+from tandem_bench.transfer import contestants
 
 ROOT = Path(__file__).resolve().parents[3]
 WAITING = """
@@ -32,3 +38,32 @@ def test_sigterm_leaves_nothing_running() -> None:
         told, _ = process.communicate(timeout=60)
     assert told == "everything has been stopped\n"
     assert process.returncode == 130
+
+
+@pytest.mark.parametrize(
+    ("arguments", "module"),
+    [
+        (["spine", "--quick"], "transformers"),
+        (["telemetry"], "opentelemetry.proto"),
+        (["engine", "--plot", "rates.png"], "matplotlib"),
+        (["transfer", "--plot", "rates.png"], "matplotlib"),
+    ],
+)
+def test_what_the_extra_brings_is_asked_for_before_anything_is_measured(
+    arguments: list[str], module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def measure(*_: object) -> None:
+        raise AssertionError("nothing can be measured")
+
+    monkeypatch.setattr(command, "_SUBJECTS", {arguments[0]: measure})
+    monkeypatch.setattr(sys, "argv", ["tandem bench", *arguments])
+    monkeypatch.setitem(sys.modules, module, None)
+    assert command.main() == command.EXIT_CANNOT_MEASURE
+    said = capsys.readouterr().err
+    assert f"needs {module}, which the extra `bench` installs: pip install '.[bench]'" in said
+
+
+def test_a_contest_in_tls_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "trustme", None)
+    with pytest.raises(ExtraMissing, match=r"trustme, which the extra `bench` installs: pip install '\.\[bench\]'"):
+        contestants.tls(tmp_path)

@@ -129,13 +129,27 @@ def test_models(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"no config\.json and no tokenizer\.json"):
         resolve_model(ClusterConfig(model=ModelConfig(path="my-model")))
-    for name in ("config.json", "tokenizer.json"):
-        (tmp_path / "my-model" / name).write_text("{}")
+    (tmp_path / "my-model" / "tokenizer.json").write_text("{}")
+    (tmp_path / "my-model" / "config.json").write_text(json.dumps(LLAMA))
     resolved = resolve_model(ClusterConfig(model=ModelConfig(path="my-model")))
     assert resolved.model.path == str(tmp_path / "my-model")
     assert resolved.model.name == "my-model"
     with pytest.raises(ConfigError, match="neither a directory nor a hub id"):
         resolve_model(ClusterConfig(model=ModelConfig(path="./nothing-here")))
+
+
+def test_a_model_of_another_family_is_refused_before_workers_start(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"architectures": ["GPT2LMHeadModel"]}))
+    config = ClusterConfig(model=ModelConfig(path=str(tmp_path), dtype="float32"))
+    with pytest.raises(ConfigError) as refused:
+        resolve_model(config)
+    said = str(refused.value)
+    assert said.startswith(f"model.path: {tmp_path} cannot be served: config.json: architectures must be one of ")
+    families = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+    assert all(name in said for name in families)
+    assert said.endswith("is ['GPT2LMHeadModel']")
+    assert resolve_model(config, runs_workers=False).model.path == str(tmp_path)
 
 
 def show(asked, effective, views, width=120):

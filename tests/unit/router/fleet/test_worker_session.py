@@ -6,10 +6,11 @@ import sys
 from collections import deque
 from random import Random
 
+import grpc
 import pytest
 
 from router.fleet.session_wire import ProtocolError, batch_orders, hello_from_pb, submit_to_pb, tokens_from_pb
-from router.fleet.worker_session import SessionSettings
+from router.fleet.worker_session import SessionSettings, WorkerSession
 from router.types.session_events import PrefillRoute, SubmitOrder
 from router.types.worker_view import WorkerKey
 from router.workers.prefix_map import PrefixMap
@@ -221,6 +222,45 @@ async def test_wrong_role_and_wrong_secret_are_refused(caplog: pytest.LogCapture
         async with fleet_of(worker, registry=registry, settings=stranger):
             await _until_logged(caplog, "UNAUTHENTICATED")
     assert registry.snapshots() == []
+
+
+class _EndingCall:
+    """A stream over which a worker says this much before it ends it."""
+
+    def __init__(self, *messages: pb.WorkerMessage) -> None:
+        self._messages = deque(messages)
+
+    async def write(self, _message: pb.RouterMessage) -> None: ...
+
+    async def read(self) -> object:
+        return self._messages.popleft() if self._messages else grpc.aio.EOF
+
+    async def details(self) -> str:
+        return ""
+
+    def cancel(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("messages", "level", "text"),
+    [
+        (
+            [pb.WorkerMessage(draining=pb.Draining(reason="the worker was told to stop"))],
+            "INFO",
+            "worker d0 left: the worker has drained: the worker was told to stop",
+        ),
+        ([], "WARNING", "worker d0 left: the worker closed the session without announcing a drain"),
+    ],
+)
+async def test_the_end_of_a_session_is_logged_with_what_the_worker_said_of_it(
+    messages: list[pb.WorkerMessage], level: str, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    info = hello_from_pb(pb.WorkerMessage(hello=FakeWorker("d0").hello))
+    session = WorkerSession(_EndingCall(*messages), info, session_settings())
+    await session.converse(WatchedRegistry())
+    left = [(record.levelname, record.getMessage()) for record in caplog.records if "left" in record.msg]
+    assert left == [(level, text)]
 
 
 async def test_nonsense_ends_the_session_and_it_comes_again() -> None:
