@@ -9,14 +9,14 @@ WRITE_TIMEOUT_S = 30.0
 """A reader that takes nothing for this long is given up."""
 
 
-class SlowClient(Cancelled):
+class SlowReader(Cancelled):
     """The client took nothing for too long."""
 
 
 async def within_write_timeout(waiting: Awaitable[object], timeout_s: float) -> None:
-    """Return when `waiting` does. Raises SlowClient after `timeout_s`, and what `waiting` raises."""
+    """Return when `waiting` does. Raises SlowReader after `timeout_s`, and what `waiting` raises."""
     try:
         async with asyncio.timeout(timeout_s):
             await waiting
     except TimeoutError:
-        raise SlowClient(f"the client did not read its answer for {timeout_s:g} s") from None
+        raise SlowReader(f"the client did not read its answer for {timeout_s:g} s") from None

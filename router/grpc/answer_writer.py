@@ -42,7 +42,7 @@ class AnswerWriter:
         return len(self._unsent) >= _MOST_UNSENT
 
     async def flush(self) -> None:
-        """Return when all has been sent. Raises SlowClient, or what sending raised."""
+        """Return when all has been sent. Raises SlowReader, or what sending raised."""
         while self._unsent:
             if self._task is not None and self._task.done():
                 self._task.result()

@@ -8,7 +8,7 @@ from router.access.access_control import AccessControl
 from router.api.frontend import Frontend
 from router.api.named_cache_prompts import NamedCacheService
 from router.http.admin.debug import DecisionRoutes, PinRoutes
-from router.http.admin.operations import ReadinessCheck, UsageRoutes, add_operator_routes, installed_version
+from router.http.admin.operations import ReadinessSource, UsageRoutes, add_operator_routes, installed_version
 from router.http.admin.profiles import ProfileRoutes
 from router.http.admin.status import StatusRoutes, add_page
 from router.http.anthropic.messages import MessagesRoutes
@@ -50,7 +50,7 @@ class OptionalRoutes:
 def create_app(
     frontend: Frontend,
     generator: Generator,
-    readiness: ReadinessCheck,
+    readiness: ReadinessSource,
     config: RouterConfig,
     metrics: RouterMetrics,
     extras: OptionalRoutes | None = None,

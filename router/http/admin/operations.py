@@ -58,7 +58,7 @@ class UsageRoutes:
         return self._usage.object(await self._usage.collect(), only=only)
 
 
-class ReadinessCheck(Protocol):
+class ReadinessSource(Protocol):
     """Whether this router can answer."""
 
     def not_ready_reason(self) -> str | None:
@@ -73,7 +73,7 @@ def installed_version() -> str:
         return "unknown"
 
 
-def add_operator_routes(routes: Routes, readiness: ReadinessCheck, metrics: RouterMetrics) -> None:
+def add_operator_routes(routes: Routes, readiness: ReadinessSource, metrics: RouterMetrics) -> None:
     """Probes, metrics, version."""
 
     async def health(_request: Request) -> dict[str, Any]:

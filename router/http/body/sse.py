@@ -9,7 +9,7 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from router.api.slow_client import WRITE_TIMEOUT_S, SlowClient, within_write_timeout
+from router.api.slow_client import WRITE_TIMEOUT_S, SlowReader, within_write_timeout
 from router.http.body.client_link import ClientLeft, Link, WhileConnected, link_of
 from router.http.body.errors import error_object
 from tandem.errors import InternalError, ServingError
@@ -104,7 +104,7 @@ class SseResponse(Response):
             async with WhileConnected(scope, receive):
                 await self._fill(stream)
                 await stream.end(self._closing)
-        except SlowClient:
+        except SlowReader:
             _log.warning("a client did not read its stream for %s s and was given up", self._write_timeout_s)
         except ClientLeft:
             _log.debug("a client left its stream")
@@ -112,7 +112,7 @@ class SseResponse(Response):
     async def _fill(self, stream: EventStream) -> None:
         try:
             await self._run(stream)
-        except SlowClient:
+        except SlowReader:
             raise
         except ServingError as error:
             if not stream.started:
