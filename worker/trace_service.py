@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from tandem.config.profiling import ProfilingConfig
+from tandem.config.telemetry import ProfilingConfig
 from tandem.v1 import profiling_pb2 as pb
 from tandem.v1.profiling_pb2_grpc import ProfilerServicer, add_ProfilerServicer_to_server
 from worker.engine_host import EngineHost

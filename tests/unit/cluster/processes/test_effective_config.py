@@ -21,7 +21,8 @@ from cluster.processes.effective_config import (
 )
 from cluster.supervisor.process_view import ProcessView
 from cluster.supervisor.supervisor import ProcessPlan, ProcessState, Role
-from tandem.config.cluster import ClusterConfig, ModelConfig, RouterConfig, load
+from tandem.config.cluster import ClusterConfig, RouterConfig, load
+from tandem.config.engine import ModelSection
 from tandem.config.pools import PoolConfig
 from tandem.errors import ConfigError
 from tandem.rpc.hosts import hold, split
@@ -128,14 +129,14 @@ def test_models(tmp_path, monkeypatch):
     (tmp_path / "my-model").mkdir()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"no config\.json and no tokenizer\.json"):
-        resolve_model(ClusterConfig(model=ModelConfig(path="my-model")))
+        resolve_model(ClusterConfig(model=ModelSection(path="my-model")))
     for name in ("config.json", "tokenizer.json"):
         (tmp_path / "my-model" / name).write_text("{}")
-    resolved = resolve_model(ClusterConfig(model=ModelConfig(path="my-model")))
+    resolved = resolve_model(ClusterConfig(model=ModelSection(path="my-model")))
     assert resolved.model.path == str(tmp_path / "my-model")
     assert resolved.model.name == "my-model"
     with pytest.raises(ConfigError, match="neither a directory nor a hub id"):
-        resolve_model(ClusterConfig(model=ModelConfig(path="./nothing-here")))
+        resolve_model(ClusterConfig(model=ModelSection(path="./nothing-here")))
 
 
 def show(asked, effective, views, width=120):
