@@ -30,7 +30,6 @@ class PlacedCells:
         )
 
     def payload(self, cells: CellRange) -> Payload:
-        """What travels."""
         return self.mapping.payload(self.box(cells))
 
     def reads(self, cells: CellRange) -> Runs:

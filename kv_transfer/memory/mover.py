@@ -32,8 +32,6 @@ log = logging.getLogger(__name__)
 
 
 class Level(IntEnum):
-    """Instructions of csrc/kernels.h."""
-
     PLAIN = 0
     AVX2 = 1
     AVX512 = 2
@@ -115,7 +113,6 @@ class Mover:
         return list(zip(found[::2], found[1::2], strict=True))
 
     def crc32(self, address: int, num_bytes: int, value: int = 0) -> int:
-        """As zlib's."""
         result: int = self._crc32(self.level, address, num_bytes, value)
         return result
 

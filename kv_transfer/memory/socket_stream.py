@@ -47,7 +47,6 @@ class CellStream:
 
     @property
     def checksum(self) -> int:
-        """CRC-32 of these."""
         return self._numbers[-2]
 
     def advance(self) -> Progress:

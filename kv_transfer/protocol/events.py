@@ -9,22 +9,16 @@ from tandem.values.outputs import PhaseTimes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """Answer to BindBlocks."""
-
     blocks: tuple[BlockId, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BindRefused:
-    """Answer to BindBlocks."""
-
     failure: Failure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrantOpened:
-    """Answer to OpenGrant."""
-
     transport: str
     grant: bytes
     drain_proves_quiet: bool
@@ -33,8 +27,6 @@ class GrantOpened:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
-    """Answer to Verify."""
-
     seq: int
     rewrite: int
     intact: bool
@@ -78,8 +70,6 @@ class Submitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubmitRefused:
-    """Answer to SubmitPrefill."""
-
     failure: Failure
 
 
@@ -117,8 +107,6 @@ class FirstTokenSampled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """All KV exists."""
-
     cached_tokens: int
     times: PhaseTimes
     tail_hash: BlockHash | None
@@ -144,8 +132,6 @@ class Written:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteFailed:
-    """Answer to StartWrite."""
-
     seq: int
     rewrite: int
     reason: str

@@ -42,7 +42,6 @@ class Failure:
         return cls(kind=type(error), message=error.message, retry_after_s=error.retry_after_s)
 
     def to_error(self) -> ServingError:
-        """The error again."""
         return self.kind(self.message, retry_after_s=self.retry_after_s)
 
 

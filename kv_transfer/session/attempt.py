@@ -25,12 +25,10 @@ class Plan(Protocol):
     """What is to be moved."""
 
     @property
-    def key(self) -> TransferKey:
-        """The attempt's name."""
+    def key(self) -> TransferKey: ...
 
     @property
-    def job(self) -> PrefillJob:
-        """For whom."""
+    def job(self) -> PrefillJob: ...
 
 
 class Machine(Protocol):
@@ -41,8 +39,7 @@ class Machine(Protocol):
         """What it is about."""
 
     @property
-    def state(self) -> HandoffState:
-        """Where it stands."""
+    def state(self) -> HandoffState: ...
 
     def on_message(self, envelope: Envelope, now: float) -> Actions:
         """Digest a message from the peer."""
@@ -74,7 +71,6 @@ class Attempt(ABC, Generic[MachineT, EventT]):
 
     @property
     def key(self) -> TransferKey:
-        """Its name."""
         return self.machine.plan.key
 
     def start(self) -> None:
@@ -88,12 +84,10 @@ class Attempt(ABC, Generic[MachineT, EventT]):
         self._run(self.machine.on_message(envelope, self._now()), envelope.body)
 
     def on_event(self, event: EventT) -> None:
-        """Something happened here."""
         if not self._closed:
             self._run(self.machine.on_event(event, self._now()), event)
 
     def on_timer(self, now: float) -> None:
-        """The reaper's visit."""
         self._run(self.machine.on_timer(now), None)
 
     def _run(self, actions: Actions, cause: Body | EventT | None) -> None:

@@ -312,7 +312,6 @@ class ReceiverHub:
         return True
 
     def closed(self, attempt: ReceiverAttempt) -> None:
-        """Forget it."""
         del self._attempts[attempt.key]
         self.stats.live = len(self._attempts)
         if not self._attempts:

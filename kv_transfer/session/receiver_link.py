@@ -43,8 +43,7 @@ class LinkUser(Protocol):
     def link_needed(self, link: "ReceiverLink") -> bool:
         """Whether some hand-off still wants this peer."""
 
-    def deliver(self, link: "ReceiverLink", envelope: Envelope) -> None:
-        """A message came."""
+    def deliver(self, link: "ReceiverLink", envelope: Envelope) -> None: ...
 
     def misbehaved(self, link: "ReceiverLink", key: TransferKey | None, reason: str) -> None:
         """Something came that is no message."""
@@ -196,7 +195,6 @@ def refuses(*, source: Hello, destination: Hello) -> str | None:
 
 
 def make_hello(local: LocalWorker, offers: Sequence[TransportOffer], *, wire_dtype: str = "") -> Hello:
-    """This worker's HELLO."""
     return Hello(
         versions=SPOKEN,
         worker_id=local.worker_id,

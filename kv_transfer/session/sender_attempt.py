@@ -48,8 +48,7 @@ class SenderOwner(Protocol):
     async def submit(self, job: PrefillJob) -> None:
         """Queue the job in the engine. Raises ServingError to refuse."""
 
-    def abort(self, transfer_id: TransferId) -> None:
-        """Stop computing it."""
+    def abort(self, transfer_id: TransferId) -> None: ...
 
     def release(self, transfer_id: TransferId) -> None:
         """Nothing reads its blocks any more: free them."""
@@ -63,8 +62,7 @@ class SenderPeer(Protocol):
         """The connection for bytes."""
 
     @property
-    def transport(self) -> str:
-        """Its name."""
+    def transport(self) -> str: ...
 
     @property
     def pairing(self) -> Pairing:

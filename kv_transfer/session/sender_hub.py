@@ -165,7 +165,6 @@ class SenderHub:
 
     @property
     def num_transfers(self) -> int:
-        """Hand-offs alive here."""
         return len(self._attempts)
 
     @property

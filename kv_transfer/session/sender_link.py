@@ -48,7 +48,6 @@ class SenderLink:
 
     @property
     def writer(self) -> PeerWriter:
-        """The byte connection."""
         if self._writer is None:
             raise InvariantError("link has no byte connection yet")
         return self._writer

@@ -41,7 +41,6 @@ class TransferTotals:
     """Chunks that arrived damaged."""
 
     def add(self, other: "TransferTotals") -> None:
-        """Add another's."""
         self.count += other.count
         self.num_bytes += other.num_bytes
         self.seconds += other.seconds

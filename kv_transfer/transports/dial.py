@@ -23,7 +23,6 @@ def listen(host: str) -> socket.socket:
 
 
 def advert_of(server: socket.socket, secret: bytes) -> bytes:
-    """Where `server` listens."""
     host, port = server.getsockname()[:2]
     return json.dumps({"host": host, "port": port, "secret": secret.hex()}).encode()
 

@@ -86,7 +86,6 @@ class GrantTable:
             return self._by_token.get(token)
 
     def verify(self, key: TransferKey, cells: CellRange, checksum: int) -> bool:
-        """See KVReceiver."""
         with self._lock:
             grant = self._by_key.get(key)
         if grant is None:
@@ -139,6 +138,5 @@ class GrantTable:
         return grant
 
     def revoke_all(self) -> None:
-        """End every grant."""
         for key in list(self._by_key):
             self.revoke(key)

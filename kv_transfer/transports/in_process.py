@@ -41,15 +41,12 @@ class MemoryReceiver:
         load_mover()  # now rather than with the first chunk
 
     def offer(self) -> TransportOffer:
-        """See KVReceiver."""
         return TransportOffer(name=NAME, advert=self._advert, host_id=self._fabric.host_id)
 
     def open_grant(self, key: TransferKey, landing: Landing) -> bytes:
-        """See KVReceiver."""
         return self.grants.open(key, landing).token
 
     def verify(self, key: TransferKey, cells: CellRange, checksum: int) -> bool:
-        """See KVReceiver."""
         return self.grants.verify(key, cells, checksum)
 
     def revoke(self, key: TransferKey) -> bool:
@@ -61,7 +58,6 @@ class MemoryReceiver:
         """Nothing to tell: every revocation is proven at once."""
 
     def close(self) -> None:
-        """See KVReceiver."""
         self._fabric.receivers.pop(self._advert, None)
         self.grants.revoke_all()
 
@@ -100,11 +96,9 @@ class MemorySender:
         self._mover = load_mover()
 
     def reaches(self, offer: TransportOffer) -> bool:
-        """See KVSender."""
         return offer.name == NAME and offer.host_id == self._fabric.host_id
 
     def connect(self, offer: TransportOffer, pairing: Pairing) -> MemoryWriter:
-        """See KVSender."""
         receiver = self._fabric.receivers.get(offer.advert)
         if receiver is None:
             raise TransferError("no such receiver in this process")

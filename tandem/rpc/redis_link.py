@@ -104,7 +104,6 @@ class RedisLink:
         return results
 
     async def close(self) -> None:
-        """Leave."""
         connection, self._connection = self._connection, None
         if connection is not None:
             await connection.disconnect(nowait=True)

@@ -57,7 +57,6 @@ class NixlWriter(ClaimingWriter):
         super().__init__(sock, NAME)
 
     def close(self) -> None:
-        """See PeerWriter."""
         self._broken.set()
         super().close()
         self._agent.close()
@@ -145,11 +144,10 @@ class NixlSender:
         self._isolated_network = isolated_network
 
     def reaches(self, offer: TransportOffer) -> bool:
-        """See KVSender. Nothing is encrypted, so what leaves this machine needs a network of its own."""
+        """Nothing is encrypted, so what leaves this machine needs a network of its own."""
         return offer.name == NAME and (self._isolated_network or stays_here(offer.advert))
 
     def connect(self, offer: TransportOffer, pairing: Pairing) -> NixlWriter:
-        """See KVSender."""
         try:
             sock = dial(offer.advert)
             try:

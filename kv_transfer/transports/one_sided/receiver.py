@@ -38,8 +38,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Writer:
-    """One connected peer."""
-
     sock: socket.socket
     thread: threading.Thread | None = None
     claims: dict[bytes, TransferKey] = field(default_factory=dict)
@@ -86,16 +84,13 @@ class ClaimReceiver(ABC):
 
     @property
     def name(self) -> str:
-        """See KVReceiver."""
         return self._name
 
     def open_grant(self, key: TransferKey, landing: Landing) -> bytes:
-        """See KVReceiver."""
         grant = self._grants.open(key, landing)
         return one_sided_wire.pack_grant(grant.token, landing.cells.at.blocks)
 
     def verify(self, key: TransferKey, cells: CellRange, checksum: int) -> bool:
-        """See KVReceiver."""
         return self._grants.verify(key, cells, checksum)
 
     def revoke(self, key: TransferKey) -> bool:
@@ -113,7 +108,6 @@ class ClaimReceiver(ABC):
         return False
 
     def listen_quiet(self, listener: QuietListener) -> None:
-        """See KVReceiver."""
         self._listener = listener
         self._grants.listen_quiet(self._on_settled)
 

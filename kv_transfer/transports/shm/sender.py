@@ -71,11 +71,9 @@ class ShmSender:
         self._mover = load_mover()
 
     def reaches(self, offer: TransportOffer) -> bool:
-        """See KVSender."""
         return offer.name == NAME and offer.host_id == host_id()
 
     def connect(self, offer: TransportOffer, pairing: Pairing) -> ShmWriter:
-        """See KVSender."""
         sock = greet_on_this_host(offer.advert, NAME)
         try:
             num_blocks, fd = shm_wire.receive_region(sock)

@@ -68,20 +68,16 @@ class PlainChannel:
 
     @property
     def descriptor(self) -> int:
-        """See Channel."""
         return self._sock.fileno()
 
     def first_byte(self, timeout_s: float) -> int | None:
-        """See Channel."""
         self._readable(timeout_s)
         return peek(self._sock)
 
     def say_plainly(self, data: bytes) -> None:
-        """See Channel."""
         self._sock.send(data)
 
     def receive(self, piece: Piece) -> int | None:
-        """See Channel."""
         try:
             if len(piece) == 1:
                 return self._sock.recv_into(piece[0])
@@ -90,7 +86,6 @@ class PlainChannel:
             return None
 
     def send(self, piece: Piece) -> int:
-        """See Channel."""
         try:
             return self._sock.sendmsg(piece)
         except BlockingIOError:
@@ -101,19 +96,15 @@ class PlainChannel:
         return True
 
     def wait_readable(self, timeout_s: float | None) -> None:
-        """See Channel."""
         self._readable(timeout_s)
 
     def wait_writable(self, timeout_s: float | None) -> None:
-        """See Channel."""
         self._writable(timeout_s)
 
     def hang_up(self) -> None:
-        """See Channel."""
         hang_up(self._sock)
 
     def close(self) -> None:
-        """See Channel."""
         self._sock.close()
 
 

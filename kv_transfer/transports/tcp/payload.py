@@ -20,8 +20,6 @@ from kv_transfer.transports.tcp.pieces import Parcel, ViewsParcel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outgoing:
-    """One payload."""
-
     num_bytes: int
     parcels: Iterator[Parcel]
     """In order; each reads the pool either when it is taken or, if its bytes are the pool's own, when they are sent."""

@@ -99,7 +99,6 @@ class ViewsParcel:
         self.checksum = value
 
     def advance(self) -> Progress:
-        """See Parcel."""
         if not self._piece:
             self._piece = next(self._pieces, [])
         if not self._piece:

@@ -61,18 +61,15 @@ class TcpReceiver:
         self._thread.start()
 
     def offer(self) -> TransportOffer:
-        """See KVReceiver."""
         host, port = self._address
         tls = self._settings.tls.fingerprint.hex() if self._settings.tls is not None else ""
         advert = {"host": host, "port": port, "tls": tls, "secret": self._secret.hex()}
         return TransportOffer(name=NAME, advert=json.dumps(advert).encode(), host_id="")
 
     def open_grant(self, key: TransferKey, landing: Landing) -> bytes:
-        """See KVReceiver."""
         return self._grants.open(key, landing).token
 
     def verify(self, key: TransferKey, cells: CellRange, checksum: int) -> bool:
-        """See KVReceiver."""
         return self._grants.verify(key, cells, checksum)
 
     def revoke(self, key: TransferKey) -> bool:
@@ -86,11 +83,9 @@ class TcpReceiver:
         return self._grants.is_quiet(key)
 
     def listen_quiet(self, listener: QuietListener) -> None:
-        """See KVReceiver."""
         self._grants.listen_quiet(listener)
 
     def close(self) -> None:
-        """See KVReceiver."""
         self._grants.revoke_all()
         with self._lock:
             self._closing.set()

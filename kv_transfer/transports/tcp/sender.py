@@ -61,11 +61,9 @@ class TcpWriter:
 
     @property
     def closed(self) -> bool:
-        """See PeerWriter."""
         return any(stream.closed for stream in self._streams)
 
     def write(self, order: WriteOrder) -> "Future[WriteResult]":
-        """See PeerWriter."""
         with self._lock:
             chosen = self._under_way.index(min(self._under_way))
             self._under_way[chosen] += 1
@@ -74,11 +72,9 @@ class TcpWriter:
         return future
 
     def cancel(self, key: TransferKey) -> bool:
-        """See PeerWriter."""
         return all([stream.cancel(key) for stream in self._streams])
 
     def close(self) -> None:
-        """See PeerWriter."""
         self._break("connection closed")
         for stream in self._streams:
             stream.close()
@@ -114,11 +110,9 @@ class TcpSender:
         self._mover = load_mover()
 
     def reaches(self, offer: TransportOffer) -> bool:
-        """See KVSender."""
         return offer.name == NAME
 
     def connect(self, offer: TransportOffer, pairing: Pairing) -> TcpWriter:
-        """See KVSender."""
         advert = _parse(offer.advert)
         if advert.fingerprint and self._settings.tls is None:
             raise TransferError("the receiver takes TLS only, and transfer.tls is not set here")

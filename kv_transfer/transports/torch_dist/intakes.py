@@ -42,7 +42,6 @@ class HostIntake:
         self._slots = Slots(group)
 
     def take(self, header: Header, grant: Grant | None) -> bool:
-        """See Intake."""
         room = _room(header, grant)
         sizes = [min(PIECE_BYTES, header.payload_bytes - at) for at in range(0, header.payload_bytes, PIECE_BYTES)]
         checksum = 0
@@ -75,7 +74,6 @@ class DeviceIntake:
         self._room: Any = None  # uint8 [the largest payload so far]
 
     def take(self, header: Header, grant: Grant | None) -> bool:
-        """See Intake."""
         if header.payload_bytes > MAX_DIRECT_BYTES:
             raise TransferError(f"{header.payload_bytes} bytes between devices: at most {MAX_DIRECT_BYTES} are taken")
         runs = _runs(header, grant)

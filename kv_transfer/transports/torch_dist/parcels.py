@@ -20,8 +20,6 @@ from tandem.errors import TransferError
 
 
 class Parcel(Protocol):
-    """One write's payload."""
-
     num_bytes: int
     checksum: int
     """Complete before the last byte crosses."""
@@ -45,7 +43,6 @@ class HostPacker:
         self._slots = Slots(group)
 
     def pack(self, job: WriteJob, queue: WriteQueue) -> "HostParcel":
-        """See Packer."""
         order, departure = job.order, self._departure
         if not departure.converts:
             return HostParcel(departure.views(order.source, order.cells), self._slots, job, queue.lock)
@@ -56,8 +53,6 @@ class HostPacker:
 
 
 class HostParcel:
-    """See HostPacker."""
-
     def __init__(self, views: list[memoryview], slots: Slots, job: WriteJob, lock: PieceLock) -> None:
         self.num_bytes = _bounded(sum(view.nbytes for view in views), MAX_PAYLOAD_BYTES)
         self.checksum = 0
@@ -67,7 +62,7 @@ class HostParcel:
         self._lock = lock
 
     def cross(self) -> None:
-        """See Parcel. The checksum is of what was gathered, computed while it is in the cache."""
+        """The checksum is of what was gathered, computed while it is in the cache."""
         for i, at in enumerate(range(0, self.num_bytes, PIECE_BYTES)):
             slot, size = i % SLOTS, min(PIECE_BYTES, self.num_bytes - at)
             self._slots.wait(slot)
@@ -89,7 +84,6 @@ class DevicePacker:
         self._group = group
 
     def pack(self, job: WriteJob, queue: WriteQueue) -> "DeviceParcel":
-        """See Packer."""
         reads = job.order.source.reads(job.order.cells)
         _bounded(reads.num_bytes, MAX_DIRECT_BYTES)
         with queue.reading(job):
@@ -98,8 +92,6 @@ class DevicePacker:
 
 
 class DeviceParcel:
-    """See DevicePacker."""
-
     def __init__(self, packed: Any, checksum: int, num_bytes: int, group: Communicator) -> None:
         self.num_bytes = num_bytes
         self.checksum = checksum
@@ -107,7 +99,6 @@ class DeviceParcel:
         self._group = group
 
     def cross(self) -> None:
-        """See Parcel."""
         packed, self._packed = self._packed, None
         self._group.finish(self._group.start(packed))
 

@@ -75,15 +75,12 @@ class TorchDistReceiver:
         self._thread.start()
 
     def offer(self) -> TransportOffer:
-        """See KVReceiver."""
         return TransportOffer(name=NAME, advert=advert_of(self._server, self._secret), host_id="")
 
     def open_grant(self, key: TransferKey, landing: Landing) -> bytes:
-        """See KVReceiver."""
         return self._grants.open(key, landing).token
 
     def verify(self, key: TransferKey, cells: CellRange, checksum: int) -> bool:
-        """See KVReceiver."""
         return self._grants.verify(key, cells, checksum)
 
     def revoke(self, key: TransferKey) -> bool:
@@ -92,11 +89,10 @@ class TorchDistReceiver:
         return self._grants.is_quiet(key)
 
     def listen_quiet(self, listener: QuietListener) -> None:
-        """See KVReceiver."""
         self._grants.listen_quiet(listener)
 
     def close(self) -> None:
-        """See KVReceiver. Waits for a piece that a peer has announced, `stall_s` at most."""
+        """Waits for a piece that a peer has announced, `stall_s` at most."""
         self._grants.revoke_all()
         with self._lock:
             self._closing.set()

@@ -71,7 +71,7 @@ class TorchDistWriter(QueuedWriter):
         self._reader.start()
 
     def close(self) -> None:
-        """See PeerWriter. Waits for what is crossing, or for a communicator being made: for their limits at most."""
+        """Waits for what is crossing, or for a communicator being made: for their limits at most."""
         self._break("connection closed")
         super().close()
         self._drop_group()
@@ -181,11 +181,10 @@ class TorchDistSender:
         nccl.prepare(stall_s)
 
     def reaches(self, offer: TransportOffer) -> bool:
-        """See KVSender. Store and gloo know no secret, so what leaves this machine needs a network of its own."""
+        """Store and gloo know no secret, so what leaves this machine needs a network of its own."""
         return offer.name == NAME and (self._isolated_network or stays_here(offer.advert))
 
     def connect(self, offer: TransportOffer, pairing: Pairing) -> TorchDistWriter:
-        """See KVSender."""
         try:
             sock = dial(offer.advert)
             try:

@@ -101,7 +101,6 @@ def unpack_answer(data: bytes) -> tuple[Kind, int]:
 
 
 def pack_meeting(meeting: Meeting) -> bytes:
-    """For claim_wire.send_blob."""
     return json.dumps(asdict(meeting)).encode()
 
 
