@@ -235,7 +235,7 @@ async def _join_workers(
     """
     named = stated(config)
     directory = ChangingDirectory(named)
-    settings, named_anew = config.redis.board_settings(), directory.replace
+    settings, named_anew = config.redis.redis_settings(), directory.replace
     board: RouterBoard | None = None
     if settings is not None:
         board = RouterBoard(settings, secret=secret, router=incarnation, registry=registry, limits=limits, stated=named)

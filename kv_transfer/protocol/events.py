@@ -8,7 +8,7 @@ from tandem.values.outputs import PhaseTimes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bound:
+class BlocksBound:
     blocks: tuple[BlockId, ...]
 
 
@@ -43,7 +43,7 @@ class Committed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cancelled:
+class HandoffCancelled:
     """Nobody wants this hand-off any more."""
 
     reason: str
@@ -74,7 +74,7 @@ class SubmitRefused:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scheduled:
+class PrefillScheduled:
     """The prompt left the engine's queue."""
 
     queue_s: float
@@ -85,7 +85,7 @@ class Scheduled:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class PrefillProgress:
     """KV of the first `num_computed_tokens` tokens is in `blocks` (the whole table, held prefix included).
 
     While a step is under way that will have computed `coming_tokens` tokens, what it has done of them is in the blocks
@@ -106,7 +106,7 @@ class FirstTokenSampled:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finished:
+class PrefillFinished:
     cached_tokens: int
     times: PhaseTimes
     tail_hash: BlockHash | None
@@ -147,20 +147,22 @@ class WritesEnding:
     """Answer to CancelWrites: no write begins any more, and each that is under way will be told as it ends."""
 
 
-ReceiverEvent = Bound | BindRefused | GrantOpened | Verified | Quiet | Committed | Cancelled | LinkLost | PeerFaulted
+ReceiverEvent = (
+    BlocksBound | BindRefused | GrantOpened | Verified | Quiet | Committed | HandoffCancelled | LinkLost | PeerFaulted
+)
 SenderEvent = (
     Submitted
     | SubmitRefused
-    | Scheduled
-    | Progress
+    | PrefillScheduled
+    | PrefillProgress
     | FirstTokenSampled
-    | Finished
+    | PrefillFinished
     | PrefillFailed
     | Written
     | WriteFailed
     | WritesQuiet
     | WritesEnding
-    | Cancelled
+    | HandoffCancelled
     | LinkLost
     | PeerFaulted
 )

@@ -37,7 +37,7 @@ class Failure:
     retry_after_s: float | None = None
 
     @classmethod
-    def of(cls, error: ServingError) -> "Failure":
+    def from_error(cls, error: ServingError) -> "Failure":
         """The value of `error`."""
         return cls(kind=type(error), message=error.message, retry_after_s=error.retry_after_s)
 
@@ -226,7 +226,7 @@ Body = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Envelope:
+class HandoffEnvelope:
     """A message with the names that make it refusable when stale."""
 
     incarnation: Incarnation

@@ -7,9 +7,9 @@ from kv_transfer.layout.pairing import Pairing
 from kv_transfer.memory.landing import Landing
 from kv_transfer.memory.mover import Mover, load_mover
 from kv_transfer.memory.region import KVRegion
-from kv_transfer.memory.write_stop_lock import Gate
+from kv_transfer.memory.write_stop_lock import WriteStopLock
 from kv_transfer.protocol.messages import TransferKey, TransportOffer
-from kv_transfer.transports.grants import Grant, GrantTable
+from kv_transfer.transports.grants import GrantTable, WriteGrant
 from kv_transfer.transports.interface import QuietListener
 from kv_transfer.transports.region_copy import RegionCopier
 from kv_transfer.transports.write_queue import QueuedWriter, WriteJob
@@ -74,11 +74,11 @@ class MemoryWriter(QueuedWriter):
         grant = self._receiver.grants.find(job.order.grant)
         if grant is None or grant.key != job.order.key:
             raise TransferError("unknown grant")
-        gate = Gate(lambda: _check(job, grant), self._queue.lock, grant.lock)
+        gate = WriteStopLock(lambda: _check(job, grant), self._queue.lock, grant.lock)
         job.succeed(*self._copier.copy(job.order, grant.landing.cells, gate, lambda: self._queue.reading(job)))
 
 
-def _check(job: WriteJob, grant: Grant) -> None:
+def _check(job: WriteJob, grant: WriteGrant) -> None:
     job.check()
     if grant.revoked:
         raise TransferError("grant revoked")

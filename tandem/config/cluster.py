@@ -14,7 +14,7 @@ import yaml
 from pydantic import BaseModel, Field, PositiveInt, SecretStr, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from tandem.config.access import DoorLocks
+from tandem.config.access import RouterAccess
 from tandem.config.admission import HedgingConfig, LimitsConfig, QueueConfig, mistaken_keys
 from tandem.config.batches import BatchesConfig
 from tandem.config.engine import EngineSection, ModelSection
@@ -88,7 +88,7 @@ class TransferConfig(Section):
     two workers cache in; over shared memory they always travel as they are to rest."""
 
 
-class RouterConfig(DoorLocks):
+class RouterConfig(RouterAccess):
     """The front doors and placement."""
 
     port: Port = 8000
@@ -238,7 +238,7 @@ class ClusterConfig(Section):
         if reason := self._no_disk_cache():
             raise ValueError(reason)
         try:
-            self.redis.board_settings()
+            self.redis.redis_settings()
         except ConfigError as error:
             raise ValueError(str(error)) from None
         if self.engine.prefill_chunk_tokens > self.engine.max_batched_tokens:

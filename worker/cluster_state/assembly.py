@@ -6,7 +6,7 @@ from random import SystemRandom
 from typing import TYPE_CHECKING, Protocol
 
 from tandem.circuit_breaker import CircuitBreaker
-from tandem.cluster_state.entries import BoardCodec, Notice, Process
+from tandem.cluster_state.entries import ClusterStateCodec, Notice, Process
 from tandem.values.worker_identity import WorkerIdentity
 from worker.cluster_state.publisher import BoardPublisher
 from worker.session_port import EventSink
@@ -33,14 +33,14 @@ async def publish(stack: AsyncExitStack, publisher: BoardPublisher | None, sourc
 
 def make_publisher(config: "RedisConfig", secret: bytes, identity: WorkerIdentity) -> BoardPublisher | None:
     """A worker's publisher; None without Redis. Raises ConfigError when its client is not installed."""
-    settings = config.board_settings()
+    settings = config.redis_settings()
     if settings is None:
         return None
     process = Process(identity.worker_id, identity.incarnation)
     return BoardPublisher(
         Notice(process=process, role=identity.role, address=identity.address),
         settings,
-        BoardCodec(secret, settings.cluster),
+        ClusterStateCodec(secret, settings.cluster),
         breaker=CircuitBreaker(SystemRandom()),
         clock=time.monotonic,
         wall_clock=time.time,

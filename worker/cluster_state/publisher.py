@@ -13,9 +13,9 @@ from types import TracebackType
 from typing import Self
 
 from tandem.circuit_breaker import CircuitBreaker
-from tandem.cluster_state.entries import SMALL_BYTES, BadEntry, BoardCodec, Footprint, Notice
-from tandem.cluster_state.keys import FORGET_MS, BoardKeys
-from tandem.cluster_state.settings import BoardSettings
+from tandem.cluster_state.entries import SMALL_BYTES, BadEntry, ClusterStateCodec, Footprint, Notice
+from tandem.cluster_state.keys import FORGET_MS, ClusterStateKeys
+from tandem.cluster_state.settings import RedisSettings
 from tandem.rpc.redis_link import Command, RedisDown, RedisLink, Refusal, Reply
 from tandem.v1 import session_pb2 as pb
 from tandem.values.ids import BlockHash
@@ -36,8 +36,8 @@ class BoardPublisher:
     def __init__(
         self,
         notice: Notice,
-        settings: BoardSettings,
-        codec: BoardCodec,
+        settings: RedisSettings,
+        codec: ClusterStateCodec,
         *,
         breaker: CircuitBreaker,
         clock: Callable[[], float],
@@ -47,7 +47,7 @@ class BoardPublisher:
         self._notice = notice
         self._settings = settings
         self._codec = codec
-        self._keys = BoardKeys(settings.cluster)
+        self._keys = ClusterStateKeys(settings.cluster)
         self._clock, self._wall_clock = clock, wall_clock
         self._link = RedisLink(settings, breaker, use="publish", clock=clock)
         self._journal = CacheJournal()

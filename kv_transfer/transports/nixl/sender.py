@@ -15,7 +15,7 @@ from kv_transfer.layout.pairing import Pairing
 from kv_transfer.layout.placed_cells import PlacedCells
 from kv_transfer.layout.runs import Copy, paired
 from kv_transfer.memory.checksum import crc32
-from kv_transfer.memory.departure import Departure, slabs
+from kv_transfer.memory.departure import Departure, split_for_conversion
 from kv_transfer.memory.region import KVRegion
 from kv_transfer.protocol.messages import TransportOffer
 from kv_transfer.transports.dial import dial, stays_here
@@ -82,7 +82,7 @@ class NixlWriter(ClaimingWriter):
         """Copies out of the bounce memory, filled a slab at a time, in a ring, while earlier ones are on their way."""
         order, at = job.order, 0
         payload = order.source.payload(order.cells)
-        for slab in slabs(order.cells, payload, payload.num_bytes(self._pairing.wire_dtype)):
+        for slab in split_for_conversion(order.cells, payload, payload.num_bytes(self._pairing.wire_dtype)):
             # Without the lock, which the event loop takes and a device would hold for long: the job is `reading`.
             if job.stopped:
                 return

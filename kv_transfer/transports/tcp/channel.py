@@ -14,7 +14,7 @@ from kv_transfer.transports.tcp.pieces import Piece
 from tandem.errors import TransferError
 
 
-class Channel(Protocol):
+class ByteChannel(Protocol):
     """A stream of bytes both ways. Every method may raise OSError."""
 
     @property
@@ -133,7 +133,7 @@ def hang_up(sock: socket.socket) -> None:
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
-def receive_exactly(channel: Channel, size: int, *, within_s: float, patient: bool = False) -> bytes | None:
+def receive_exactly(channel: ByteChannel, size: int, *, within_s: float, patient: bool = False) -> bytes | None:
     """`size` bytes, or None when the peer ended before the first.
 
     All of them have to come within `within_s`: from now or, if `patient`, from the first one. Raises OSError, or
@@ -157,7 +157,7 @@ def receive_exactly(channel: Channel, size: int, *, within_s: float, patient: bo
     return bytes(data)
 
 
-def send_exactly(channel: Channel, data: bytes, *, stall_s: float) -> None:
+def send_exactly(channel: ByteChannel, data: bytes, *, stall_s: float) -> None:
     """All of `data`. Raises OSError, or TransferError for a peer that takes nothing for `stall_s`."""
     rest = memoryview(data)
     while rest:
@@ -168,7 +168,7 @@ def send_exactly(channel: Channel, data: bytes, *, stall_s: float) -> None:
     flush(channel, stall_s=stall_s)
 
 
-def flush(channel: Channel, *, stall_s: float) -> None:
+def flush(channel: ByteChannel, *, stall_s: float) -> None:
     """Hand everything to the kernel. Raises as `send_exactly` does."""
     while not channel.flush():
         channel.wait_writable(stall_s)
