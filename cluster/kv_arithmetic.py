@@ -12,7 +12,7 @@ from pathlib import Path
 
 from engine.model.config import ModelArchitecture, load_model_config, parse_model_config
 from engine.model.memory_budget import estimate_workspace_bytes, kv_layout
-from tandem.config.cluster import EngineConfig
+from tandem.config.engine import EngineSection
 from tandem.config.source.regular_file import read_regular_text
 from tandem.errors import ConfigError
 from tandem.model_path import BUILTIN, BUILTIN_DTYPE, model_directory
@@ -102,7 +102,7 @@ def layout_of(model: ModelArchitecture, asked: Asked) -> KVLayout:
 
 def room(model: ModelArchitecture, asked: Asked) -> WorkerRoom:
     """The figures. Raises ConfigError when weights and workspace alone are too much."""
-    layout, defaults, ranks = layout_of(model, asked), EngineConfig(), asked.tensor_parallel_size
+    layout, defaults, ranks = layout_of(model, asked), EngineSection(), asked.tensor_parallel_size
     context = min(model.max_context, asked.context)
     weights_bytes = num_parameters(model) * DTYPE_BYTES[asked.dtype]
     workspace_bytes = estimate_workspace_bytes(

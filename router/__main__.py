@@ -234,7 +234,7 @@ async def _join_workers(
     """
     named = configured_addresses(config)
     directory = ChangingDirectory(named)
-    settings, named_anew = config.redis.board_settings(), directory.replace
+    settings, named_anew = config.redis.redis_settings(), directory.replace
     board: RouterClusterState | None = None
     if settings is not None:
         board = RouterClusterState(

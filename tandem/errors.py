@@ -102,8 +102,6 @@ class ModelNotFound(ServingError):
 
 
 class RouteNotFound(ServingError):
-    """No such path."""
-
     code = Code.NOT_FOUND
     http_status = 404
     kind = "NotFoundError"

@@ -80,7 +80,7 @@ class Pair:
         return FabricPlan(
             identity=identity,
             host=host,
-            region=KVRegion.of(memory, host.parts.layout),
+            region=KVRegion.from_buffer(memory, host.parts.layout),
             transport=NAME,
             settings=transfer_settings(self.config.transfer),
             auth=self.auth,

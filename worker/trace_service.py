@@ -15,7 +15,7 @@ from torch.autograd.profiler import profile, record_function
 
 from engine.types.request import Batch
 from engine.types.runner import LaunchedStep, Runner
-from tandem.config.profiling import ProfilingConfig
+from tandem.config.telemetry import ProfilingConfig
 from tandem.errors import Unavailable
 from tandem.v1 import profiling_pb2 as pb
 from tandem.v1.profiling_pb2_grpc import ProfilerServicer, add_ProfilerServicer_to_server

@@ -20,7 +20,8 @@ from cluster.hub import download
 from cluster.supervisor.supervisor import ProcessPlan, Role
 from engine.model.config import load_model_config
 from engine.model.dtype import resolve_dtype
-from tandem.config.cluster import ClusterConfig, ModelConfig, RouterConfig, dump
+from tandem.config.cluster import ClusterConfig, RouterConfig, dump
+from tandem.config.engine import ModelSection
 from tandem.config.pools import PoolConfig
 from tandem.config.source.environment import ENV_PREFIX
 from tandem.errors import ConfigError
@@ -102,7 +103,7 @@ def make_effective(config: ClusterConfig) -> ClusterConfig:
         )
 
 
-def _with_dtype(model: ModelConfig) -> ModelConfig:
+def _with_dtype(model: ModelSection) -> ModelSection:
     """What `auto` stands for, decided once for all workers; workers of the version before know no `auto`."""
     if model.path != BUILTIN and not Path(model.path).is_dir():
         return model  # each worker looks for itself

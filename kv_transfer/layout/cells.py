@@ -13,7 +13,7 @@ SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenBox:
+class KVSlice:
     """A box of cells by what they mean: the model's layers x the prompt's tokens x the model's KV heads, K and V."""
 
     first_layer: int
@@ -42,7 +42,7 @@ class TokenBlocks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class UnitRange:
     """Consecutive pieces of a prompt, each of equally many tokens and within one block of either side."""
 
     first_token: int
@@ -50,18 +50,18 @@ class Span:
     piece_tokens: int
 
 
-def spans(box: TokenBox, unit: int) -> tuple[Span, ...]:
+def unit_ranges(box: KVSlice, unit: int) -> tuple[UnitRange, ...]:
     """The box's tokens cut at the multiples of `unit`: a partial piece, whole ones, a partial one, as there are."""
     first, end = box.first_token, box.end_token
     if first % unit == 0 and end % unit == 0:
-        return (Span(first_token=first, num_pieces=box.num_tokens // unit, piece_tokens=unit),)
+        return (UnitRange(first_token=first, num_pieces=box.num_tokens // unit, piece_tokens=unit),)
     begin_whole, end_whole = -(-first // unit) * unit, end // unit * unit
     if begin_whole > end_whole:
-        return (Span(first_token=first, num_pieces=1, piece_tokens=end - first),)
+        return (UnitRange(first_token=first, num_pieces=1, piece_tokens=end - first),)
     cuts = (
-        Span(first_token=first, num_pieces=1, piece_tokens=begin_whole - first),
-        Span(first_token=begin_whole, num_pieces=(end_whole - begin_whole) // unit, piece_tokens=unit),
-        Span(first_token=end_whole, num_pieces=1, piece_tokens=end - end_whole),
+        UnitRange(first_token=first, num_pieces=1, piece_tokens=begin_whole - first),
+        UnitRange(first_token=begin_whole, num_pieces=(end_whole - begin_whole) // unit, piece_tokens=unit),
+        UnitRange(first_token=end_whole, num_pieces=1, piece_tokens=end - end_whole),
     )
     return tuple(span for span in cuts if span.piece_tokens and span.num_pieces)
 
@@ -78,7 +78,7 @@ class LocalHeads:
     """Whether they are all that a block holds, in one run."""
 
 
-class WorkerCells:
+class WorkerGeometry:
     """The geometry of one worker; knows no prompt."""
 
     __slots__ = (
@@ -119,7 +119,7 @@ class WorkerCells:
         whole = pieces == (((0, self.layer_block_bytes),),)
         return LocalHeads(first=first, count=count, pieces=pieces, whole=whole)
 
-    def runs(self, cuts: Sequence[Span], heads: LocalHeads, at: TokenBlocks) -> tuple[Run, ...]:
+    def runs(self, cuts: Sequence[UnitRange], heads: LocalHeads, at: TokenBlocks) -> tuple[Run, ...]:
         """Runs of a plane, from its beginning, for one layer's `heads` and the pieces of `cuts`, in order.
 
         Raises TransferError when a block is not the worker's.
@@ -152,7 +152,7 @@ class WorkerCells:
                     extend(runs, [(slot * row_bytes, num_tokens * row_bytes)], base)
         return tuple(runs)
 
-    def _blocks_of(self, cut: Span, at: TokenBlocks) -> Sequence[BlockId]:
+    def _blocks_of(self, cut: UnitRange, at: TokenBlocks) -> Sequence[BlockId]:
         begin = cut.first_token // self._block_size - at.first_block
         last_token = cut.first_token + cut.num_pieces * cut.piece_tokens - 1
         end = last_token // self._block_size - at.first_block + 1

@@ -11,7 +11,7 @@ from kv_transfer.layout.cell_range import CellRange
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CellShape:
+class HandoffSize:
     """What the cells of one hand-off are made of."""
 
     num_layers: int
@@ -25,7 +25,7 @@ class ChunkPlanner:
 
     __slots__ = ("_chunk_bytes", "_done", "_shape", "_slab_end", "_slab_layers")
 
-    def __init__(self, shape: CellShape, *, chunk_bytes: int) -> None:
+    def __init__(self, shape: HandoffSize, *, chunk_bytes: int) -> None:
         self._shape = shape
         self._chunk_bytes = chunk_bytes
         self._done = 0

@@ -197,7 +197,7 @@ def _parts(payload: Payload, data: Bytes, dtype: str) -> Iterator[tuple[_Part, _
             layers=slice(payload.first_layer, payload.first_layer + layers),
             heads=slice(first_head, first_head + num_heads),
         )
-        for span in payload.spans:
+        for span in payload.unit_ranges:
             shape = (layers, span.num_pieces, 2, num_heads, span.piece_tokens)
             vectors = 2 * num_heads * span.piece_tokens
             end = begin + span.num_pieces * vectors * row_bytes

@@ -14,9 +14,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from kv_transfer.layout.cells import SCALE_BYTES, LocalHeads, Span, TokenBlocks, TokenBox, WorkerCells, spans
+from kv_transfer.layout.cells import (
+    SCALE_BYTES,
+    KVSlice,
+    LocalHeads,
+    TokenBlocks,
+    UnitRange,
+    WorkerGeometry,
+    unit_ranges,
+)
 from kv_transfer.layout.runs import Copies, Copy, Run, Runs, paired
-from kv_transfer.layout.strided_table import LaneTable
+from kv_transfer.layout.strided_table import StridedLayoutTable
 from tandem.errors import TransferError
 from tandem.values.kv_agreement import agree
 from tandem.values.kv_layout import DTYPE_BYTES, KVLayout
@@ -32,14 +40,14 @@ class Payload:
     num_layers: int
     head_ranges: tuple[tuple[int, int], ...]
     """(first head, how many), in order: within a layer each comes with all its pieces."""
-    spans: tuple[Span, ...]
+    unit_ranges: tuple[UnitRange, ...]
     head_dim: int
 
     @property
     def num_vectors(self) -> int:
         """Vectors of `head_dim` values: K and V of every token, head and layer."""
         heads = sum(count for _, count in self.head_ranges)
-        return 2 * self.num_layers * heads * sum(span.num_pieces * span.piece_tokens for span in self.spans)
+        return 2 * self.num_layers * heads * sum(span.num_pieces * span.piece_tokens for span in self.unit_ranges)
 
     def num_bytes(self, dtype: str) -> int:
         """Bytes in `dtype`, with scales if it has them."""
@@ -91,19 +99,19 @@ class CellMapping:
         """Raises TransferError, naming the field, for layouts that do not agree."""
         if reason := agree(source, destination):
             raise TransferError(reason)
-        self._source, self._destination = WorkerCells(source), WorkerCells(destination)
+        self._source, self._destination = WorkerGeometry(source), WorkerGeometry(destination)
         self.num_layers, self.num_heads, self._head_dim = source.num_layers, source.num_kv_heads, source.head_dim
         self.same_dtype = source.dtype == destination.dtype
         """Whether bytes can be copied as they are."""
         self.unit = min(source.block_size, destination.block_size)
         """Tokens: boxes that begin and end at its multiples have the fewest runs."""
         self._all_heads = self._cut(0, self.num_heads)
-        self._tables: tuple[LaneTable, LaneTable] | None = None
+        self._tables: tuple[StridedLayoutTable, StridedLayoutTable] | None = None
         self._last_patterns: dict[str, tuple[tuple[object, ...], tuple[tuple[Run, ...], ...]]] = {}
 
-    def box(self, first_token: int, num_tokens: int, first_layer: int = 0, num_layers: int | None = None) -> TokenBox:
+    def box(self, first_token: int, num_tokens: int, first_layer: int = 0, num_layers: int | None = None) -> KVSlice:
         """These tokens in all heads, and in all layers from `first_layer` on unless told how many."""
-        return TokenBox(
+        return KVSlice(
             first_layer=first_layer,
             num_layers=self.num_layers - first_layer if num_layers is None else num_layers,
             first_token=first_token,
@@ -112,7 +120,7 @@ class CellMapping:
             num_heads=self.num_heads,
         )
 
-    def contains(self, box: TokenBox) -> bool:
+    def contains(self, box: KVSlice) -> bool:
         """Whether this is a non-empty box of the model's; how many tokens there are only blocks can say."""
         return (
             box.num_layers > 0
@@ -123,17 +131,17 @@ class CellMapping:
             and box.first_token >= 0
         )
 
-    def payload(self, box: TokenBox) -> Payload:
+    def payload(self, box: KVSlice) -> Payload:
         """What travels for `box`. Raises TransferError when it is not the model's."""
         return Payload(
             first_layer=box.first_layer,
             num_layers=box.num_layers,
             head_ranges=self._cut_of(box).head_ranges,
-            spans=spans(box, self.unit),
+            unit_ranges=unit_ranges(box, self.unit),
             head_dim=self._head_dim,
         )
 
-    def reads(self, box: TokenBox, at: TokenBlocks) -> Runs:
+    def reads(self, box: KVSlice, at: TokenBlocks) -> Runs:
         """Where the source reads `box`, each cell once. Raises TransferError for cells or blocks that it has not."""
         cut = self._cut_of(box)
         return Runs(
@@ -143,7 +151,7 @@ class CellMapping:
             plane_bytes=self._source.plane_bytes(at),
         )
 
-    def writes(self, box: TokenBox, at: TokenBlocks) -> Runs:
+    def writes(self, box: KVSlice, at: TokenBlocks) -> Runs:
         """Where the same bytes land at the destination, in the same order. Raises TransferError as `reads` does."""
         cut = self._cut_of(box)
         return Runs(
@@ -153,13 +161,13 @@ class CellMapping:
             plane_bytes=self._destination.plane_bytes(at),
         )
 
-    def copies(self, box: TokenBox, source: TokenBlocks, destination: TokenBlocks) -> Copies:
+    def copies(self, box: KVSlice, source: TokenBlocks, destination: TokenBlocks) -> Copies:
         """`reads` and `writes` at once, for whoever sees both regions. Raises TransferError too when dtypes differ."""
         if not self.same_dtype:
             raise TransferError("cells of different dtypes are converted, not copied")
         cut = self._cut_of(box)
 
-        def pattern(shape: _Shape, cuts: tuple[Span, ...]) -> tuple[Copy, ...]:
+        def pattern(shape: _Shape, cuts: tuple[UnitRange, ...]) -> tuple[Copy, ...]:
             return paired(
                 self._source.runs(cuts, shape.source, source),
                 self._destination.runs(cuts, shape.destination, destination),
@@ -173,7 +181,7 @@ class CellMapping:
             destination_plane_bytes=self._destination.plane_bytes(destination),
         )
 
-    def fan_out(self, box: TokenBox, at: TokenBlocks) -> Copies:
+    def fan_out(self, box: KVSlice, at: TokenBlocks) -> Copies:
         """Copies within the destination, once `box` has landed and is verified, to all other ranks that hold it."""
         cut = self._cut_of(box)
         if not cut.fan_out:
@@ -188,15 +196,15 @@ class CellMapping:
             destination_plane_bytes=plane_bytes,
         )
 
-    def source_table(self, first_head: int, num_heads: int) -> LaneTable:
+    def source_table(self, first_head: int, num_heads: int) -> StridedLayoutTable:
         """What `reads` is made of, for compiled code. Raises TransferError for heads that are not the model's."""
         return self._tables_of(first_head, num_heads)[0]
 
-    def destination_table(self, first_head: int, num_heads: int) -> LaneTable:
+    def destination_table(self, first_head: int, num_heads: int) -> StridedLayoutTable:
         """What `writes` is made of, likewise."""
         return self._tables_of(first_head, num_heads)[1]
 
-    def _tables_of(self, first_head: int, num_heads: int) -> tuple[LaneTable, LaneTable]:
+    def _tables_of(self, first_head: int, num_heads: int) -> tuple[StridedLayoutTable, StridedLayoutTable]:
         if num_heads == self.num_heads and first_head == 0:
             if self._tables is None:
                 self._tables = self._make_tables(self._all_heads)
@@ -205,14 +213,14 @@ class CellMapping:
             raise TransferError("cells outside the model")
         return self._make_tables(self._cut(first_head, num_heads))
 
-    def _make_tables(self, cut: _HeadCut) -> tuple[LaneTable, LaneTable]:
-        source = LaneTable(
+    def _make_tables(self, cut: _HeadCut) -> tuple[StridedLayoutTable, StridedLayoutTable]:
+        source = StridedLayoutTable(
             cut.reads,
             [shape.source.pieces for shape in cut.shapes],
             num_layers=self.num_layers,
             block_bytes=self._source.layer_block_bytes,
         )
-        destination = LaneTable(
+        destination = StridedLayoutTable(
             cut.writes,
             [shape.destination.pieces for shape in cut.shapes],
             num_layers=self.num_layers,
@@ -221,7 +229,7 @@ class CellMapping:
         return source, destination
 
     def _patterns_at(
-        self, side: Literal["source", "destination"], cut: _HeadCut, box: TokenBox, at: TokenBlocks
+        self, side: Literal["source", "destination"], cut: _HeadCut, box: KVSlice, at: TokenBlocks
     ) -> tuple[tuple[Run, ...], ...]:
         """The last ones are remembered: chunks that are cut by layers ask for the same blocks one after another."""
         key = (box.first_token, box.num_tokens, box.first_head, box.num_heads, at)
@@ -236,18 +244,18 @@ class CellMapping:
         return patterns
 
     def _patterns(
-        self, cut: _HeadCut, box: TokenBox, pattern: Callable[[_Shape, tuple[Span, ...]], T]
+        self, cut: _HeadCut, box: KVSlice, pattern: Callable[[_Shape, tuple[UnitRange, ...]], T]
     ) -> tuple[T, ...]:
-        cuts = spans(box, self.unit)
+        cuts = unit_ranges(box, self.unit)
         return tuple(pattern(shape, cuts) for shape in cut.shapes)
 
-    def _layers_of(self, box: TokenBox, lanes: tuple[T, ...]) -> tuple[T, ...]:
+    def _layers_of(self, box: KVSlice, lanes: tuple[T, ...]) -> tuple[T, ...]:
         if box.num_layers == self.num_layers:
             return lanes
         per_layer = len(lanes) // self.num_layers
         return lanes[box.first_layer * per_layer : (box.first_layer + box.num_layers) * per_layer]
 
-    def _cut_of(self, box: TokenBox) -> _HeadCut:
+    def _cut_of(self, box: KVSlice) -> _HeadCut:
         if not self.contains(box):
             raise TransferError("cells outside the model")
         if box.num_heads == self.num_heads:

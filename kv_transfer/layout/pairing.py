@@ -24,7 +24,7 @@ class Pairing:
     """The model's, for fp8_e4m3: `[num_layers, 2, num_kv_heads]`; 1 when absent."""
 
     @classmethod
-    def of(
+    def from_layouts(
         cls, source: KVLayout, destination: KVLayout, *, wire_dtype: str, head_scales: Floats | None = None
     ) -> "Pairing":
         """Raises TransferError, naming the field, for layouts and a dtype that do not agree."""

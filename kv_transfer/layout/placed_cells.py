@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from kv_transfer.layout.cell_range import CellRange
-from kv_transfer.layout.cells import TokenBlocks, TokenBox
+from kv_transfer.layout.cells import KVSlice, TokenBlocks
 from kv_transfer.layout.mapping import CellMapping, Payload
 from kv_transfer.layout.runs import Copies, Runs
 
@@ -17,10 +17,10 @@ class PlacedCells:
     """Where the hand-off's cells begin."""
     at: TokenBlocks
 
-    def box(self, cells: CellRange) -> TokenBox:
+    def box(self, cells: CellRange) -> KVSlice:
         """What the cells mean to the model."""
         unit = self.mapping.unit
-        return TokenBox(
+        return KVSlice(
             first_layer=cells.first_layer,
             num_layers=cells.num_layers,
             first_token=self.held_tokens + cells.first_unit * unit,
@@ -30,7 +30,6 @@ class PlacedCells:
         )
 
     def payload(self, cells: CellRange) -> Payload:
-        """What travels."""
         return self.mapping.payload(self.box(cells))
 
     def reads(self, cells: CellRange) -> Runs:

@@ -11,7 +11,7 @@ from kv_transfer.layout.runs import Run
 _PLACE_BYTES = 5 * 8
 
 
-class LaneTable:
+class StridedLayoutTable:
     """One side of a range of heads: lanes as in `Runs`, and each shape's runs in a block, by unit of tokens."""
 
     __slots__ = ("_arrays", "address", "units_per_block")
@@ -42,12 +42,12 @@ class LaneTable:
         self.address = table.buffer_info()[0]
 
 
-class Place:
+class StridedBlocks:
     """Blocks of one prompt in the pool that begins at `region`; compiled code refuses those that are not the pool's."""
 
     __slots__ = ("_numbers", "_table", "address")
 
-    def __init__(self, table: LaneTable, region: int, pool_blocks: int, blocks: Sequence[int]) -> None:
+    def __init__(self, table: StridedLayoutTable, region: int, pool_blocks: int, blocks: Sequence[int]) -> None:
         self._table = table
         # csrc/walk.h: Place, and behind it the blocks that it points to
         self._numbers = numbers = array("q", (table.address, region, pool_blocks, 0, len(blocks), *blocks))

@@ -2,12 +2,12 @@
 
 from kv_transfer.layout.cell_range import CellRange
 from kv_transfer.layout.placed_cells import PlacedCells
-from kv_transfer.layout.strided_table import LaneTable, Place
+from kv_transfer.layout.strided_table import StridedBlocks, StridedLayoutTable
 from kv_transfer.memory.region import KVRegion
 from tandem.errors import TransferError
 
 
-class PlacedBytes:
+class CellAddresses:
     """Cells of one prompt in this process's memory. Not for cells that a converter stands between."""
 
     __slots__ = ("_cells", "_first_unit", "_is_source", "_num_heads", "_num_layers", "_place", "_region")
@@ -24,9 +24,9 @@ class PlacedBytes:
             raise TransferError("a hand-off begins within a unit")
         table = self._table(0, mapping.num_heads)
         self._first_unit = first_unit - cells.at.first_block * table.units_per_block
-        self._place = Place(table, region.address, cells.at.pool_blocks, cells.at.blocks)
+        self._place = StridedBlocks(table, region.address, cells.at.pool_blocks, cells.at.blocks)
 
-    def seek(self, cells: CellRange) -> tuple[Place, int]:
+    def seek(self, cells: CellRange) -> tuple[StridedBlocks, int]:
         """Where to begin with these cells. Raises TransferError when they are not the model's."""
         if not 0 <= cells.first_layer < cells.first_layer + cells.num_layers <= self._num_layers:
             raise TransferError("cells outside the model")
@@ -34,9 +34,9 @@ class PlacedBytes:
         if cells.num_heads != self._num_heads or cells.first_head:
             at = self._cells.at
             table = self._table(cells.first_head, cells.num_heads)
-            place = Place(table, self._region.address, at.pool_blocks, at.blocks)
+            place = StridedBlocks(table, self._region.address, at.pool_blocks, at.blocks)
         return place, self._first_unit + cells.first_unit
 
-    def _table(self, first_head: int, num_heads: int) -> LaneTable:
+    def _table(self, first_head: int, num_heads: int) -> StridedLayoutTable:
         mapping = self._cells.mapping
         return (mapping.source_table if self._is_source else mapping.destination_table)(first_head, num_heads)

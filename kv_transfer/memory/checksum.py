@@ -11,8 +11,7 @@ from typing import Protocol
 class Crc32(Protocol):
     """CRC-32 of `data`, going on from `value`. Both kinds let go of the GIL for all but tiny data."""
 
-    def __call__(self, data: bytes | memoryview, value: int = 0, /) -> int:
-        """The checksum."""
+    def __call__(self, data: bytes | memoryview, value: int = 0, /) -> int: ...
 
 
 def _fastest() -> Crc32:

@@ -13,7 +13,7 @@ from kv_transfer.layout.runs import Runs
 from kv_transfer.memory import numpy_copy
 from kv_transfer.memory.region import Bytes, KVRegion
 
-MAX_SLAB_BYTES = 1 << 20
+MAX_CONVERTED_BYTES = 1 << 20
 """Converted at once, as it travels: bounds the time that sources are held, and the memory."""
 
 
@@ -60,22 +60,22 @@ class Departure:
         return gathered
 
 
-def slabs(cells: CellRange, payload: Payload, num_bytes: int) -> Iterator[CellRange]:
+def split_for_conversion(cells: CellRange, payload: Payload, num_bytes: int) -> Iterator[CellRange]:
     """`cells` cut so that the slabs' payloads, one after another, are that of `cells` (see the order in mapping.py).
 
     At most MAX_SLAB_BYTES each, or the least that can be converted: one unit of one range of heads in one layer.
     """
     layer_bytes = num_bytes // cells.num_layers
     end_layer, end_unit = cells.first_layer + cells.num_layers, cells.first_unit + cells.num_units
-    if layer_bytes <= MAX_SLAB_BYTES:
-        step = MAX_SLAB_BYTES // layer_bytes
+    if layer_bytes <= MAX_CONVERTED_BYTES:
+        step = MAX_CONVERTED_BYTES // layer_bytes
         for layer in range(cells.first_layer, end_layer, step):
             yield replace(cells, first_layer=layer, num_layers=min(step, end_layer - layer))
         return
     unit_head_bytes = layer_bytes // (cells.num_units * cells.num_heads)
     for layer in range(cells.first_layer, end_layer):
         for first_head, num_heads in payload.head_ranges:
-            step = max(1, MAX_SLAB_BYTES // (unit_head_bytes * num_heads))
+            step = max(1, MAX_CONVERTED_BYTES // (unit_head_bytes * num_heads))
             for unit in range(cells.first_unit, end_unit, step):
                 yield CellRange(
                     first_layer=layer,

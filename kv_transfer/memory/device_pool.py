@@ -26,12 +26,10 @@ class DevicePool(Protocol):
     """
 
     @property
-    def num_blocks(self) -> int:
-        """Of the pool."""
+    def num_blocks(self) -> int: ...
 
     @property
-    def layout(self) -> KVLayout:
-        """Of the pool."""
+    def layout(self) -> KVLayout: ...
 
     @property
     def identity(self) -> str:

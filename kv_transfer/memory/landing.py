@@ -10,7 +10,7 @@ from kv_transfer.layout.pairing import Pairing
 from kv_transfer.layout.placed_cells import PlacedCells
 from kv_transfer.layout.runs import Runs
 from kv_transfer.memory import numpy_copy
-from kv_transfer.memory.cell_addresses import PlacedBytes
+from kv_transfer.memory.cell_addresses import CellAddresses
 from kv_transfer.memory.checksum import checksum_of
 from kv_transfer.memory.mover import load_mover
 from kv_transfer.memory.region import Bytes, KVRegion
@@ -33,7 +33,7 @@ class Landing:
         self._staged: dict[CellRange, Bytes] = {}
         self._checksums: dict[CellRange, int] = {}
         self._written: set[CellRange] = set()
-        self._bytes: PlacedBytes | None = None
+        self._bytes: CellAddresses | None = None
 
     @property
     def is_on_device(self) -> bool:
@@ -75,7 +75,7 @@ class Landing:
         staged = self._staged[cells] = self._allocate(num_bytes) if spare is None else spare
         return [staged.data]
 
-    def place(self, cells: CellRange) -> PlacedBytes | None:
+    def place(self, cells: CellRange) -> CellAddresses | None:
         """Where compiled code puts their payload itself; None when it has to go where `room` says.
 
         Raises TransferError as `room` does.
@@ -125,9 +125,9 @@ class Landing:
             return checksum_of(self._region.views(self.cells.writes(cells)))
         return mover.checksum(self._placed_bytes(), cells)
 
-    def _placed_bytes(self) -> PlacedBytes:
+    def _placed_bytes(self) -> CellAddresses:
         if self._bytes is None:
-            self._bytes = PlacedBytes(self._region, self.cells, is_source=False)
+            self._bytes = CellAddresses(self._region, self.cells, is_source=False)
         return self._bytes
 
     def num_pieces(self, cells: CellRange) -> int:

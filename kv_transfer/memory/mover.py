@@ -13,9 +13,9 @@ from enum import IntEnum
 from pathlib import Path
 
 from kv_transfer.layout.cell_range import CellRange
-from kv_transfer.memory.cell_addresses import PlacedBytes
+from kv_transfer.memory.cell_addresses import CellAddresses
 from kv_transfer.memory.socket_stream import CellStreams
-from kv_transfer.memory.write_stop_lock import PIECE_BYTES, Gate
+from kv_transfer.memory.write_stop_lock import PIECE_BYTES, WriteStopLock
 from tandem.errors import InvariantError, TransferError
 from tandem.native.build import NativeUnavailable, Recipe, build
 from tandem.native.library import NativeLibrary
@@ -32,8 +32,6 @@ log = logging.getLogger(__name__)
 
 
 class Level(IntEnum):
-    """Instructions of csrc/kernels.h."""
-
     PLAIN = 0
     AVX2 = 1
     AVX512 = 2
@@ -54,7 +52,13 @@ class Mover:
         """Through sockets."""
 
     def move(
-        self, source: PlacedBytes, target: PlacedBytes, cells: CellRange, gate: Gate, *, with_checksum: bool = True
+        self,
+        source: CellAddresses,
+        target: CellAddresses,
+        cells: CellRange,
+        gate: WriteStopLock,
+        *,
+        with_checksum: bool = True,
     ) -> tuple[int, int]:
         """Copy `cells`; returns (their checksum, bytes).
 
@@ -92,7 +96,7 @@ class Mover:
             raise _refusal(result)
         return move[-1], move[-2]
 
-    def checksum(self, place: PlacedBytes, cells: CellRange) -> int:
+    def checksum(self, place: CellAddresses, cells: CellRange) -> int:
         """Of `cells` where they lie. Raises TransferError for cells that are not there."""
         at, unit = place.seek(cells)
         # csrc/mover.cpp: Sum
@@ -103,7 +107,7 @@ class Mover:
             raise _refusal(result)
         return result
 
-    def runs(self, place: PlacedBytes, cells: CellRange) -> list[tuple[int, int]]:
+    def runs(self, place: CellAddresses, cells: CellRange) -> list[tuple[int, int]]:
         """(offset, length) in the order of the wire; no run continues the one before it. Raises TransferError."""
         at, unit = place.seek(cells)
         box = (cells.first_layer, cells.num_layers, cells.num_units)
@@ -115,7 +119,6 @@ class Mover:
         return list(zip(found[::2], found[1::2], strict=True))
 
     def crc32(self, address: int, num_bytes: int, value: int = 0) -> int:
-        """As zlib's."""
         result: int = self._crc32(self.level, address, num_bytes, value)
         return result
 

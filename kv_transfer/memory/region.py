@@ -28,7 +28,7 @@ class KVRegion:
     """Where the blocks are when they are not in host memory; then `buffer` is empty."""
 
     @classmethod
-    def of(cls, buffer: memoryview, layout: KVLayout, *, fd: int | None = None) -> "KVRegion":
+    def from_buffer(cls, buffer: memoryview, layout: KVLayout, *, fd: int | None = None) -> "KVRegion":
         """The region that `buffer` (writable, contiguous) is under `layout`; ValueError when the sizes disagree."""
         flat = buffer.cast("B")
         num_blocks, rest = divmod(flat.nbytes, layout.worker_block_bytes)

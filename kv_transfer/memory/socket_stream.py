@@ -6,7 +6,7 @@ from collections.abc import Callable
 from enum import IntEnum
 
 from kv_transfer.layout.cell_range import CellRange
-from kv_transfer.memory.cell_addresses import PlacedBytes
+from kv_transfer.memory.cell_addresses import CellAddresses
 from kv_transfer.memory.write_stop_lock import PieceLock
 from tandem.errors import TransferError
 from tandem.native.library import NativeLibrary
@@ -15,7 +15,7 @@ PIECE_BYTES = 256 << 10
 """Moved in one system call: what a second-level cache still has when it is checksummed."""
 
 
-class Progress(IntEnum):
+class StreamProgress(IntEnum):
     """How a step along a stream ended."""
 
     PAUSED = 0
@@ -47,16 +47,15 @@ class CellStream:
 
     @property
     def checksum(self) -> int:
-        """CRC-32 of these."""
         return self._numbers[-2]
 
-    def advance(self) -> Progress:
+    def advance(self) -> StreamProgress:
         """Move what can be moved. Raises OSError."""
         result = self._advance(self.address)
         if result < 0:
             error = self._numbers[-1]
             raise OSError(error, os.strerror(error))
-        return Progress(result)
+        return StreamProgress(result)
 
 
 class CellStreams:
@@ -69,7 +68,7 @@ class CellStreams:
 
     def open(
         self,
-        place: PlacedBytes,
+        place: CellAddresses,
         cells: CellRange,
         socket: int,
         lock: PieceLock,

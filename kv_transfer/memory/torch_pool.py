@@ -113,32 +113,27 @@ class TorchPool:
 
     @property
     def identity(self) -> str:
-        """See DevicePool."""
         device = self._memory.device
         if not self._on_cuda:
             return str(device.type)
         return f"{device.type} {self._torch.cuda.get_device_properties(device).uuid}"
 
     def allocate(self, num_bytes: int) -> Bytes:
-        """See DevicePool."""
         tensor = self._torch.empty(num_bytes, dtype=self._torch.uint8, pin_memory=self._on_cuda)
         payload: Bytes = tensor.numpy()
         return payload
 
     def gather(self, runs: Runs, payload: Bytes) -> None:
-        """See DevicePool."""
         if payload.nbytes != runs.num_bytes:
             raise TransferError(f"payload of {payload.nbytes} bytes for cells of {runs.num_bytes}")
         with self.working():
             self._torch.from_numpy(payload).copy_(self.pack(runs), non_blocking=True)
 
     def scatter(self, runs: Runs, payload: Bytes) -> None:
-        """See DevicePool."""
         with self.working():
             self.unpack(runs, self._torch.from_numpy(payload).to(self._memory.device, non_blocking=True))
 
     def copy(self, copies: Copies) -> None:
-        """See DevicePool."""
         if not copies.lanes:
             return
         with self.working():
@@ -148,7 +143,7 @@ class TorchPool:
                     self._planes[target, end : end + length].copy_(piece)
 
     def send(self, reads: Runs, target: "TorchPool", writes: Runs) -> int:
-        """See DevicePool. All of it runs on one of this pool's streams."""
+        """All of it runs on one of this pool's streams."""
         with self.working():
             packed = self.pack(reads)
             total = self.sum_of(packed)
@@ -156,25 +151,21 @@ class TorchPool:
             return self._number(total)
 
     def blank(self, num_bytes: int) -> Any:
-        """See DevicePool."""
         with self._on_stream():
             return self._torch.empty(num_bytes, dtype=self._torch.uint8, device=self._memory.device)
 
     def take(self, runs: Runs) -> tuple[Any, int]:
-        """See DevicePool."""
         with self.working():
             packed = self.pack(runs)
             return packed, self._number(self.sum_of(packed))
 
     def put(self, runs: Runs, packed: Any) -> int:
-        """See DevicePool."""
         with self.working():
             total = self.sum_of(packed)
             self.unpack(runs, packed)
             return self._number(total)
 
     def checksum(self, runs: Runs) -> int:
-        """See DevicePool."""
         with self.working():
             return self._number(self.sum_of(self.pack(runs)))
 

@@ -44,7 +44,7 @@ class PieceLock:
         self.release()
 
 
-class Gate:
+class WriteStopLock:
     """Entered around every piece, or several while nobody wants in: takes one or two locks, then asks `check`.
 
     `check` raises TransferError when nothing may be moved any more; what it looks at changes only under those locks.

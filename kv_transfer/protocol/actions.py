@@ -9,7 +9,7 @@ from tandem.values.outputs import PhaseTimes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Send:
+class SendMessage:
     """Send this message to the peer, in order; a dead link drops it."""
 
     body: Body
@@ -129,7 +129,7 @@ class ReleaseSources:
 
 
 Action = (
-    Send
+    SendMessage
     | BindBlocks
     | OpenGrant
     | Verify

@@ -8,23 +8,17 @@ from tandem.values.outputs import PhaseTimes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bound:
-    """Answer to BindBlocks."""
-
+class BlocksBound:
     blocks: tuple[BlockId, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BindRefused:
-    """Answer to BindBlocks."""
-
     failure: Failure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrantOpened:
-    """Answer to OpenGrant."""
-
     transport: str
     grant: bytes
     drain_proves_quiet: bool
@@ -33,8 +27,6 @@ class GrantOpened:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
-    """Answer to Verify."""
-
     seq: int
     rewrite: int
     intact: bool
@@ -51,7 +43,7 @@ class Committed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cancelled:
+class HandoffCancelled:
     """Nobody wants this hand-off any more."""
 
     reason: str
@@ -78,13 +70,11 @@ class Submitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubmitRefused:
-    """Answer to SubmitPrefill."""
-
     failure: Failure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scheduled:
+class PrefillScheduled:
     """The prompt left the engine's queue."""
 
     queue_s: float
@@ -95,7 +85,7 @@ class Scheduled:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class PrefillProgress:
     """KV of the first `num_computed_tokens` tokens is in `blocks` (the whole table, held prefix included).
 
     While a step is under way that will have computed `coming_tokens` tokens, what it has done of them is in the blocks
@@ -116,9 +106,7 @@ class FirstTokenSampled:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finished:
-    """All KV exists."""
-
+class PrefillFinished:
     cached_tokens: int
     times: PhaseTimes
     tail_hash: BlockHash | None
@@ -144,8 +132,6 @@ class Written:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteFailed:
-    """Answer to StartWrite."""
-
     seq: int
     rewrite: int
     reason: str
@@ -161,20 +147,22 @@ class WritesEnding:
     """Answer to CancelWrites: no write begins any more, and each that is under way will be told as it ends."""
 
 
-ReceiverEvent = Bound | BindRefused | GrantOpened | Verified | Quiet | Committed | Cancelled | LinkLost | PeerFaulted
+ReceiverEvent = (
+    BlocksBound | BindRefused | GrantOpened | Verified | Quiet | Committed | HandoffCancelled | LinkLost | PeerFaulted
+)
 SenderEvent = (
     Submitted
     | SubmitRefused
-    | Scheduled
-    | Progress
+    | PrefillScheduled
+    | PrefillProgress
     | FirstTokenSampled
-    | Finished
+    | PrefillFinished
     | PrefillFailed
     | Written
     | WriteFailed
     | WritesQuiet
     | WritesEnding
-    | Cancelled
+    | HandoffCancelled
     | LinkLost
     | PeerFaulted
 )

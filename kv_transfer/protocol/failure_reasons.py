@@ -4,7 +4,7 @@ from typing import Any
 
 from kv_transfer.protocol.events import (
     BindRefused,
-    Cancelled,
+    HandoffCancelled,
     LinkLost,
     PeerFaulted,
     PrefillFailed,
@@ -16,7 +16,7 @@ from kv_transfer.protocol.messages import Abort, Reject
 SILENT = "no sign of life, or no progress, in time"
 
 
-def failure_of(cause: Any) -> str | None:
+def failure_reason(cause: Any) -> str | None:
     """What a message or an event says has gone wrong; None: nothing by itself."""
     match cause:
         case BindRefused() | SubmitRefused() | PrefillFailed() | Reject():
@@ -26,10 +26,10 @@ def failure_of(cause: Any) -> str | None:
     return None
 
 
-def why_ended(cause: Any) -> str:
+def end_reason(cause: Any) -> str:
     """What is told of an attempt that ended with `cause`, which is None for its timer."""
     if cause is None:
         return SILENT
-    if isinstance(cause, Cancelled):
+    if isinstance(cause, HandoffCancelled):
         return cause.reason
-    return failure_of(cause) or f"after {type(cause).__name__}"
+    return failure_reason(cause) or f"after {type(cause).__name__}"

@@ -7,22 +7,22 @@ All are predicates over plain values.
 from kv_transfer.layout.cell_range import CellRange
 from kv_transfer.protocol.coverage import Coverage
 from kv_transfer.protocol.leases import Lease
-from kv_transfer.protocol.messages import Chunk, Envelope, FirstToken, Nack, Offer, Reserve, Seal, TransferKey
+from kv_transfer.protocol.messages import Chunk, FirstToken, HandoffEnvelope, Nack, Offer, Reserve, Seal, TransferKey
 from kv_transfer.protocol.states import LIVE, HandoffState
 from tandem.values.ids import BlockHash, Incarnation
 
 
-def stale_attempt(envelope: Envelope, key: TransferKey) -> bool:
+def stale_attempt(envelope: HandoffEnvelope, key: TransferKey) -> bool:
     """The message belongs to another attempt or another hand-off."""
     return envelope.key != key
 
 
-def stale_incarnation(envelope: Envelope, peer: Incarnation) -> bool:
+def stale_incarnation(envelope: HandoffEnvelope, peer: Incarnation) -> bool:
     """The message comes from a process other than the one this hand-off was agreed with."""
     return envelope.incarnation != peer
 
 
-def misdirected(envelope: Envelope, own: Incarnation) -> bool:
+def misdirected(envelope: HandoffEnvelope, own: Incarnation) -> bool:
     """The message was meant for another process: perhaps for the one that was here before this one."""
     return envelope.addressee != own
 

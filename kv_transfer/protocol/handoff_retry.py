@@ -17,7 +17,7 @@ from tandem.values.ids import Incarnation
 from tandem.values.kv_layout import KVLayout
 
 
-class Ladder:
+class HandoffRetry:
     """What survives an attempt of one hand-off."""
 
     def __init__(self, job: PrefillJob, *, own: Incarnation, layout: KVLayout, settings: TransferSettings) -> None:

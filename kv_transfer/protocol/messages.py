@@ -37,12 +37,11 @@ class Failure:
     retry_after_s: float | None = None
 
     @classmethod
-    def of(cls, error: ServingError) -> "Failure":
+    def from_error(cls, error: ServingError) -> "Failure":
         """The value of `error`."""
         return cls(kind=type(error), message=error.message, retry_after_s=error.retry_after_s)
 
     def to_error(self) -> ServingError:
-        """The error again."""
         return self.kind(self.message, retry_after_s=self.retry_after_s)
 
 
@@ -227,7 +226,7 @@ Body = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Envelope:
+class HandoffEnvelope:
     """A message with the names that make it refusable when stale."""
 
     incarnation: Incarnation

@@ -20,16 +20,16 @@ from kv_transfer.protocol.actions import (
     ReleaseBlocks,
     ReportFailed,
     Revoke,
-    Send,
+    SendMessage,
     Verify,
 )
 from kv_transfer.protocol.coverage import Coverage
 from kv_transfer.protocol.events import (
     BindRefused,
-    Bound,
-    Cancelled,
+    BlocksBound,
     Committed,
     GrantOpened,
+    HandoffCancelled,
     LinkLost,
     PeerFaulted,
     Quiet,
@@ -42,9 +42,9 @@ from kv_transfer.protocol.messages import (
     Chunk,
     CommitAck,
     Drained,
-    Envelope,
     Failure,
     FirstToken,
+    HandoffEnvelope,
     Nack,
     Offer,
     Prefill,
@@ -116,7 +116,7 @@ class Receiver:
         """Ask for the prefill. `unit_tokens`: what cells are counted in with this peer; divides the block size."""
         self._units_per_block = self.plan.layout.block_size // unit_tokens
         self._coverage = self._nothing_covered(self.plan.job.num_blocks(unit_tokens))
-        return (Send(body=Prefill(job=self.plan.job, lease_s=self.plan.lease_s)),)
+        return (SendMessage(body=Prefill(job=self.plan.job, lease_s=self.plan.lease_s)),)
 
     @property
     def num_leased_blocks(self) -> int:
@@ -128,7 +128,7 @@ class Receiver:
         """The peer says that this hand-off is alive on its side."""
         self._lease.renew(now)
 
-    def on_message(self, envelope: Envelope, now: float) -> Actions:
+    def on_message(self, envelope: HandoffEnvelope, now: float) -> Actions:
         """Digest a message from the peer; stale, repeated and late ones do nothing."""
         if guards.stale_incarnation(envelope, self.plan.peer) or guards.misdirected(envelope, self.plan.own):
             return ()
@@ -160,7 +160,7 @@ class Receiver:
     def on_event(self, event: ReceiverEvent, now: float) -> Actions:
         """Digest what happened here."""
         match event:
-            case Bound():
+            case BlocksBound():
                 return self._on_bound(event.blocks, now)
             case BindRefused():
                 return self._on_bind_refused(event.failure, now)
@@ -172,8 +172,8 @@ class Receiver:
                 return self._on_quiet()
             case Committed():
                 self._move(HandoffState.CLOSED)
-                return (Send(body=CommitAck()), Revoke())
-            case Cancelled() | LinkLost() | PeerFaulted():
+                return (SendMessage(body=CommitAck()), Revoke())
+            case HandoffCancelled() | LinkLost() | PeerFaulted():
                 return self._on_end(event, now)
 
     def on_timer(self, now: float) -> Actions:
@@ -190,7 +190,7 @@ class Receiver:
         elif self.state is HandoffState.QUARANTINED and self._drain.expired(now):
             # The answer may have been lost with a link; asking again costs one message.
             self._drain.renew(now)
-            return (Send(body=Abort(reason="are you quiet?")),)
+            return (SendMessage(body=Abort(reason="are you quiet?")),)
         return ()
 
     def _move(self, state: HandoffState) -> None:
@@ -236,14 +236,14 @@ class Receiver:
         self._binding = False
         if self.state is not HandoffState.OFFERED:
             return self._close()
-        return (Send(body=Reject(failure=failure)), *self._fail(failure, now))
+        return (SendMessage(body=Reject(failure=failure)), *self._fail(failure, now))
 
     def _on_grant_opened(self, event: GrantOpened) -> Actions:
         self._drain_proves_quiet = event.drain_proves_quiet
         if not guards.still_live(self.state):
             return ()
         reserve = Reserve(num_units=self._coverage.num_units, transport=event.transport, grant=event.grant)
-        return (Send(body=reserve),)
+        return (SendMessage(body=reserve),)
 
     def _on_chunk(self, chunk: Chunk, now: float) -> Actions:
         if not self._granted:
@@ -283,9 +283,9 @@ class Receiver:
             return self._commit_if_complete(now)
         if guards.rewrites_exhausted(event.rewrite, self.plan.max_rewrites):
             failure = _transfer_failure(f"chunk {event.seq} arrived damaged {event.rewrite + 1} times")
-            return (Send(body=Abort(reason=failure.message)), *self._fail(failure, now))
+            return (SendMessage(body=Abort(reason=failure.message)), *self._fail(failure, now))
         landing.nacked = True
-        return (Send(body=Nack(seq=event.seq, rewrite=event.rewrite)),)
+        return (SendMessage(body=Nack(seq=event.seq, rewrite=event.rewrite)),)
 
     def _on_first_token(self, first_token: FirstToken, now: float) -> Actions:
         if guards.repeated_first_token(self._first_token, self.plan.job.resume):
@@ -333,19 +333,19 @@ class Receiver:
 
     # Towards the end of a failed attempt
 
-    def _on_end(self, event: Cancelled | LinkLost | PeerFaulted, now: float) -> Actions:
+    def _on_end(self, event: HandoffCancelled | LinkLost | PeerFaulted, now: float) -> Actions:
         if not guards.still_live(self.state):
             return ()
         if isinstance(event, LinkLost):
             return self._fail(_transfer_failure(event.reason), now)
-        abort = Send(body=Abort(reason=event.reason))
-        if isinstance(event, Cancelled):
+        abort = SendMessage(body=Abort(reason=event.reason))
+        if isinstance(event, HandoffCancelled):
             return (abort, *self._enter_aborting((), now))
         return (abort, *self._fail(_transfer_failure(event.reason), now))
 
     def _violation(self, reason: str, now: float, *, keep: bool = True) -> Actions:
         failure = _transfer_failure(f"protocol: {reason}")
-        return (Send(body=Abort(reason=reason)), *self._fail(failure, now, keep=keep))
+        return (SendMessage(body=Abort(reason=reason)), *self._fail(failure, now, keep=keep))
 
     def _fail(self, failure: Failure, now: float, *, expired: bool = False, keep: bool = True) -> Actions:
         """Give the attempt up. `keep`: what has landed is what was asked for; the next attempt goes on from there."""
@@ -355,7 +355,7 @@ class Receiver:
         landed, self._blocks = self._blocks[:num_landed], self._blocks[num_landed:]
         report: list[Action] = [ReportFailed(landed=landed, failure=failure, expired=expired)]
         if expired:
-            report.insert(0, Send(body=Abort(reason=failure.message)))
+            report.insert(0, SendMessage(body=Abort(reason=failure.message)))
         return self._enter_aborting(tuple(report), now)
 
     def _enter_aborting(self, report: Actions, now: float) -> Actions:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kv_transfer.layout.cell_range import CellRange
-from kv_transfer.layout.chunk_plan import CellShape, ChunkPlanner
+from kv_transfer.layout.chunk_plan import ChunkPlanner, HandoffSize
 from kv_transfer.protocol import guards
 from kv_transfer.protocol.actions import (
     AbortPrefill,
@@ -16,19 +16,19 @@ from kv_transfer.protocol.actions import (
     Actions,
     CancelWrites,
     ReleaseSources,
-    Send,
+    SendMessage,
     StartWrite,
     SubmitPrefill,
 )
 from kv_transfer.protocol.events import (
-    Cancelled,
-    Finished,
     FirstTokenSampled,
+    HandoffCancelled,
     LinkLost,
     PeerFaulted,
     PrefillFailed,
-    Progress,
-    Scheduled,
+    PrefillFinished,
+    PrefillProgress,
+    PrefillScheduled,
     SenderEvent,
     SubmitRefused,
     Submitted,
@@ -43,8 +43,8 @@ from kv_transfer.protocol.messages import (
     Chunk,
     CommitAck,
     Drained,
-    Envelope,
     Failure,
+    HandoffEnvelope,
     Nack,
     Offer,
     PrefillJob,
@@ -73,7 +73,7 @@ class SenderPlan:
     """What cells are counted in with this peer: the smaller block of the two workers."""
     whole_tokens: int
     """The larger block of the two."""
-    cells: CellShape
+    cells: HandoffSize
     lease_s: float
     stall_s: float
     queue_s: float
@@ -115,7 +115,7 @@ class Sender:
         """Blocks that hold the tokens behind the held prefix, as far as they were told."""
         self._num_ready = 0
         """Units whose content is final in all layers."""
-        self._finished: Finished | None = None
+        self._finished: PrefillFinished | None = None
         self._reserve: Reserve | None = None
         self._chunks: list[_Outgoing] = []
         self._next_write = 0
@@ -140,7 +140,7 @@ class Sender:
         """The peer says that this hand-off is alive on its side."""
         self._lease.renew(now)
 
-    def on_message(self, envelope: Envelope, now: float) -> Actions:
+    def on_message(self, envelope: HandoffEnvelope, now: float) -> Actions:
         """Digest a message from the peer; stale, repeated and late ones do nothing."""
         if guards.stale_incarnation(envelope, self.plan.peer) or guards.misdirected(envelope, self.plan.own):
             return ()
@@ -184,19 +184,19 @@ class Sender:
                 return self._close_if_quiet()
         if not guards.still_live(self.state):
             return ()
-        if not isinstance(event, Cancelled | LinkLost | PeerFaulted):
+        if not isinstance(event, HandoffCancelled | LinkLost | PeerFaulted):
             self._progress.renew(now)
         return self._on_news(event, now)
 
     def _on_news(self, event: SenderEvent, now: float) -> Actions:
         match event:
-            case Scheduled():
+            case PrefillScheduled():
                 return self._on_scheduled(event, now)
-            case Progress():
+            case PrefillProgress():
                 return self._on_progress(event)
             case FirstTokenSampled():
-                return () if self.plan.job.resume else (Send(body=event.first_token),)
-            case Finished():
+                return () if self.plan.job.resume else (SendMessage(body=event.first_token),)
+            case PrefillFinished():
                 return self._on_finished(event)
             case Written():
                 return self._on_written(event)
@@ -208,7 +208,7 @@ class Sender:
                 return self._give_up(event.failure, stop_engine=False)
             case LinkLost():
                 return self._fail(None)
-            case Cancelled() | PeerFaulted():
+            case HandoffCancelled() | PeerFaulted():
                 return self._fail(event.reason)
             case _:
                 raise InvariantError(f"sender {self.plan.key}: unexpected {type(event).__name__}")
@@ -246,16 +246,16 @@ class Sender:
         self._move(HandoffState.ABORTING)
         self._move(HandoffState.DRAINED)
         self._move(HandoffState.CLOSED)
-        return (Send(body=Reject(failure=failure)),)
+        return (SendMessage(body=Reject(failure=failure)),)
 
-    def _on_scheduled(self, event: Scheduled, now: float) -> Actions:
+    def _on_scheduled(self, event: PrefillScheduled, now: float) -> Actions:
         if self.state is not HandoffState.NEW:
             return ()
         if self.plan.job.fetch and not self._narrow(event.num_tokens or 0):
             return self._give_up(Failure(kind=Unavailable, message="nothing more of the prefix is held here"))
         self._move(HandoffState.OFFERED)
         self._progress = Lease(self.plan.stall_s, now)
-        return (Send(body=Offer(num_units=self._num_units, queue_s=event.queue_s, tail_hash=event.tail_hash)),)
+        return (SendMessage(body=Offer(num_units=self._num_units, queue_s=event.queue_s, tail_hash=event.tail_hash)),)
 
     def _narrow(self, num_tokens: int) -> bool:
         """Send no more than these tokens, in whole blocks of both workers; False when nothing is left to send."""
@@ -274,7 +274,7 @@ class Sender:
         self._move(HandoffState.RESERVED)
         return self._advance()
 
-    def _on_progress(self, event: Progress) -> Actions:
+    def _on_progress(self, event: PrefillProgress) -> Actions:
         # A preempted prompt is computed again into other blocks: those told first are pinned, whole and equal.
         ready = self._told_blocks(event.num_computed_tokens, event.blocks)
         coming = max(ready, self._told_blocks(event.coming_tokens, event.blocks))
@@ -293,7 +293,7 @@ class Sender:
         held_units = self.plan.job.held_tokens // self.plan.unit_tokens
         return min(self._num_units, max(0, num_blocks * self.plan.block_size // self.plan.unit_tokens - held_units))
 
-    def _on_finished(self, event: Finished) -> Actions:
+    def _on_finished(self, event: PrefillFinished) -> Actions:
         if len(self._sources) != self._num_blocks:
             return self._fail(f"{len(self._sources)} blocks computed, {self._num_blocks} travel")
         self._finished = event
@@ -315,7 +315,7 @@ class Sender:
             times=self._finished.times,
             tail_hash=self._finished.tail_hash,
         )
-        return (*actions, Send(body=seal))
+        return (*actions, SendMessage(body=seal))
 
     def _fill_window(self) -> Actions:
         actions: list[Action] = []
@@ -346,7 +346,7 @@ class Sender:
             checksum=event.checksum,
             write_s=event.seconds,
         )
-        return (Send(body=done), *self._fill_window())
+        return (SendMessage(body=done), *self._fill_window())
 
     def _on_nack(self, nack: Nack) -> Actions:
         if not 0 <= nack.seq < len(self._chunks):
@@ -374,14 +374,14 @@ class Sender:
         # A REJECT promises that nothing was written.
         if self._reserve is not None:
             return self._fail(failure.message, stop_engine=stop_engine)
-        return (Send(body=Reject(failure=failure)), *self._fail(None, stop_engine=stop_engine))
+        return (SendMessage(body=Reject(failure=failure)), *self._fail(None, stop_engine=stop_engine))
 
     def _fail(self, tell: str | None, *, stop_engine: bool = True) -> Actions:
         """Stop everything; `tell` is what the peer should hear, None when it knows or cannot."""
         self._move(HandoffState.ABORTING)
         actions: list[Action] = []
         if tell is not None:
-            actions.append(Send(body=Abort(reason=tell)))
+            actions.append(SendMessage(body=Abort(reason=tell)))
         if self._submitted and self._finished is None and stop_engine:
             actions.append(AbortPrefill())
         if self._reserve is not None:
@@ -396,5 +396,5 @@ class Sender:
             return ()
         self._move(HandoffState.DRAINED)
         self._move(HandoffState.CLOSED)
-        drained = Send(body=Drained())
+        drained = SendMessage(body=Drained())
         return (drained, ReleaseSources()) if self._submitted else (drained,)

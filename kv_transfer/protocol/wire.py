@@ -11,9 +11,9 @@ from kv_transfer.protocol.messages import (
     Chunk,
     CommitAck,
     Drained,
-    Envelope,
     Failure,
     FirstToken,
+    HandoffEnvelope,
     Hello,
     Nack,
     Offer,
@@ -64,7 +64,7 @@ def kind_of(body: Body) -> str:
     return _ENCODERS[type(body)][0]
 
 
-def encode(envelope: Envelope) -> pb.HandoffMessage:
+def encode(envelope: HandoffEnvelope) -> pb.HandoffMessage:
     """A message for the wire."""
     message = pb.HandoffMessage(incarnation=envelope.incarnation, addressee=envelope.addressee)
     if envelope.key is not None:
@@ -77,7 +77,7 @@ def encode(envelope: Envelope) -> pb.HandoffMessage:
     return message
 
 
-def decode(message: pb.HandoffMessage) -> Envelope:
+def decode(message: pb.HandoffMessage) -> HandoffEnvelope:
     """A message from the wire. Raises WireError."""
     kind = message.WhichOneof("kind")
     key = _key(message) if message.transfer_id else None
@@ -89,7 +89,7 @@ def decode(message: pb.HandoffMessage) -> Envelope:
         body = _DECODERS[kind](getattr(message, kind), key)
     except WireError as error:
         raise WireError(f"{kind}: {error}", key) from None
-    return Envelope(
+    return HandoffEnvelope(
         incarnation=Incarnation(message.incarnation), addressee=Incarnation(message.addressee), key=key, body=body
     )
 
@@ -268,7 +268,7 @@ def _decode_reserve(message: pb.Reserve, _key: TransferKey | None) -> Reserve:
 
 def _decode_reject(message: pb.Reject, _key: TransferKey | None) -> Reject:
     _check("message length", len(message.failure.message), 0, MAX_TEXT_CHARS)
-    return Reject(failure=Failure.of(wire.failure_from_pb(message.failure)))
+    return Reject(failure=Failure.from_error(wire.failure_from_pb(message.failure)))
 
 
 def _decode_chunk(message: pb.Chunk, _key: TransferKey | None) -> Chunk:

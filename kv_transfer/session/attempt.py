@@ -11,40 +11,37 @@ from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
 from kv_transfer.protocol.actions import Action, Actions
-from kv_transfer.protocol.failure_reasons import why_ended
-from kv_transfer.protocol.messages import Body, Envelope, PrefillJob, TransferKey
+from kv_transfer.protocol.failure_reasons import end_reason
+from kv_transfer.protocol.messages import Body, HandoffEnvelope, PrefillJob, TransferKey
 from kv_transfer.protocol.states import LIVE, HandoffState
 from kv_transfer.session.attempt_trace import AttemptTrace
-from kv_transfer.session.stats import AttemptTally, Outcome
+from kv_transfer.session.stats import AttemptOutcome, AttemptTally
 from tandem.telemetry.logs import about
 
 log = logging.getLogger(__name__)
 
 
-class Plan(Protocol):
+class AttemptPlan(Protocol):
     """What is to be moved."""
 
     @property
-    def key(self) -> TransferKey:
-        """The attempt's name."""
+    def key(self) -> TransferKey: ...
 
     @property
-    def job(self) -> PrefillJob:
-        """For whom."""
+    def job(self) -> PrefillJob: ...
 
 
-class Machine(Protocol):
+class AttemptMachine(Protocol):
     """What both halves of a hand-off have in common."""
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> AttemptPlan:
         """What it is about."""
 
     @property
-    def state(self) -> HandoffState:
-        """Where it stands."""
+    def state(self) -> HandoffState: ...
 
-    def on_message(self, envelope: Envelope, now: float) -> Actions:
+    def on_message(self, envelope: HandoffEnvelope, now: float) -> Actions:
         """Digest a message from the peer."""
 
     def on_event(self, event: Any, now: float) -> Actions:
@@ -54,7 +51,7 @@ class Machine(Protocol):
         """End what has run out of time."""
 
 
-MachineT = TypeVar("MachineT", bound=Machine)
+MachineT = TypeVar("MachineT", bound=AttemptMachine)
 EventT = TypeVar("EventT")
 
 
@@ -74,7 +71,6 @@ class Attempt(ABC, Generic[MachineT, EventT]):
 
     @property
     def key(self) -> TransferKey:
-        """Its name."""
         return self.machine.plan.key
 
     def start(self) -> None:
@@ -83,17 +79,15 @@ class Attempt(ABC, Generic[MachineT, EventT]):
             self._started = True
             self._run(self._begin(), None)
 
-    def on_message(self, envelope: Envelope) -> None:
+    def on_message(self, envelope: HandoffEnvelope) -> None:
         """A message for this hand-off."""
         self._run(self.machine.on_message(envelope, self._now()), envelope.body)
 
     def on_event(self, event: EventT) -> None:
-        """Something happened here."""
         if not self._closed:
             self._run(self.machine.on_event(event, self._now()), event)
 
     def on_timer(self, now: float) -> None:
-        """The reaper's visit."""
         self._run(self.machine.on_timer(now), None)
 
     def _run(self, actions: Actions, cause: Body | EventT | None) -> None:
@@ -120,24 +114,24 @@ class Attempt(ABC, Generic[MachineT, EventT]):
                 self._end(outcome)
                 self._log_end(outcome, cause)
 
-    def _end(self, outcome: Outcome) -> None:
+    def _end(self, outcome: AttemptOutcome) -> None:
         """Count it; the blocks of a failed attempt may stay for long."""
         self._tally.end(outcome, self._transport_name())
         if self._trace is not None:
             self._trace.ended(self._tally, self._transport_name())
 
-    def _log_end(self, outcome: Outcome, cause: Body | EventT | None) -> None:
-        if outcome is Outcome.COMMITTED:
+    def _log_end(self, outcome: AttemptOutcome, cause: Body | EventT | None) -> None:
+        if outcome is AttemptOutcome.COMMITTED:
             return
         job = self.machine.plan.job
         told = "fetch" if job.fetch else "hand-off", self.key.transfer_id, self.key.attempt, outcome.value
-        log.info("%s %s, attempt %d, %s: %s", *told, why_ended(cause), extra=about(job.request_id))
+        log.info("%s %s, attempt %d, %s: %s", *told, end_reason(cause), extra=about(job.request_id))
 
     def _on_given_up(self) -> None:
         """The machine is live no more: nothing but the end of what is under way is of interest; called once."""
 
     @abstractmethod
-    def _outcome(self, cause: Body | EventT | None) -> Outcome | None:
+    def _outcome(self, cause: Body | EventT | None) -> AttemptOutcome | None:
         """What it came to now that the machine is live no more; None: that is still to be decided."""
 
     @abstractmethod

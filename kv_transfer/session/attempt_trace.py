@@ -8,10 +8,10 @@ timed by.
 
 from typing import Any
 
-from kv_transfer.protocol.events import Bound, Committed, Finished, FirstTokenSampled, Scheduled
-from kv_transfer.protocol.failure_reasons import SILENT, failure_of
+from kv_transfer.protocol.events import BlocksBound, Committed, FirstTokenSampled, PrefillFinished, PrefillScheduled
+from kv_transfer.protocol.failure_reasons import SILENT, failure_reason
 from kv_transfer.protocol.messages import FirstToken, Offer, PrefillJob, Seal, TransferKey
-from kv_transfer.session.stats import AttemptTally, Outcome
+from kv_transfer.session.stats import AttemptOutcome, AttemptTally
 from tandem.telemetry.tracing import Span, TraceContext, Tracer
 
 
@@ -36,20 +36,20 @@ class AttemptTrace:
             case Offer():
                 self._since_s = now
                 span.event("offered", now, queue_s=cause.queue_s)
-            case Bound():
+            case BlocksBound():
                 span.interval("tandem.bind", self._since_s, now, **{"tandem.blocks": len(cause.blocks)})
-            case Scheduled():
+            case PrefillScheduled():
                 self._scheduled(cause, now)
             case FirstToken() | FirstTokenSampled():
                 span.event("first_token", now)
-            case Finished():
+            case PrefillFinished():
                 self._finished(cause, now)
             case Seal():
                 span.event("sealed", now, chunks=cause.num_chunks)
             case Committed():
                 span.interval("tandem.commit", self._since_s, now)
             case _:
-                if (failure := failure_of(cause)) is not None:
+                if (failure := failure_reason(cause)) is not None:
                     span.fail(failure)
 
     def complete(self) -> None:
@@ -77,17 +77,17 @@ class AttemptTrace:
                 "tandem.transfer.damaged_chunks": totals.nacks,
             }
         )
-        if outcome is Outcome.EXPIRED:
+        if outcome is AttemptOutcome.EXPIRED:
             span.fail(SILENT)
         span.end()
 
-    def _scheduled(self, event: Scheduled, now: float) -> None:
+    def _scheduled(self, event: PrefillScheduled, now: float) -> None:
         if event.num_tokens is not None:
             self._span.event("held", now, tokens=event.num_tokens)
         else:
             self._span.interval("tandem.prefill_queue", now - event.queue_s, now)
 
-    def _finished(self, event: Finished, now: float) -> None:
+    def _finished(self, event: PrefillFinished, now: float) -> None:
         if event.times.prefill_s > 0.0:
             cached = {"tandem.cached_tokens": event.cached_tokens}
             self._span.interval("tandem.prefill", now - event.times.prefill_s, now, **cached)

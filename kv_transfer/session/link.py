@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 
 from kv_transfer.protocol import wire
-from kv_transfer.protocol.messages import Body, Envelope, Renew, TransferKey
+from kv_transfer.protocol.messages import Body, HandoffEnvelope, Renew, TransferKey
 from kv_transfer.protocol.versions import SPOKEN, handoff_dialect
 from kv_transfer.protocol.wire import MAX_RENEWALS, WireError
 from tandem.v1 import handoff_pb2 as pb
@@ -21,17 +21,17 @@ class LinkBroken(Exception):
     """The link has ended; the message says why."""
 
 
-class Outbox:
+class LinkOutbox:
     """Messages on their way to a peer. A peer that does not read its link loses it."""
 
     def __init__(self) -> None:
         self.dialect = handoff_dialect(SPOKEN.newest)
         """Of the link, once HELLOs were exchanged."""
-        self._queue: deque[Envelope] = deque()
+        self._queue: deque[HandoffEnvelope] = deque()
         self._wake = asyncio.Event()
         self.closed = False
 
-    def put(self, envelope: Envelope) -> None:
+    def enqueue(self, envelope: HandoffEnvelope) -> None:
         """Queue a message, unless the peer is too old to know its kind; on overflow the link ends instead."""
         if not self.dialect.has(wire.kind_of(envelope.body)):
             return
@@ -46,7 +46,7 @@ class Outbox:
         self.closed = True
         self._wake.set()
 
-    async def get(self) -> Envelope | None:
+    async def get(self) -> HandoffEnvelope | None:
         """The next message; None once closed and empty."""
         while not self._queue:
             if self.closed:
@@ -58,9 +58,9 @@ class Outbox:
 
 async def carry(
     stream: Any,
-    outbox: Outbox,
+    outbox: LinkOutbox,
     *,
-    deliver: Callable[[Envelope], None],
+    deliver: Callable[[HandoffEnvelope], None],
     misbehaved: Callable[[TransferKey | None, str], None],
 ) -> None:
     """Carry messages both ways over a gRPC stream until one direction ends; always raises.
@@ -88,7 +88,7 @@ async def carry(
 
 
 async def _read(
-    stream: Any, deliver: Callable[[Envelope], None], misbehaved: Callable[[TransferKey | None, str], None]
+    stream: Any, deliver: Callable[[HandoffEnvelope], None], misbehaved: Callable[[TransferKey | None, str], None]
 ) -> None:
     while True:
         message = await read_message(stream)
@@ -100,7 +100,7 @@ async def _read(
         deliver(envelope)
 
 
-async def _write(stream: Any, outbox: Outbox) -> None:
+async def _write(stream: Any, outbox: LinkOutbox) -> None:
     while (envelope := await outbox.get()) is not None:
         await write_message(stream, envelope)
     raise LinkBroken("closed here")
@@ -116,7 +116,7 @@ async def read_message(stream: Any) -> pb.HandoffMessage:
     return message
 
 
-async def write_message(stream: Any, envelope: Envelope) -> None:
+async def write_message(stream: Any, envelope: HandoffEnvelope) -> None:
     """Send one message. Raises LinkBroken."""
     await _guarded(stream.write(wire.encode(envelope)))
 

@@ -20,7 +20,6 @@ class LocalWorker:
 
     @property
     def layout(self) -> KVLayout:
-        """Of its pool."""
         return self.region.layout
 
 

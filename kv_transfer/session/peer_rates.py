@@ -73,7 +73,6 @@ class _Estimate:
         return float(own**trust * (otherwise or PRIOR_BYTES_PER_S) ** (1.0 - trust))
 
     def observe(self, num_bytes: int, seconds: float, now: float, otherwise: float) -> None:
-        """One chunk more."""
         before = self.after(now - self.seen_s, otherwise)
         if before:
             self.rate.correct(before)

@@ -22,7 +22,6 @@ class Reaper:
         return self._lease_clock.read(self._clock())
 
     async def run(self) -> None:
-        """Sweep until `stop`."""
         while not self._stopped.is_set():
             try:
                 async with asyncio.timeout(self._period_s):
@@ -31,5 +30,4 @@ class Reaper:
                 self._sweep(self._lease_clock.tick(self._clock()))
 
     def stop(self) -> None:
-        """Let `run` return."""
         self._stopped.set()

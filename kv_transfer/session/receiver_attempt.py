@@ -21,15 +21,15 @@ from kv_transfer.protocol.actions import (
     ReleaseBlocks,
     ReportFailed,
     Revoke,
-    Send,
+    SendMessage,
     Verify,
 )
 from kv_transfer.protocol.events import (
     BindRefused,
-    Bound,
-    Cancelled,
+    BlocksBound,
     Committed,
     GrantOpened,
+    HandoffCancelled,
     Quiet,
     ReceiverEvent,
     Verified,
@@ -41,7 +41,7 @@ from kv_transfer.session.attempt import Attempt
 from kv_transfer.session.attempt_trace import AttemptTrace
 from kv_transfer.session.peer_rates import PeerRates
 from kv_transfer.session.receiver_link import ReceiverLink
-from kv_transfer.session.stats import AttemptTally, Outcome, TransferStats
+from kv_transfer.session.stats import AttemptOutcome, AttemptTally, TransferStats
 from kv_transfer.transports.interface import KVReceiver
 from tandem.errors import InvariantError, ServingError
 from tandem.values.ids import BlockId, TransferId
@@ -136,14 +136,14 @@ class ReceiverAttempt(Attempt[Receiver, ReceiverEvent]):
     def _transport_name(self) -> str:
         return self._transport or self.link.transport
 
-    def _outcome(self, cause: Body | ReceiverEvent | None) -> Outcome | None:
+    def _outcome(self, cause: Body | ReceiverEvent | None) -> AttemptOutcome | None:
         if self.machine.state is HandoffState.COMMITTED:
             if self._trace is not None:
                 self._trace.complete()
             return None  # a cancel may have come first
         if cause is None:
-            return Outcome.EXPIRED
-        return Outcome.CANCELLED if isinstance(cause, Cancelled) else Outcome.FAILED
+            return AttemptOutcome.EXPIRED
+        return AttemptOutcome.CANCELLED if isinstance(cause, HandoffCancelled) else AttemptOutcome.FAILED
 
     def _traced(self, body: Body) -> Body:
         """PREFILL says whose children the peer's spans are."""
@@ -154,7 +154,7 @@ class ReceiverAttempt(Attempt[Receiver, ReceiverEvent]):
     def _execute(self, action: Action) -> ReceiverEvent | None:
         owner, transfer_id = self._context.owner, self.key.transfer_id
         match action:
-            case Send():
+            case SendMessage():
                 self.link.send(self.key, self._traced(action.body))
             case BindBlocks():
                 self._context.spawn(self._bind(action.num_blocks))
@@ -194,9 +194,9 @@ class ReceiverAttempt(Attempt[Receiver, ReceiverEvent]):
         try:
             blocks = await self._context.owner.bind(self.key.transfer_id, num_blocks)
         except ServingError as error:
-            self.on_event(BindRefused(failure=Failure.of(error)))
+            self.on_event(BindRefused(failure=Failure.from_error(error)))
         else:
-            self.on_event(Bound(blocks=tuple(blocks)))
+            self.on_event(BlocksBound(blocks=tuple(blocks)))
 
     async def _verify(self, action: Verify) -> None:
         chunk, landing = action.chunk, self._landing
@@ -231,4 +231,4 @@ class ReceiverAttempt(Attempt[Receiver, ReceiverEvent]):
         else:
             self._context.owner.released(self.key.transfer_id, info.blocks)
         self.on_event(Committed())
-        self._end(Outcome.COMMITTED if committing else Outcome.CANCELLED)
+        self._end(AttemptOutcome.COMMITTED if committing else AttemptOutcome.CANCELLED)

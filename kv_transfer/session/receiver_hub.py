@@ -15,14 +15,14 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
-from kv_transfer.protocol.events import Cancelled, LinkLost, PeerFaulted, Quiet
-from kv_transfer.protocol.handoff_retry import Ladder
+from kv_transfer.protocol.events import HandoffCancelled, LinkLost, PeerFaulted, Quiet
+from kv_transfer.protocol.handoff_retry import HandoffRetry
 from kv_transfer.protocol.messages import (
     Abort,
     Chunk,
-    Envelope,
     Failure,
     FirstToken,
+    HandoffEnvelope,
     Hello,
     Offer,
     PrefillJob,
@@ -79,7 +79,7 @@ class ReceiverHub:
         self._stack = AsyncExitStack()
         self._links: dict[str, ReceiverLink] = {}
         self._link_tasks: set[asyncio.Task[None]] = set()
-        self._ladders: dict[TransferId, Ladder] = {}
+        self._ladders: dict[TransferId, HandoffRetry] = {}
         self._attempts: dict[TransferKey, ReceiverAttempt] = {}
         self._empty = asyncio.Event()
         self._empty.set()
@@ -139,7 +139,7 @@ class ReceiverHub:
         if job.transfer_id in self._ladders or job.held_tokens % self._local.layout.block_size:
             raise TransferError("hand-off exists already, or holds part of a block")
         own, layout = self._local.incarnation, self._local.layout
-        ladder = Ladder(job, own=own, layout=layout, settings=self._settings)
+        ladder = HandoffRetry(job, own=own, layout=layout, settings=self._settings)
         self._begin(ladder, route)
         self._ladders[job.transfer_id] = ladder
 
@@ -169,7 +169,7 @@ class ReceiverHub:
         attempt = self._current(ladder)
         ladder.end()
         if attempt is not None:
-            attempt.on_event(Cancelled(reason=reason))
+            attempt.on_event(HandoffCancelled(reason=reason))
 
     async def drain(self) -> None:
         """Wait until no hand-off is left, quarantined ones included."""
@@ -191,7 +191,7 @@ class ReceiverHub:
         transport = "" if link is None else link.transport
         return self._rates.bytes_per_s(address, incarnation, transport, now=self._reaper.now())
 
-    def _begin(self, ladder: Ladder, route: Route) -> None:
+    def _begin(self, ladder: HandoffRetry, route: Route) -> None:
         now = self._reaper.now()
         self._rates.asked(route.address, route.incarnation, now)
         machine = ladder.begin(route.attempt, route.incarnation, now)
@@ -245,7 +245,7 @@ class ReceiverHub:
     def _on(self, link: ReceiverLink) -> list[ReceiverAttempt]:
         return [attempt for attempt in self._attempts.values() if attempt.link is link]
 
-    def _current(self, ladder: Ladder) -> ReceiverAttempt | None:
+    def _current(self, ladder: HandoffRetry) -> ReceiverAttempt | None:
         if ladder.newest_attempt is None:
             return None
         key = TransferKey(transfer_id=ladder.job.transfer_id, attempt=ladder.newest_attempt)
@@ -267,7 +267,7 @@ class ReceiverHub:
         """Whether an attempt, failed or not, still names this link."""
         return bool(self._on(link))
 
-    def deliver(self, link: ReceiverLink, envelope: Envelope) -> None:
+    def deliver(self, link: ReceiverLink, envelope: HandoffEnvelope) -> None:
         """Route a message to its attempt; tell the peer when there is none."""
         body = envelope.body
         if envelope.incarnation != link.peer or envelope.addressee != self._local.incarnation:
@@ -312,13 +312,12 @@ class ReceiverHub:
         return True
 
     def closed(self, attempt: ReceiverAttempt) -> None:
-        """Forget it."""
         del self._attempts[attempt.key]
         self.stats.live = len(self._attempts)
         if not self._attempts:
             self._empty.set()
 
-    def _ladder(self, attempt: ReceiverAttempt) -> Ladder:
+    def _ladder(self, attempt: ReceiverAttempt) -> HandoffRetry:
         ladder = self._ladders.get(attempt.key.transfer_id)
         if ladder is None or ladder.newest_attempt != attempt.key.attempt:
             raise InvariantError(f"{attempt.key} reports, but its hand-off has moved on")

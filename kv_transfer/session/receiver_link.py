@@ -7,11 +7,11 @@ from typing import Any, Protocol
 
 from kv_transfer.layout.pairing import Pairing
 from kv_transfer.protocol import wire
-from kv_transfer.protocol.messages import Body, Envelope, Hello, Reject, TransferKey, TransportOffer
+from kv_transfer.protocol.messages import Body, HandoffEnvelope, Hello, Reject, TransferKey, TransportOffer
 from kv_transfer.protocol.settings import TransferSettings
 from kv_transfer.protocol.versions import SPOKEN, handoff_dialect
 from kv_transfer.protocol.wire import WireError
-from kv_transfer.session.link import LinkBroken, Outbox, carry, read_message, write_message
+from kv_transfer.session.link import LinkBroken, LinkOutbox, carry, read_message, write_message
 from kv_transfer.session.peer import LocalWorker
 from tandem.errors import InvariantError, TransferError
 from tandem.protocol.version_negotiation import NoCommonVersion
@@ -43,8 +43,7 @@ class LinkUser(Protocol):
     def link_needed(self, link: "ReceiverLink") -> bool:
         """Whether some hand-off still wants this peer."""
 
-    def deliver(self, link: "ReceiverLink", envelope: Envelope) -> None:
-        """A message came."""
+    def deliver(self, link: "ReceiverLink", envelope: HandoffEnvelope) -> None: ...
 
     def misbehaved(self, link: "ReceiverLink", key: TransferKey | None, reason: str) -> None:
         """Something came that is no message."""
@@ -74,7 +73,7 @@ class ReceiverLink:
         self._dialer = dialer
         self._user = user
         self._settings = settings
-        self._outbox = Outbox()
+        self._outbox = LinkOutbox()
         self._poked = asyncio.Event()
         self._closing = False
 
@@ -88,7 +87,9 @@ class ReceiverLink:
     def send(self, key: TransferKey | None, body: Body) -> None:
         """Send, or drop while the link is down: the hand-offs on it have failed then."""
         if self.peer is not None:
-            self._outbox.put(Envelope(incarnation=self._local.incarnation, addressee=self.peer, key=key, body=body))
+            self._outbox.enqueue(
+                HandoffEnvelope(incarnation=self._local.incarnation, addressee=self.peer, key=key, body=body)
+            )
 
     def poke(self) -> None:
         """Somebody wants the link now: dial without waiting for the backoff to pass."""
@@ -128,7 +129,7 @@ class ReceiverLink:
     async def _session(self) -> tuple[str, bool]:
         """One dial to its end: (why it ended, whether it was ever up)."""
         channel = self._dialer.open_channel(self.address)
-        self._outbox = Outbox()
+        self._outbox = LinkOutbox()
         if self._closing:
             self._outbox.close()
         was_up = False
@@ -154,7 +155,7 @@ class ReceiverLink:
     async def _greet(self, stream: Any) -> None:
         try:
             async with asyncio.timeout(self._settings.connect_s):
-                hello = Envelope(
+                hello = HandoffEnvelope(
                     incarnation=self._local.incarnation, addressee=Incarnation(0), key=None, body=self._hello
                 )
                 await write_message(stream, hello)
@@ -173,7 +174,7 @@ class ReceiverLink:
         if refusal := refuses(source=body, destination=self._hello):
             raise LinkBroken(f"refused here: {refusal}")
         try:
-            self._pairing = Pairing.of(
+            self._pairing = Pairing.from_layouts(
                 body.layout, self._local.layout, wire_dtype=body.wire_dtype, head_scales=self._local.head_scales
             )
         except TransferError as error:
@@ -196,7 +197,6 @@ def refuses(*, source: Hello, destination: Hello) -> str | None:
 
 
 def make_hello(local: LocalWorker, offers: Sequence[TransportOffer], *, wire_dtype: str = "") -> Hello:
-    """This worker's HELLO."""
     return Hello(
         versions=SPOKEN,
         worker_id=local.worker_id,

@@ -13,12 +13,12 @@ from kv_transfer.protocol.actions import (
     Actions,
     CancelWrites,
     ReleaseSources,
-    Send,
+    SendMessage,
     StartWrite,
     SubmitPrefill,
 )
 from kv_transfer.protocol.events import (
-    Cancelled,
+    HandoffCancelled,
     SenderEvent,
     SubmitRefused,
     Submitted,
@@ -32,7 +32,7 @@ from kv_transfer.protocol.sender import Sender
 from kv_transfer.protocol.states import HandoffState
 from kv_transfer.session.attempt import Attempt
 from kv_transfer.session.attempt_trace import AttemptTrace
-from kv_transfer.session.stats import AttemptTally, Outcome, TransferStats
+from kv_transfer.session.stats import AttemptOutcome, AttemptTally, TransferStats
 from kv_transfer.transports.interface import PeerWriter, WriteOrder, WriteResult
 from tandem.errors import ServingError, TransferError, Unavailable
 from tandem.values.ids import TransferId
@@ -48,8 +48,7 @@ class SenderOwner(Protocol):
     async def submit(self, job: PrefillJob) -> None:
         """Queue the job in the engine. Raises ServingError to refuse."""
 
-    def abort(self, transfer_id: TransferId) -> None:
-        """Stop computing it."""
+    def abort(self, transfer_id: TransferId) -> None: ...
 
     def release(self, transfer_id: TransferId) -> None:
         """Nothing reads its blocks any more: free them."""
@@ -63,8 +62,7 @@ class SenderPeer(Protocol):
         """The connection for bytes."""
 
     @property
-    def transport(self) -> str:
-        """Its name."""
+    def transport(self) -> str: ...
 
     @property
     def pairing(self) -> Pairing:
@@ -123,17 +121,19 @@ class SenderAttempt(Attempt[Sender, SenderEvent]):
     def _transport_name(self) -> str:
         return self.peer.transport
 
-    def _outcome(self, cause: Body | SenderEvent | None) -> Outcome:
+    def _outcome(self, cause: Body | SenderEvent | None) -> AttemptOutcome:
         if isinstance(cause, CommitAck) and self.machine.state is HandoffState.CLOSED:
-            return Outcome.COMMITTED
+            return AttemptOutcome.COMMITTED
         if cause is None:
-            return Outcome.EXPIRED
-        return Outcome.CANCELLED if isinstance(cause, Abort | Reject | Cancelled) else Outcome.FAILED
+            return AttemptOutcome.EXPIRED
+        return (
+            AttemptOutcome.CANCELLED if isinstance(cause, Abort | Reject | HandoffCancelled) else AttemptOutcome.FAILED
+        )
 
     def _execute(self, action: Action) -> SenderEvent | None:
         owner, transfer_id = self._context.owner, self.key.transfer_id
         match action:
-            case Send():
+            case SendMessage():
                 self.peer.send(self.key, action.body)
             case SubmitPrefill():
                 self._submission = self._context.spawn(self._submit(action.job))
@@ -154,7 +154,7 @@ class SenderAttempt(Attempt[Sender, SenderEvent]):
                 raise Unavailable("nobody asks for it any longer")
             await self._context.owner.submit(job)
         except ServingError as error:
-            self.on_event(SubmitRefused(failure=Failure.of(error)))
+            self.on_event(SubmitRefused(failure=Failure.from_error(error)))
         else:
             self.on_event(Submitted())
 

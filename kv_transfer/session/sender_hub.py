@@ -14,25 +14,25 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
-from kv_transfer.layout.chunk_plan import CellShape
+from kv_transfer.layout.chunk_plan import HandoffSize
 from kv_transfer.protocol import guards
 from kv_transfer.protocol.events import (
-    Cancelled,
-    Finished,
     FirstTokenSampled,
+    HandoffCancelled,
     LinkLost,
     PeerFaulted,
     PrefillFailed,
-    Progress,
-    Scheduled,
+    PrefillFinished,
+    PrefillProgress,
+    PrefillScheduled,
     SenderEvent,
 )
 from kv_transfer.protocol.messages import (
     Abort,
     Drained,
-    Envelope,
     Failure,
     FirstToken,
+    HandoffEnvelope,
     Prefill,
     Reject,
     Renew,
@@ -128,7 +128,7 @@ class SenderHub:
         self._draining, self._lends = True, False
         try:
             for attempt in list(self._attempts.values()):
-                attempt.on_event(Cancelled(reason="prefill worker stops"))
+                attempt.on_event(HandoffCancelled(reason="prefill worker stops"))
             for link in list(self._links):
                 link.close()
             # After an error nobody may be left to answer: the group cancels whatever still waits.
@@ -165,7 +165,6 @@ class SenderHub:
 
     @property
     def num_transfers(self) -> int:
-        """Hand-offs alive here."""
         return len(self._attempts)
 
     @property
@@ -177,7 +176,7 @@ class SenderHub:
 
     def scheduled(self, transfer_id: TransferId, queue_s: float, tail_hash: BlockHash | None = None) -> None:
         """The prompt has left the queue; `tail_hash` names its last full hash block."""
-        self._tell(transfer_id, Scheduled(queue_s=queue_s, tail_hash=tail_hash))
+        self._tell(transfer_id, PrefillScheduled(queue_s=queue_s, tail_hash=tail_hash))
 
     def lent(self, transfer_id: TransferId, names: Sequence[BlockHash], block_ids: Sequence[BlockId]) -> None:
         """Answer to a fetch: the prefix's full blocks that are held here, and the names of their hash blocks.
@@ -190,9 +189,9 @@ class SenderHub:
         whole = attempt.machine.plan.whole_tokens
         num_tokens = len(block_ids) * self._local.layout.block_size // whole * whole
         tail_hash = names[num_tokens // HASH_BLOCK_TOKENS - 1] if num_tokens else None
-        attempt.on_event(Scheduled(queue_s=0.0, tail_hash=tail_hash, num_tokens=num_tokens))
-        attempt.on_event(Progress(num_computed_tokens=num_tokens, blocks=tuple(block_ids)))
-        attempt.on_event(Finished(cached_tokens=num_tokens, times=PhaseTimes(), tail_hash=tail_hash))
+        attempt.on_event(PrefillScheduled(queue_s=0.0, tail_hash=tail_hash, num_tokens=num_tokens))
+        attempt.on_event(PrefillProgress(num_computed_tokens=num_tokens, blocks=tuple(block_ids)))
+        attempt.on_event(PrefillFinished(cached_tokens=num_tokens, times=PhaseTimes(), tail_hash=tail_hash))
 
     def progress(
         self,
@@ -207,7 +206,7 @@ class SenderHub:
 
         While a step is under way that will have computed `coming_tokens`, those are there in the first `num_layers`.
         """
-        progress = Progress(
+        progress = PrefillProgress(
             num_computed_tokens=num_computed_tokens,
             blocks=tuple(block_ids),
             coming_tokens=coming_tokens,
@@ -235,11 +234,11 @@ class SenderHub:
         attempt = self._attempts.get(transfer_id)
         if attempt is not None:
             self.progress(transfer_id, len(attempt.machine.plan.job.token_ids), block_ids)
-            attempt.on_event(Finished(cached_tokens=cached_tokens, times=times, tail_hash=tail_hash))
+            attempt.on_event(PrefillFinished(cached_tokens=cached_tokens, times=times, tail_hash=tail_hash))
 
     def failed(self, transfer_id: TransferId, error: ServingError) -> None:
         """The engine gave the request up."""
-        self._tell(transfer_id, PrefillFailed(failure=Failure.of(error)))
+        self._tell(transfer_id, PrefillFailed(failure=Failure.from_error(error)))
 
     def _tell(self, transfer_id: TransferId, event: SenderEvent) -> None:
         attempt = self._attempts.get(transfer_id)
@@ -274,7 +273,7 @@ class SenderHub:
                 self._closing_writers.add(closing)
                 closing.add_done_callback(self._closing_writers.discard)
 
-    def _deliver(self, link: SenderLink, envelope: Envelope) -> None:
+    def _deliver(self, link: SenderLink, envelope: HandoffEnvelope) -> None:
         body, key = envelope.body, envelope.key
         if guards.stale_incarnation(envelope, link.peer) or guards.misdirected(envelope, self._local.incarnation):
             self.stats.bad_messages += 1
@@ -307,9 +306,9 @@ class SenderHub:
             return
         older = self._attempts.get(key.transfer_id)
         if older is not None:
-            older.on_event(Cancelled(reason="superseded by a newer attempt"))
+            older.on_event(HandoffCancelled(reason="superseded by a newer attempt"))
         if refusal := self._refusal(link, key, body):
-            link.send(key, Reject(failure=Failure.of(refusal)))
+            link.send(key, Reject(failure=Failure.from_error(refusal)))
             return
         self._remember(key)
         now = self._reaper.now()
@@ -345,7 +344,7 @@ class SenderHub:
             block_size=layout.block_size,
             unit_tokens=pairing.mapping.unit,
             whole_tokens=max(layout.block_size, pairing.destination.block_size),
-            cells=CellShape(
+            cells=HandoffSize(
                 num_layers=layout.num_layers,
                 num_heads=layout.num_kv_heads,
                 unit_layer_bytes=pairing.unit_layer_bytes,

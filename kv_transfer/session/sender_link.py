@@ -8,11 +8,11 @@ from typing import Any
 
 from kv_transfer.layout.pairing import Pairing, choose_wire_dtype
 from kv_transfer.protocol import wire
-from kv_transfer.protocol.messages import Body, Envelope, Failure, Hello, Reject, TransferKey, TransportOffer
+from kv_transfer.protocol.messages import Body, Failure, HandoffEnvelope, Hello, Reject, TransferKey, TransportOffer
 from kv_transfer.protocol.settings import TransferSettings
 from kv_transfer.protocol.versions import SPOKEN, handoff_dialect
 from kv_transfer.protocol.wire import WireError
-from kv_transfer.session.link import LinkBroken, Outbox, carry, read_message, write_message
+from kv_transfer.session.link import LinkBroken, LinkOutbox, carry, read_message, write_message
 from kv_transfer.session.peer import LocalWorker
 from kv_transfer.session.receiver_link import make_hello, refuses
 from kv_transfer.transports.catalogue import candidates
@@ -36,7 +36,7 @@ class SenderLink:
         self._local = local
         self._senders = senders
         self._settings = settings
-        self._outbox = Outbox()
+        self._outbox = LinkOutbox()
         self._writer: PeerWriter | None = None
         self._pairing: Pairing | None = None
         self._ended = False
@@ -48,7 +48,6 @@ class SenderLink:
 
     @property
     def writer(self) -> PeerWriter:
-        """The byte connection."""
         if self._writer is None:
             raise InvariantError("link has no byte connection yet")
         return self._writer
@@ -62,7 +61,7 @@ class SenderLink:
 
     def send(self, key: TransferKey | None, body: Body) -> None:
         """Queue a message; dropped once the link ends."""
-        self._outbox.put(self._envelope(key, body))
+        self._outbox.enqueue(self._envelope(key, body))
 
     def close(self) -> None:
         """Send what is queued, then end the link."""
@@ -71,7 +70,7 @@ class SenderLink:
     async def run(
         self,
         *,
-        deliver: Callable[[Envelope], None],
+        deliver: Callable[[HandoffEnvelope], None],
         misbehaved: Callable[[TransferKey | None, str], None],
     ) -> None:
         """The link's whole life."""
@@ -87,7 +86,7 @@ class SenderLink:
         finally:
             self._ended = True
 
-    async def _greet(self) -> Envelope:
+    async def _greet(self) -> HandoffEnvelope:
         """Our answer to the peer's HELLO, with the byte connection made."""
         async with asyncio.timeout(self._settings.connect_s):
             envelope = wire.decode(await read_message(self._stream))
@@ -116,7 +115,7 @@ class SenderLink:
         """Raises TransferError when what the peer wishes cannot be made here."""
         here, there = self._local.layout, theirs.layout
         wire_dtype = choose_wire_dtype(here, there, wish=theirs.wire_dtype, one_sided=sender.one_sided)
-        return Pairing.of(here, there, wire_dtype=wire_dtype, head_scales=self._local.head_scales)
+        return Pairing.from_layouts(here, there, wire_dtype=wire_dtype, head_scales=self._local.head_scales)
 
     def _connect(self, sender: KVSender, offer: TransportOffer, pairing: Pairing) -> None:
         """On a thread of its own, which outlives a cancelled link: then nobody else would close the connection."""
@@ -124,8 +123,8 @@ class SenderLink:
         if self._ended:
             self._writer.close()
 
-    def _refuse(self, reason: str) -> Envelope:
+    def _refuse(self, reason: str) -> HandoffEnvelope:
         return self._envelope(None, Reject(failure=Failure(kind=TransferError, message=reason)))
 
-    def _envelope(self, key: TransferKey | None, body: Body) -> Envelope:
-        return Envelope(incarnation=self._local.incarnation, addressee=self.peer, key=key, body=body)
+    def _envelope(self, key: TransferKey | None, body: Body) -> HandoffEnvelope:
+        return HandoffEnvelope(incarnation=self._local.incarnation, addressee=self.peer, key=key, body=body)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from kv_transfer.session.peer_rates import FadingRate
 
 
-class Outcome(Enum):
+class AttemptOutcome(Enum):
     """How one attempt at a transfer ended; each ends once."""
 
     COMMITTED = "committed"
@@ -26,7 +26,7 @@ class EndKey(NamedTuple):
     is_fetch: bool
     transport: str
     """"" when the peer was never reached."""
-    outcome: Outcome
+    outcome: AttemptOutcome
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,7 +41,6 @@ class TransferTotals:
     """Chunks that arrived damaged."""
 
     def add(self, other: "TransferTotals") -> None:
-        """Add another's."""
         self.count += other.count
         self.num_bytes += other.num_bytes
         self.seconds += other.seconds
@@ -85,24 +84,24 @@ class TransferStats:
     @property
     def committed(self) -> int:
         """Attempts that ended so."""
-        return self._num_ended(Outcome.COMMITTED)
+        return self._num_ended(AttemptOutcome.COMMITTED)
 
     @property
     def failed(self) -> int:
         """Attempts that ended so."""
-        return self._num_ended(Outcome.FAILED)
+        return self._num_ended(AttemptOutcome.FAILED)
 
     @property
     def expired(self) -> int:
         """Attempts that ended so."""
-        return self._num_ended(Outcome.EXPIRED)
+        return self._num_ended(AttemptOutcome.EXPIRED)
 
     @property
     def cancelled(self) -> int:
         """Attempts that ended so."""
-        return self._num_ended(Outcome.CANCELLED)
+        return self._num_ended(AttemptOutcome.CANCELLED)
 
-    def _num_ended(self, outcome: Outcome) -> int:
+    def _num_ended(self, outcome: AttemptOutcome) -> int:
         return sum(totals.count for key, totals in self.ended.items() if key.outcome is outcome)
 
 
@@ -112,7 +111,7 @@ class AttemptTally:
     def __init__(self, stats: TransferStats, *, is_fetch: bool) -> None:
         stats.started += 1
         self.totals = TransferTotals()
-        self.outcome: Outcome | None = None
+        self.outcome: AttemptOutcome | None = None
         self._stats = stats
         self._is_fetch = is_fetch
         self._transport = ""
@@ -127,7 +126,7 @@ class AttemptTally:
         self._stats.nacks += 1
         self._add(TransferTotals(nacks=1))
 
-    def end(self, outcome: Outcome, transport: str) -> None:
+    def end(self, outcome: AttemptOutcome, transport: str) -> None:
         """It has ended, once and for all; what was under way still counts to it."""
         if self.outcome is None:
             self.outcome, self._transport = outcome, transport

@@ -5,13 +5,15 @@ import socket
 import threading
 from collections.abc import Iterator
 
-from kv_transfer.transports.stranger_log import StrangerLog
+from kv_transfer.transports.stranger_log import RefusalLog
 
 ACCEPT_PAUSE_S = 0.1
 """Between two tries to accept when the process has no room for one more connection."""
 
 
-def accepted(server: socket.socket, closing: threading.Event, strangers: StrangerLog) -> Iterator[socket.socket]:
+def accept_connections(
+    server: socket.socket, closing: threading.Event, strangers: RefusalLog
+) -> Iterator[socket.socket]:
     """Each connection to `server`, until it is hung up on after `closing` was set."""
     while True:
         try:
@@ -20,12 +22,12 @@ def accepted(server: socket.socket, closing: threading.Event, strangers: Strange
             # Out of descriptors or memory: that passes, and a receiver that stopped listening would not come back.
             if closing.wait(ACCEPT_PAUSE_S):
                 return
-            strangers.tell("no peer can be accepted now", error, level=logging.WARNING)
+            strangers.record("no peer can be accepted now", error, level=logging.WARNING)
             continue
         yield sock
 
 
-def begins(thread: threading.Thread, strangers: StrangerLog) -> bool:
+def start_serving(thread: threading.Thread, strangers: RefusalLog) -> bool:
     """Start the thread that serves a connection; False when the process can have no more threads now.
 
     That passes, too, and must not end the thread that accepts.
@@ -33,6 +35,6 @@ def begins(thread: threading.Thread, strangers: StrangerLog) -> bool:
     try:
         thread.start()
     except RuntimeError as error:
-        strangers.tell("no peer can be served now", error, level=logging.WARNING)
+        strangers.record("no peer can be served now", error, level=logging.WARNING)
         return False
     return True

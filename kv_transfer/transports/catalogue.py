@@ -38,7 +38,7 @@ CUDA = CudaSharing()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class TransportSite:
     """Where an end is to be opened."""
 
     region: KVRegion
@@ -52,38 +52,38 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Transport:
-    receiver: Callable[[Place], KVReceiver]
-    sender: Callable[[Place], KVSender]
-    obstacle: Callable[[Place], str | None]
+    receiver: Callable[[TransportSite], KVReceiver]
+    sender: Callable[[TransportSite], KVSender]
+    obstacle: Callable[[TransportSite], str | None]
     """Why it cannot work at a place, even when it is forced."""
-    unasked: Callable[[Place], bool] = lambda _place: True
+    unasked: Callable[[TransportSite], bool] = lambda _place: True
     """Whether it should be tried where nothing is forced."""
 
 
-def _no_fabric(place: Place) -> str | None:
+def _no_fabric(place: TransportSite) -> str | None:
     if place.fabric is None:
         return "joins the workers of one process; between processes use shm or tcp"
     return _beyond_reach(place)
 
 
-def _beyond_reach(place: Place) -> str | None:
+def _beyond_reach(place: TransportSite) -> str | None:
     """Writers cannot reach GPU memory as they reach the host's; what a receiver takes in itself it can put there."""
     if place.host is None or place.region.device is None:
         return None
     return "cannot write into a KV pool in GPU memory; cuda_ipc, tcp and torch_dist can"
 
 
-def _no_shared_memory(place: Place) -> str | None:
+def _no_shared_memory(place: TransportSite) -> str | None:
     if place.host is None or place.region.fd is not None:
         return None
     return _beyond_reach(place) or "needs a KV pool in shared memory"
 
 
-def _no_nixl(place: Place) -> str | None:
+def _no_nixl(place: TransportSite) -> str | None:
     return _beyond_reach(place) or _not_here("nixl", place.host, isolated_network=place.isolated_network)
 
 
-def _no_communicator(place: Place) -> str | None:
+def _no_communicator(place: TransportSite) -> str | None:
     return _not_here("torch_dist", place.host, isolated_network=place.isolated_network)
 
 
@@ -156,7 +156,9 @@ def open_receivers(
 
     Raises ConfigError when the forced one cannot work here, OSError when `host` cannot be listened on.
     """
-    place = Place(region=region, host=host, fabric=fabric, isolated_network=isolated_network, tcp=tcp, sharing=sharing)
+    place = TransportSite(
+        region=region, host=host, fabric=fabric, isolated_network=isolated_network, tcp=tcp, sharing=sharing
+    )
     return tuple(_TRANSPORTS[name].receiver(place) for name in _chosen(choice, place))
 
 
@@ -170,7 +172,7 @@ def open_senders(
     sharing: DeviceSharing = CUDA,
 ) -> tuple[KVSender, ...]:
     """Sending ends of a prefill worker, best first. Raises ConfigError when the forced one cannot work here."""
-    place = Place(region=region, fabric=fabric, isolated_network=isolated_network, tcp=tcp, sharing=sharing)
+    place = TransportSite(region=region, fabric=fabric, isolated_network=isolated_network, tcp=tcp, sharing=sharing)
     return tuple(_TRANSPORTS[name].sender(place) for name in _chosen(choice, place))
 
 
@@ -179,7 +181,7 @@ def candidates(offers: Sequence[TransportOffer], senders: Sequence[KVSender]) ->
     return [(sender, offer) for sender in senders for offer in offers if sender.reaches(offer)]
 
 
-def _chosen(choice: str, place: Place) -> list[str]:
+def _chosen(choice: str, place: TransportSite) -> list[str]:
     if choice == AUTO:
         return [name for name, one in _TRANSPORTS.items() if one.unasked(place) and one.obstacle(place) is None]
     if choice not in _TRANSPORTS:

@@ -8,7 +8,7 @@ import socket
 
 from kv_transfer.transports.grants import TOKEN_BYTES
 from kv_transfer.transports.one_sided import wire as one_sided_wire
-from kv_transfer.transports.one_sided.wire import Kind
+from kv_transfer.transports.one_sided.wire import ClaimKind
 from tandem.errors import TransferError
 from tandem.rpc.hosts import is_loopback, keep_alive
 
@@ -23,7 +23,6 @@ def listen(host: str) -> socket.socket:
 
 
 def advert_of(server: socket.socket, secret: bytes) -> bytes:
-    """Where `server` listens."""
     host, port = server.getsockname()[:2]
     return json.dumps({"host": host, "port": port, "secret": secret.hex()}).encode()
 
@@ -43,7 +42,7 @@ def dial(advert: bytes) -> socket.socket:
         sock = socket.create_connection((host, port), CONNECT_S)
         try:
             keep_alive(sock)
-            sock.sendall(one_sided_wire.pack(Kind.HELLO, secret))
+            sock.sendall(one_sided_wire.pack(ClaimKind.HELLO, secret))
         except OSError:
             sock.close()
             raise

@@ -20,7 +20,7 @@ TOKEN_BYTES = 16
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Grant:
+class WriteGrant:
     """The right to write into `landing`, by index; `revoked` is final.
 
     `lock` is held while bytes land in host memory; a device writes within `moving`.
@@ -29,7 +29,7 @@ class Grant:
     key: TransferKey
     token: bytes
     landing: Landing
-    quieted: Callable[["Grant"], None]
+    quieted: Callable[["WriteGrant"], None]
     """Told, without the lock, when a device has ended what it was writing as the grant was revoked."""
     lock: PieceLock = field(default_factory=PieceLock)
     revoked: bool = False
@@ -57,8 +57,8 @@ class GrantTable:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._by_key: dict[TransferKey, Grant] = {}
-        self._by_token: dict[bytes, Grant] = {}
+        self._by_key: dict[TransferKey, WriteGrant] = {}
+        self._by_token: dict[bytes, WriteGrant] = {}
         self._ending: set[TransferKey] = set()
         """Revoked, with a device at work still."""
         self._listener: Callable[[TransferKey], None] = lambda _key: None
@@ -70,9 +70,9 @@ class GrantTable:
     def __len__(self) -> int:
         return len(self._by_key)
 
-    def open(self, key: TransferKey, landing: Landing) -> Grant:
+    def open(self, key: TransferKey, landing: Landing) -> WriteGrant:
         """A new grant with a random token."""
-        grant = Grant(key=key, token=secrets.token_bytes(TOKEN_BYTES), landing=landing, quieted=self._quieted)
+        grant = WriteGrant(key=key, token=secrets.token_bytes(TOKEN_BYTES), landing=landing, quieted=self._quieted)
         with self._lock:
             if key in self._by_key:
                 raise InvariantError(f"{key} is granted twice")
@@ -80,13 +80,12 @@ class GrantTable:
             self._by_token[grant.token] = grant
         return grant
 
-    def find(self, token: bytes) -> Grant | None:
+    def find(self, token: bytes) -> WriteGrant | None:
         """The open grant with this token."""
         with self._lock:
             return self._by_token.get(token)
 
     def verify(self, key: TransferKey, cells: CellRange, checksum: int) -> bool:
-        """See KVReceiver."""
         with self._lock:
             grant = self._by_key.get(key)
         if grant is None:
@@ -99,7 +98,7 @@ class GrantTable:
             return False  # cells that the reservation does not have
         return intact
 
-    def _settle(self, grant: Grant, cells: CellRange) -> bool:
+    def _settle(self, grant: WriteGrant, cells: CellRange) -> bool:
         """Layer by layer, so that a revocation waits for no more than one; False once there was one."""
         landing = grant.landing
         for piece in range(landing.num_pieces(cells)):
@@ -119,12 +118,12 @@ class GrantTable:
         with self._lock:
             return key not in self._ending
 
-    def _quieted(self, grant: Grant) -> None:
+    def _quieted(self, grant: WriteGrant) -> None:
         with self._lock:
             self._ending.discard(grant.key)
         self._listener(grant.key)
 
-    def revoke(self, key: TransferKey) -> Grant | None:
+    def revoke(self, key: TransferKey) -> WriteGrant | None:
         """End a grant. On return nobody holds its lock, and whoever takes it next finds it revoked; see `is_quiet`."""
         with self._lock:
             grant = self._by_key.pop(key, None)
@@ -139,6 +138,5 @@ class GrantTable:
         return grant
 
     def revoke_all(self) -> None:
-        """End every grant."""
         for key in list(self._by_key):
             self.revoke(key)

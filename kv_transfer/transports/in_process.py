@@ -7,9 +7,9 @@ from kv_transfer.layout.pairing import Pairing
 from kv_transfer.memory.landing import Landing
 from kv_transfer.memory.mover import Mover, load_mover
 from kv_transfer.memory.region import KVRegion
-from kv_transfer.memory.write_stop_lock import Gate
+from kv_transfer.memory.write_stop_lock import WriteStopLock
 from kv_transfer.protocol.messages import TransferKey, TransportOffer
-from kv_transfer.transports.grants import Grant, GrantTable
+from kv_transfer.transports.grants import GrantTable, WriteGrant
 from kv_transfer.transports.interface import QuietListener
 from kv_transfer.transports.region_copy import RegionCopier
 from kv_transfer.transports.write_queue import QueuedWriter, WriteJob
@@ -41,15 +41,12 @@ class MemoryReceiver:
         load_mover()  # now rather than with the first chunk
 
     def offer(self) -> TransportOffer:
-        """See KVReceiver."""
         return TransportOffer(name=NAME, advert=self._advert, host_id=self._fabric.host_id)
 
     def open_grant(self, key: TransferKey, landing: Landing) -> bytes:
-        """See KVReceiver."""
         return self.grants.open(key, landing).token
 
     def verify(self, key: TransferKey, cells: CellRange, checksum: int) -> bool:
-        """See KVReceiver."""
         return self.grants.verify(key, cells, checksum)
 
     def revoke(self, key: TransferKey) -> bool:
@@ -61,7 +58,6 @@ class MemoryReceiver:
         """Nothing to tell: every revocation is proven at once."""
 
     def close(self) -> None:
-        """See KVReceiver."""
         self._fabric.receivers.pop(self._advert, None)
         self.grants.revoke_all()
 
@@ -78,11 +74,11 @@ class MemoryWriter(QueuedWriter):
         grant = self._receiver.grants.find(job.order.grant)
         if grant is None or grant.key != job.order.key:
             raise TransferError("unknown grant")
-        gate = Gate(lambda: _check(job, grant), self._queue.lock, grant.lock)
+        gate = WriteStopLock(lambda: _check(job, grant), self._queue.lock, grant.lock)
         job.succeed(*self._copier.copy(job.order, grant.landing.cells, gate, lambda: self._queue.reading(job)))
 
 
-def _check(job: WriteJob, grant: Grant) -> None:
+def _check(job: WriteJob, grant: WriteGrant) -> None:
     job.check()
     if grant.revoked:
         raise TransferError("grant revoked")
@@ -100,11 +96,9 @@ class MemorySender:
         self._mover = load_mover()
 
     def reaches(self, offer: TransportOffer) -> bool:
-        """See KVSender."""
         return offer.name == NAME and offer.host_id == self._fabric.host_id
 
     def connect(self, offer: TransportOffer, pairing: Pairing) -> MemoryWriter:
-        """See KVSender."""
         receiver = self._fabric.receivers.get(offer.advert)
         if receiver is None:
             raise TransferError("no such receiver in this process")

@@ -48,8 +48,7 @@ class KVReceiver(Protocol):
     """The receiving end: one per worker and transport."""
 
     @property
-    def name(self) -> str:
-        """Of the transport."""
+    def name(self) -> str: ...
 
     @property
     def drain_proves_quiet(self) -> bool:
@@ -101,8 +100,7 @@ class KVSender(Protocol):
     """The sending end: one per worker and transport."""
 
     @property
-    def name(self) -> str:
-        """Of the transport."""
+    def name(self) -> str: ...
 
     def reaches(self, offer: TransportOffer) -> bool:
         """Whether that receiver can be reached in principle: same transport, and same host where that matters."""

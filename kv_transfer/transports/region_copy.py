@@ -10,11 +10,11 @@ from kv_transfer.layout.pairing import Pairing
 from kv_transfer.layout.placed_cells import PlacedCells
 from kv_transfer.layout.runs import Copy
 from kv_transfer.memory import checksum, numpy_copy
-from kv_transfer.memory.cell_addresses import PlacedBytes
+from kv_transfer.memory.cell_addresses import CellAddresses
 from kv_transfer.memory.departure import Departure
 from kv_transfer.memory.mover import Mover
 from kv_transfer.memory.region import KVRegion
-from kv_transfer.memory.write_stop_lock import PIECE_BYTES, Gate
+from kv_transfer.memory.write_stop_lock import PIECE_BYTES, WriteStopLock
 from kv_transfer.transports.interface import WriteOrder
 from tandem.errors import TransferError
 
@@ -29,10 +29,14 @@ class RegionCopier:
         self._departure = Departure(source, pairing)
         self._converts = self._departure.converts
         self._mover = mover
-        self._last_target: tuple[PlacedCells, PlacedBytes] | None = None
+        self._last_target: tuple[PlacedCells, CellAddresses] | None = None
 
     def copy(
-        self, order: WriteOrder, target: PlacedCells, gate: Gate, reading: Callable[[], AbstractContextManager[None]]
+        self,
+        order: WriteOrder,
+        target: PlacedCells,
+        gate: WriteStopLock,
+        reading: Callable[[], AbstractContextManager[None]],
     ) -> tuple[int, int]:
         """Copy an order's cells to where they lie in `target`. Returns (checksum, bytes). Raises TransferError.
 
@@ -42,11 +46,15 @@ class RegionCopier:
             return self._convert(order, target, gate, reading)
         if self._mover is None:
             return self._copy(order.source.copies_to(target, order.cells), gate)
-        source = PlacedBytes(self._source, order.source, is_source=True)
+        source = CellAddresses(self._source, order.source, is_source=True)
         return self._mover.move(source, self._bytes_of(target), order.cells, gate)
 
     def _convert(
-        self, order: WriteOrder, target: PlacedCells, gate: Gate, reading: Callable[[], AbstractContextManager[None]]
+        self,
+        order: WriteOrder,
+        target: PlacedCells,
+        gate: WriteStopLock,
+        reading: Callable[[], AbstractContextManager[None]],
     ) -> tuple[int, int]:
         """Layer by layer, which is how the wire orders them: whoever wants the gate waits for one."""
         # All of them are looked up first: an order that is refused has written nothing.
@@ -68,13 +76,13 @@ class RegionCopier:
             total += payload.nbytes
         return value, total
 
-    def _bytes_of(self, target: PlacedCells) -> PlacedBytes:
+    def _bytes_of(self, target: PlacedCells) -> CellAddresses:
         """The chunks of a hand-off come one after another."""
         if self._last_target is None or self._last_target[0] is not target:
-            self._last_target = target, PlacedBytes(self._target, target, is_source=False)
+            self._last_target = target, CellAddresses(self._target, target, is_source=False)
         return self._last_target[1]
 
-    def _copy(self, copies: Iterable[Copy], gate: Gate) -> tuple[int, int]:
+    def _copy(self, copies: Iterable[Copy], gate: WriteStopLock) -> tuple[int, int]:
         value = total = 0
         buffer, here_bytes, there_bytes = self._source.buffer, self._source.array(), self._to
         for piece in pieces(copies):

@@ -7,7 +7,7 @@ import struct
 from kv_transfer.transports.grants import TOKEN_BYTES
 from kv_transfer.transports.one_sided import wire as one_sided_wire
 from kv_transfer.transports.one_sided.receiver import MAX_WRITERS
-from kv_transfer.transports.one_sided.wire import Kind
+from kv_transfer.transports.one_sided.wire import ClaimKind
 from tandem.errors import TransferError
 
 CONNECT_S = 5.0
@@ -41,5 +41,5 @@ def greet_on_this_host(advert: bytes, name: str) -> socket.socket:
     except OSError as error:
         sock.close()
         raise TransferError(f"{name}: {error}") from None
-    one_sided_wire.send(sock, Kind.HELLO, secret)
+    one_sided_wire.send(sock, ClaimKind.HELLO, secret)
     return sock

@@ -24,7 +24,7 @@ class LineBudget:
         self._seen_s: float | None = None
         self._num_left_out = 0
 
-    def take(self, now_s: float) -> int | None:
+    def spend(self, now_s: float) -> int | None:
         """None: no line. Else how many were left out since the last one."""
         if self._seen_s is not None:
             self._left = min(float(self._burst), self._left + (now_s - self._seen_s) / self._every_s)
@@ -37,7 +37,7 @@ class LineBudget:
         return left_out
 
 
-class StrangerLog:
+class RefusalLog:
     """Of one listening socket; on any thread."""
 
     def __init__(self, name: str, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -47,10 +47,10 @@ class StrangerLog:
         self._lock = threading.Lock()
         self._budget = LineBudget(burst=BURST, every_s=EVERY_S)
 
-    def tell(self, what: str, error: object, *, level: int = logging.INFO) -> None:
+    def record(self, what: str, error: object, *, level: int = logging.INFO) -> None:
         """`what` became of a connection, and why."""
         with self._lock:
-            left_out = self._budget.take(self._clock())
+            left_out = self._budget.spend(self._clock())
         if left_out is not None:
             more = f"; {left_out} more of such lines were left out" if left_out else ""
             log.log(level, "%s: %s: %s%s", self.name, what, error, more)

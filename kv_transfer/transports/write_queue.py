@@ -170,19 +170,15 @@ class QueuedWriter(ABC):
 
     @property
     def closed(self) -> bool:
-        """See PeerWriter."""
         return self._queue.failed
 
     def write(self, order: WriteOrder) -> "Future[WriteResult]":
-        """See PeerWriter."""
         return self._queue.submit(order)
 
     def cancel(self, key: TransferKey) -> bool:
-        """See PeerWriter."""
         return self._queue.cancel(key)
 
     def close(self) -> None:
-        """See PeerWriter."""
         self._queue.close()
 
     @abstractmethod

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from tandem.config.access import DoorTls
+from tandem.config.access import RouterTls
 from tandem.errors import ConfigError
 from tandem.rpc.certificates import client_of, read_pem, shake_hands, show, trust
 
@@ -31,7 +31,7 @@ class ServerIdentity:
         return grpc.ssl_server_certificate_configuration([(self.key.encode(), self.cert.encode())], authorities)
 
 
-def read_identity(config: DoorTls) -> ServerIdentity:
+def read_identity(config: RouterTls) -> ServerIdentity:
     """From the files as they are now. Raises ConfigError that names the setting and what is wrong."""
     cert, key = Path(config.cert), Path(config.key)
     texts = _texts(config)
@@ -66,7 +66,7 @@ def _check_dates(context: ssl.SSLContext, path: str) -> None:
         raise ConfigError(f"{_SETTING}.client_ca: {path}: no client would be let in: no authority there is valid now")
 
 
-def _texts(config: DoorTls) -> tuple[str, str, str | None]:
+def _texts(config: RouterTls) -> tuple[str, str, str | None]:
     authorities = config.client_ca
     return (
         read_pem(Path(config.cert), f"{_SETTING}.cert"),

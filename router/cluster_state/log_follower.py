@@ -13,8 +13,8 @@ from typing import Any
 
 from router.types.worker_view import PrefixChange, WorkerKey
 from router.workers.log_positions import LogEntryAction, LogPositions
-from tandem.cluster_state.entries import STATE_BYTES, BadEntry, BoardCodec, CacheState, Changes, Process
-from tandem.cluster_state.keys import BoardKeys
+from tandem.cluster_state.entries import STATE_BYTES, BadEntry, CacheState, Changes, ClusterStateCodec, Process
+from tandem.cluster_state.keys import ClusterStateKeys
 from tandem.rpc.redis_link import Command, RedisDown, RedisLink, Refusal, Reply
 
 BLOCK_S = 0.2
@@ -46,8 +46,8 @@ class CacheLogFollower:
         self,
         view: LogPositions,
         link: RedisLink,
-        codec: BoardCodec,
-        keys: BoardKeys,
+        codec: ClusterStateCodec,
+        keys: ClusterStateKeys,
         *,
         counts: ClusterStateCounts,
         apply: Callable[[WorkerKey, PrefixChange], None],

@@ -20,15 +20,15 @@ from tandem.cluster_state.entries import (
     MAX_HEARD,
     SMALL_BYTES,
     BadEntry,
-    BoardCodec,
+    ClusterStateCodec,
     Notice,
     Process,
     RouterLoad,
     Share,
     TenantTally,
 )
-from tandem.cluster_state.keys import FORGET_MS, BoardKeys
-from tandem.rpc.redis_link import Command, RedisLink, RedisSpoilt, Refusal, Reply
+from tandem.cluster_state.keys import FORGET_MS, ClusterStateKeys
+from tandem.rpc.redis_link import Command, RedisLink, Refusal, Reply, UntrustedReply
 from tandem.values.ids import Incarnation
 
 _log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ _Content = tuple[tuple[Share, ...], tuple[TenantTally, ...], tuple[Incarnation, 
 class EntryReader:
     """Opens entries; what cannot be believed is counted, and is as if it were not there."""
 
-    def __init__(self, codec: BoardCodec, counts: ClusterStateCounts) -> None:
+    def __init__(self, codec: ClusterStateCodec, counts: ClusterStateCounts) -> None:
         self.codec = codec
         self._counts = counts
 
@@ -73,7 +73,13 @@ class RegistryPoll:
     """Feeds the directory, and the view with heads."""
 
     def __init__(
-        self, link: RedisLink, reader: EntryReader, keys: BoardKeys, *, view: LogPositions, directory: RedisDirectory
+        self,
+        link: RedisLink,
+        reader: EntryReader,
+        keys: ClusterStateKeys,
+        *,
+        view: LogPositions,
+        directory: RedisDirectory,
     ) -> None:
         self._link = link
         self._reader = reader
@@ -109,7 +115,7 @@ class RegistryPoll:
             self._spoilt = False
         try:
             return await self._link.ask(commands)
-        except RedisSpoilt:
+        except UntrustedReply:
             self._spoilt = True
             raise
 
@@ -128,7 +134,7 @@ class LoadExchange:
         self,
         link: RedisLink,
         reader: EntryReader,
-        keys: BoardKeys,
+        keys: ClusterStateKeys,
         *,
         router: Incarnation,
         peers: PeerLoads,
@@ -162,7 +168,7 @@ class LoadExchange:
         reading: list[Command] = [("GETRANGE", keys.load(router), 0, LOAD_BYTES) for router in others]
         try:
             replies = await self._link.ask([*writing, ("ZREVRANGE", keys.routers, 0, MAX_HEARD - 1), *reading])
-        except RedisSpoilt:
+        except UntrustedReply:
             self._spoilt = True
             raise
         self._spoilt = False

@@ -20,9 +20,9 @@ from router.workers.log_positions import LogPositions
 from router.workers.peer_load import PeerLoads
 from router.workers.registry import WorkerRegistry
 from tandem.circuit_breaker import CircuitBreaker
-from tandem.cluster_state.entries import BadEntry, BoardCodec
-from tandem.cluster_state.keys import BoardKeys
-from tandem.cluster_state.settings import BoardSettings
+from tandem.cluster_state.entries import BadEntry, ClusterStateCodec
+from tandem.cluster_state.keys import ClusterStateKeys
+from tandem.cluster_state.settings import RedisSettings
 from tandem.rpc.redis_link import LinkHealth, RedisDown, RedisLink
 from tandem.rpc.worker_directory import WorkerAddress
 from tandem.values.ids import Incarnation
@@ -39,7 +39,7 @@ class RouterClusterState:
 
     def __init__(
         self,
-        settings: BoardSettings,
+        settings: RedisSettings,
         *,
         secret: bytes,
         router: Incarnation,
@@ -49,7 +49,7 @@ class RouterClusterState:
     ) -> None:
         """`stated`: workers that the configuration names. Raises ConfigError when redis is not installed."""
         clock = time.monotonic
-        codec, keys = BoardCodec(secret, settings.cluster), BoardKeys(settings.cluster)
+        codec, keys = ClusterStateCodec(secret, settings.cluster), ClusterStateKeys(settings.cluster)
         self.counts = ClusterStateCounts()
         self.directory = RedisDirectory(KnownAddresses(stated, forget_s=FORGET_LEASES * settings.lease_s))
         self._registry = registry

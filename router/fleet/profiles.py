@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import grpc
 
 from router.types.worker_view import WorkerKey
-from tandem.config.profiling import ProfilingConfig
+from tandem.config.telemetry import ProfilingConfig
 from tandem.errors import InvalidRequest, Overloaded, ServingError, Unavailable
 from tandem.profiling.sampler import StackSampler
 from tandem.profiling.stacks import StackTally

@@ -2,7 +2,7 @@
 
 from enum import Enum
 
-from tandem.config.objectives import ObjectivesConfig
+from tandem.config.telemetry import ObjectivesConfig
 from tandem.errors import Code
 
 _OURS = frozenset({Code.INTERNAL, Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED})

@@ -30,7 +30,7 @@ from router.metrics.worker_reports.redis_publishing import PublishMetrics
 from router.placement.place import PlacementReason
 from router.tenants.usage import TenantUsage
 from router.types.worker_view import WorkerSnapshot
-from tandem.config.objectives import ObjectivesConfig
+from tandem.config.telemetry import ObjectivesConfig
 from tandem.errors import Code
 from tandem.values.outputs import FinishReason
 from tandem.values.roles import WorkerRole

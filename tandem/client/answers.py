@@ -89,8 +89,6 @@ class Piece:
 
 @dataclass(slots=True, kw_only=True)
 class Choice:
-    """One whole choice."""
-
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenProbability] = field(default_factory=list)
@@ -162,7 +160,6 @@ class CachedContent:
 
 
 def cached_of(message: pb.CachedContent) -> CachedContent:
-    """One message."""
     return CachedContent(
         name=message.name,
         num_tokens=message.num_tokens,
@@ -174,7 +171,6 @@ def cached_of(message: pb.CachedContent) -> CachedContent:
 
 
 def piece_of(message: pb.GenerateResponse) -> Piece:
-    """One message."""
     usage = message.usage
     return Piece(
         id=message.id,

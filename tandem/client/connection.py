@@ -42,7 +42,6 @@ class Routers:
 
     @property
     def options(self) -> list[tuple[str, int | str]]:
-        """Of a channel."""
         name = None if self.tls is None else self.tls.server_name
         return [*_OPTIONS, *([] if name is None else [("grpc.ssl_target_name_override", name)])]
 

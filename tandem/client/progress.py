@@ -18,8 +18,6 @@ LONGEST_WAIT_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Again:
-    """Connect once more."""
-
     wait_s: float
     next_router: bool
 
@@ -40,7 +38,6 @@ class StreamProgress:
         return self._request
 
     def take(self, message: pb.GenerateResponse) -> Piece:
-        """A piece came."""
         self._num_failed = 0
         self._has_begun = True
         if message.stream_id:

@@ -71,7 +71,6 @@ def _put(request: pb.GenerateRequest, name: str, value: Any) -> None:
 
 
 def chat_of(turns: Sequence[Turn]) -> pb.Chat:
-    """A conversation."""
     return pb.Chat(messages=[_message(turn) for turn in turns])
 
 

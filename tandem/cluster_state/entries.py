@@ -161,7 +161,7 @@ class RouterLoad:
     """Other routers that it knew of when it wrote this."""
 
 
-class BoardCodec:
+class ClusterStateCodec:
     """Entries of one cluster."""
 
     def __init__(self, secret: bytes, cluster: str) -> None:

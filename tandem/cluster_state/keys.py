@@ -11,7 +11,7 @@ FORGET_MS = 3_600_000
 """Whoever has not been there for so long, or claims to be there so much later, leaves the sorted sets."""
 
 
-class BoardKeys:
+class ClusterStateKeys:
     """The keys of one cluster."""
 
     def __init__(self, cluster: str) -> None:

@@ -12,7 +12,7 @@ _FORM = "redis.url is not redis[s]://[user:password@]host[:port][/database]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BoardSettings:
+class RedisSettings:
     """One Redis, and one cluster's keys there."""
 
     host: str

@@ -46,7 +46,7 @@ class OperatorAccess(Section):
         return found[page] or ("open" if is_local else beyond)
 
 
-class DoorTls(Section):
+class RouterTls(Section):
     """PEM files of both doors. Read again when they change: who is connected stays, who comes gets the new ones."""
 
     cert: str
@@ -68,7 +68,7 @@ class AuditConfig(Section):
     """Of those."""
 
 
-class DoorLocks(Section):
+class RouterAccess(Section):
     """What the router's section says of its doors."""
 
     host: Host = "127.0.0.1"
@@ -84,7 +84,7 @@ class DoorLocks(Section):
     api_keys_trust_s: Seconds = 300.0
     """How long keys of `api_keys_file` stay good while that file cannot be read, so that nobody could be told that one
     was revoked; then none is good, and the router is not ready, until the file can be read again."""
-    tls: DoorTls | None = None
+    tls: RouterTls | None = None
     operator_access: OperatorAccess = OperatorAccess()
     audit_log: AuditConfig | None = None
 

@@ -5,120 +5,49 @@ it. Helm and Ray render the same file. This is the only module that reads the en
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 import yaml
-from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, SecretStr, ValidationError, model_validator
+from pydantic import BaseModel, Field, PositiveInt, SecretStr, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from tandem.config.access import DoorLocks
+from tandem.config.access import RouterAccess
 from tandem.config.admission import HedgingConfig, LimitsConfig, QueueConfig, mistaken_keys
 from tandem.config.batches import BatchesConfig
-from tandem.config.objectives import ObjectivesConfig
-from tandem.config.pools import BlockSize, CacheDtype, PoolConfig, Port, mistaken_context, mistaken_nodes
+from tandem.config.engine import EngineSection, ModelSection
+from tandem.config.pools import PoolConfig, Port, mistaken_context, mistaken_nodes
 from tandem.config.prices import PriceConfig
-from tandem.config.profiling import ProfilingConfig
-from tandem.config.prompt_cache import PinnedShares, PromptCaching
-from tandem.config.quality import QualityConfig
 from tandem.config.ray import RayConfig
 from tandem.config.redis import RedisConfig
 from tandem.config.section import Seconds, Section
-from tandem.config.servers import ConnectionsConfig, GrammarsConfig, ReasoningParserName, ToolParserName
+from tandem.config.servers import (
+    ConnectionsConfig,
+    GrammarsConfig,
+    PromptCacheConfig,
+    QualityConfig,
+    ReasoningParserName,
+    ToolParserName,
+)
 from tandem.config.source.environment import put, put_variables
-from tandem.config.source.setting_names import meant_by
 from tandem.config.source.yaml_file import read_mapping
+from tandem.config.telemetry import ProfilingConfig, TelemetryConfig
 from tandem.errors import ConfigError
-from tandem.model_path import BUILTIN, BUILTIN_DTYPE, checked_name
+from tandem.model_path import BUILTIN, BUILTIN_DTYPE
 from tandem.rpc.hosts import checked_address
 from tandem.values.block_hash import mistaken_secret
 from tandem.values.disk_cache import contradiction
 from tandem.values.kv_agreement import cannot_travel_as
 from tandem.values.kv_layout import AUTO_DTYPE
 
-
-def _switch(value: Any) -> Any:
-    """YAML reads a bare `on` or `off` as a truth value."""
-    return ("on" if value else "off") if isinstance(value, bool) else value
-
-
-Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch)]
-_MOST_TOLD = 16
+_MAX_LISTED_MISTAKES = 16
 """Mistakes of one configuration."""
-_OF_A_BOUND = {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}
+_MIN_SIMILARITY = 0.7
+"""As `difflib` measures it: a letter more, less or swapped in a short name."""
+_BOUND_ERRORS = {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}
 """Mistakes of numbers, which are no secrets."""
-
-
-class ModelConfig(Section):
-    """Which model the cluster serves; the same on every worker."""
-
-    path: str = BUILTIN
-    """Directory in Hugging Face layout, a hub id, or `builtin` for the small model that ships with Tandem."""
-    name: Annotated[str, AfterValidator(checked_name)] | None = None
-    """Name that clients use; the last part of the path when absent."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Compute and KV dtype: `auto` is the checkpoint's own, and float32 for the built-in model."""
-    max_model_len: Annotated[int, Field(ge=2)] | None = None
-    """Context bound in tokens, prompt and answer; the model's own when absent."""
-
-
-class EngineConfig(PinnedShares):
-    """One worker's model execution."""
-
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the model runs: `auto` is a GPU where there is one, else the CPU."""
-    block_size: BlockSize = 16
-    """Tokens per physical KV block."""
-    num_blocks: Annotated[int, Field(ge=2)] | None = None
-    """KV blocks; when absent as many as `memory_bytes` holds, or on a CPU 32 full contexts."""
-    memory_bytes: PositiveInt | None = None
-    """For weights, workspace and KV of one worker; when absent a share of 80 % of what machine or container has, on a
-    GPU of its memory, divided evenly among the workers there. More than there is for all of them is refused."""
-    max_batched_tokens: PositiveInt = 2048
-    """Most tokens computed in one step."""
-    prefill_chunk_tokens: PositiveInt = 1024
-    """Most prompt tokens computed in one step, given to prompts in order: bounds the gap between a stream's tokens."""
-    max_step_s: Seconds | None = 0.4
-    """A step that continues streams gets fewer prompt tokens, though at least 64, where it would take longer than this
-    at the speed that the worker measures; null: never."""
-    stall_s: Seconds | None = 30.0
-    """A worker ends, to be restarted, when its engine hangs in one step for so long, or for eight times as long as it
-    expects of a step so large, whichever is more; null: it is not looked for."""
-    max_running_requests: PositiveInt = 256
-    """Requests in one worker's batch at a time."""
-    max_waiting_requests: PositiveInt = 1024
-    """Beyond it new requests are refused with a Retry-After."""
-    eviction: Literal["lru", "lfu", "prefix"] = "lru"
-    """Which cached block is given up first: least recently used, least often used (with ageing), or least shared."""
-    max_overtakes: int = Field(default=8, ge=0)
-    """How many waiting requests with more of their prompt cached may go before one that came earlier; 0: none."""
-    priority_aging_s: Seconds | None = None
-    """A request one priority lower ranks as if it had come so much later; absent: after all above it, always."""
-    offload_bytes: int = Field(default=0, ge=0)
-    """Host memory of a decode worker for the KV of preempted requests, where copying beats computing again; 0: none.
-    Taken, and counted in `memory_bytes` on a CPU, at start."""
-    host_cache_bytes: int = Field(default=0, ge=0)
-    """Host memory of each worker for cached blocks that its pool evicts; 0: none. Taken like `offload_bytes`. On a CPU
-    the pool itself is host memory: there it serves the disk below it."""
-    disk_cache_bytes: int = Field(default=0, ge=0)
-    """Of files of each worker for what `host_cache_bytes` has no room for, at most 262,144 blocks; 0: none."""
-    disk_cache_path: str | None = None
-    """Folder for these files: they are not encrypted, and survive a restart if `secret` is stated. One rank only."""
-    pipelined: Switch = "auto"
-    """Launch a step before the one before has ended; `auto` does so on a GPU. Never over several ranks."""
-    num_threads: PositiveInt | None = None
-    """CPU threads of each rank for tensor work; the cores divided by the ranks of all workers when absent."""
-    kernels: Literal["auto", "torch"] = "auto"
-    """`auto` takes compiled kernels (C++ on a CPU, Triton on CUDA) where they can be had, and says so when not."""
-    quantization: Literal["none", "int8"] = "none"
-    """`int8` keeps and multiplies the layers' matrices in eight bits (W8A8).
-    See docs/extend/measurements.md for its cost."""
-    kv_dtype: CacheDtype = "auto"
-    """What keys and values are cached in: `auto` is the model's dtype, the others take about half of bfloat16's memory.
-    See docs/extend/measurements.md for their cost."""
-    deterministic: bool = False
-    """Results never depend on the batch, the chunk size or the step at which a token is computed."""
 
 
 class TlsConfig(Section):
@@ -159,7 +88,7 @@ class TransferConfig(Section):
     two workers cache in; over shared memory they always travel as they are to rest."""
 
 
-class RouterConfig(DoorLocks, PromptCaching):
+class RouterConfig(RouterAccess):
     """The front doors and placement."""
 
     port: Port = 8000
@@ -211,6 +140,7 @@ class RouterConfig(DoorLocks, PromptCaching):
     """For how long workers go on with the streams of a router that is gone, for their clients to come to another with a
     `Last-Event-ID`; 0: not at all, then such a stream is generated again."""
     grammars: GrammarsConfig = GrammarsConfig()
+    prompt_cache: PromptCacheConfig = PromptCacheConfig()
     quality: QualityConfig = QualityConfig()
     batches: BatchesConfig = BatchesConfig()
     handover_socket: str | None = None
@@ -224,35 +154,11 @@ class RouterConfig(DoorLocks, PromptCaching):
     """Tokens waiting for a slow reader before its request is cancelled."""
 
 
-def _printable(value: SecretStr) -> SecretStr:
-    if not all(" " <= letter <= "~" for letter in value.get_secret_value()):
-        raise ValueError("a header's value is printable ASCII, without line breaks")
-    return value
-
-
-_HeaderValue = Annotated[SecretStr, AfterValidator(_printable)]
-
-
-class TelemetryConfig(Section):
-    """Traces, and what is good. Metrics need no more configuration: every router serves /metrics."""
-
-    otlp_endpoint: Annotated[str, Field(pattern=r"^https?://[^/\s]+$")] | None = None
-    """http://host:port (https:// for TLS) of a collector that speaks OTLP over gRPC, such as http://localhost:4317;
-    null: nothing is traced. Needs the `telemetry` extra."""
-    otlp_headers: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")], _HeaderValue] = Field(default={})
-    """Sent with every batch, such as a key that the collector asks for."""
-    sample_ratio: float = Field(default=1.0, ge=0.0, le=1.0)
-    """Share of requests that are traced."""
-    trust_clients: Literal["all", "operators", "none"] = "operators"
-    """Whose `traceparent` decides in place of it: everybody's, of operators' keys (without keys all are), nobody's."""
-    objectives: ObjectivesConfig = ObjectivesConfig()
-
-
 class ClusterConfig(Section):
     """Everything."""
 
-    model: ModelConfig = ModelConfig()
-    engine: EngineConfig = EngineConfig()
+    model: ModelSection = ModelSection()
+    engine: EngineSection = EngineSection()
     transfer: TransferConfig = TransferConfig()
     router: RouterConfig = RouterConfig()
     prefill: PoolConfig = PoolConfig()
@@ -272,7 +178,7 @@ class ClusterConfig(Section):
     log_format: Literal["text", "json"] = "text"
     """json: one object a line, with the request's id where a line is about one."""
 
-    def engine_of(self, pool: PoolConfig) -> EngineConfig:
+    def engine_of(self, pool: PoolConfig) -> EngineSection:
         """The engine section with what the pool has of its own."""
         own = {name: value for name in ("block_size", "kv_dtype") if (value := getattr(pool, name)) is not None}
         return self.engine.model_copy(update=own)
@@ -339,7 +245,7 @@ class ClusterConfig(Section):
         if reason := self._no_disk_cache():
             raise ValueError(reason)
         try:
-            self.redis.board_settings()
+            self.redis.redis_settings()
         except ConfigError as error:
             raise ValueError(str(error)) from None
         if self.engine.prefill_chunk_tokens > self.engine.max_batched_tokens:
@@ -361,21 +267,49 @@ def load(path: Path | None, overrides: Mapping[str, Any] | None = None) -> Clust
     try:
         return ClusterConfig.model_validate(data)
     except ValidationError as error:
-        wrong = [_told(one) for one in error.errors()]
-        more = [f"and {len(wrong) - _MOST_TOLD} more"] if len(wrong) > _MOST_TOLD else []
-        raise ConfigError("; ".join(wrong[:_MOST_TOLD] + more)) from None
+        wrong = [_describe(one) for one in error.errors()]
+        more = [f"and {len(wrong) - _MAX_LISTED_MISTAKES} more"] if len(wrong) > _MAX_LISTED_MISTAKES else []
+        raise ConfigError("; ".join(wrong[:_MAX_LISTED_MISTAKES] + more)) from None
 
 
-def _told(error: ErrorDetails) -> str:
+def _describe(error: ErrorDetails) -> str:
     """One mistake, beginning with the setting's name; those between sections name theirs in their own words."""
     name = ".".join(map(str, error["loc"]))
     told = error["msg"].removeprefix("Value error, ")
-    if error["type"] in _OF_A_BOUND:
+    if error["type"] in _BOUND_ERRORS:
         told += f"; it is {error['input']}"
     if error["type"] == "extra_forbidden":
-        meant = meant_by(ClusterConfig, error["loc"])
+        meant = _closest_setting(ClusterConfig, error["loc"])
         return f"{name}: there is no such setting" + (f"; did you mean {meant}?" if meant else "")
     return f"{name}: {told}" if name else told
+
+
+def _setting_names(section: type[BaseModel], before: str = "") -> Iterator[str]:
+    """All names below it, with dots; sections as well as what is in them."""
+    for name, field in section.model_fields.items():
+        yield before + name
+        for inner in _sections_in(field.annotation):
+            yield from _setting_names(inner, f"{before}{name}.")
+
+
+def _closest_setting(section: type[BaseModel], wrong: Sequence[str | int]) -> str | None:
+    """The setting that is most like a name that there is not: beside it, else of the same word elsewhere."""
+    *parents, word = map(str, wrong)
+    names = list(dict.fromkeys(_setting_names(section)))
+    beside = {name.rpartition(".")[2]: name for name in names if name.split(".")[:-1] == parents}
+    if found := get_close_matches(word, beside, n=1, cutoff=_MIN_SIMILARITY):
+        return beside[found[0]]
+    elsewhere = [name for name in names if name.rpartition(".")[2] == word]
+    if len(elsewhere) == 1:
+        return elsewhere[0]
+    return next(iter(get_close_matches(".".join((*parents, word)), names, n=1, cutoff=_MIN_SIMILARITY)), None)
+
+
+def _sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """Such as the one in `Section | None`; what is in lists and mappings has names of the user's own."""
+    for one in (annotation, *get_args(annotation)):
+        if isinstance(one, type) and issubclass(one, BaseModel):
+            yield one
 
 
 def dump(config: ClusterConfig) -> str:

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field, SecretStr
 
-from tandem.cluster_state.settings import BoardSettings
+from tandem.cluster_state.settings import RedisSettings
 from tandem.config.section import Section
 from tandem.errors import ConfigError
 
@@ -26,14 +26,14 @@ class RedisConfig(Section):
     lease_s: Annotated[float, Field(ge=1.0, le=300.0)] = 3.0
     """How long a worker's or router's entries outlive it."""
 
-    def board_settings(self) -> BoardSettings | None:
+    def redis_settings(self) -> RedisSettings | None:
         """How to reach Redis; None when none is named. Raises ConfigError, which never shows the URL."""
         password = self.password.get_secret_value() if self.password is not None else None
         if self.url is None:
             if password is not None:
                 raise ConfigError("redis.password: there is no redis.url")
             return None
-        return BoardSettings.from_url(
+        return RedisSettings.from_url(
             self.url.get_secret_value(),
             password=password,
             ca=self.ca,

@@ -1,4 +1,4 @@
-"""The parts of the router's configuration that the doors alone read."""
+"""Sections of `router`: client connections, grammars, prompt caching and the quality probe."""
 
 from typing import Literal, TypeAlias
 
@@ -34,3 +34,34 @@ class GrammarsConfig(Section):
     """Most time for one."""
     compile_bytes: int = Field(default=1 << 30, ge=1 << 26)
     """Most memory for one."""
+
+
+class PromptCacheConfig(Section):
+    """Prompt caching as clients see it."""
+
+    shared_by_tenants: bool = False
+    """One tenant finds what another has cached: equal prompts are computed once, and the time that one takes tells
+    whether somebody else has sent it."""
+    max_pins: PositiveInt = 4096
+    """Pinned prefixes that one router process knows of."""
+    max_named: PositiveInt = 64
+    """`cachedContents` that one tenant has on one host, whichever of its router processes made them."""
+    max_ttl_s: Seconds = 86_400.0
+    """Longest life of one of them."""
+
+
+_TEXT = (
+    "Once upon a time there was a little fox who lived at the edge of a quiet wood. Every morning she went down to the "
+    "river to drink, and every morning an old heron stood there on one leg and said nothing. One day the fox asked him "
+    "what he was waiting for. The heron looked at the water for a long time. Then he said that he was waiting for "
+    "somebody to ask him. The fox laughed, and from that day on they had breakfast together."
+)
+
+
+class QualityConfig(Section):
+    """A text that every worker is asked to read: how probable it is to its model is told as a metric."""
+
+    period_s: Seconds | None = None
+    """How often each worker reads it, first as it joins; null: never."""
+    text: str = Field(default=_TEXT, min_length=32, max_length=8192)
+    """Some hundred words of the kind that the model is used for."""

@@ -28,7 +28,7 @@ class GpuHost(Protocol):
 
 
 class NvidiaHost:
-    """See GpuHost. Asks the management library, which touches no GPU and takes no memory there."""
+    """Asks the management library, which touches no GPU and takes no memory there."""
 
     def __init__(self, environ: MutableMapping[str, str], uuids: Callable[[], tuple[str, ...]] | None = None) -> None:
         """`environ`: this process's. `uuids`: of all GPUs that there are, in the driver's order."""
@@ -36,12 +36,10 @@ class NvidiaHost:
         self._uuids = uuids or driver_uuids
 
     def names(self) -> tuple[str, ...]:
-        """See GpuHost."""
         stated, found = self._environ.get(VISIBLE), self._uuids()
         return found if stated is None else _as_cuda_reads(stated, len(found))
 
     def put_first(self, gpus: Sequence[int]) -> None:
-        """See GpuHost."""
         names = self.names()
         order = [*gpus, *(index for index in range(len(names)) if index not in gpus)]
         # Where nothing is stated CUDA would begin with the fastest, and the driver does with the first on the bus.

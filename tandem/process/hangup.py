@@ -15,9 +15,7 @@ _OUTPUTS = (1, 2)
 class Loop(Protocol):
     """Of an event loop what is needed here."""
 
-    def add_signal_handler(self, sig: int, callback: Callable[[], object]) -> None:
-        """See asyncio.AbstractEventLoop."""
-        ...
+    def add_signal_handler(self, sig: int, callback: Callable[[], object]) -> None: ...
 
 
 def on_hangup(loop: Loop, *, closed: Callable[[], object], reread: Callable[[], object]) -> bool:

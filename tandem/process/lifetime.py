@@ -52,7 +52,6 @@ class Lifetime:
         self.fault: BaseException | None = None
 
     def stop(self) -> None:
-        """Begin the drain."""
         self._stop.set()
 
     def fail(self, fault: BaseException) -> None:

@@ -32,7 +32,6 @@ class LoadReport:
         return cls(share=share, left_s=None if left_s is None else float(left_s))
 
     def as_json(self) -> Mapping[str, Any]:
-        """See `read`."""
         return {"share": round(self.share, 4), "left_s": None if self.left_s is None else round(self.left_s, 1)}
 
     def __str__(self) -> str:
@@ -58,7 +57,6 @@ class LoadProgress:
         self._told_s: float | None = None
 
     def __call__(self, done: int, total: int) -> None:
-        """So far."""
         now_s = self._clock()
         is_over = done >= total
         is_due = self._told_s is None or now_s - self._told_s >= TELL_S

@@ -36,7 +36,6 @@ class StackSampler:
         return self.tally
 
     def stop(self) -> None:
-        """From any thread."""
         self._stopped.set()
 
     def _look(self) -> None:

@@ -10,7 +10,6 @@ from tandem.values.ids import BlockHash
 
 
 def chains_to_pb(chains: Iterable[CachedChain]) -> list[pb.CachedChain]:
-    """As messages."""
     return [
         pb.CachedChain(after=chain.after, from_root=chain.from_root, names=b"".join(chain.names)) for chain in chains
     ]

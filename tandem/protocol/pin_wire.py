@@ -14,7 +14,6 @@ _OUTCOMES_FROM_PB: dict[int, PinOutcome] = {number: outcome for outcome, number 
 
 
 def order_to_pb(order: PinOrder) -> pb.Pin:
-    """For a worker."""
     return pb.Pin(tenant=order.key.tenant, name=order.key.name, last_block=order.last_block, ttl_s=order.ttl_s)
 
 
@@ -26,7 +25,6 @@ def order_from_pb(message: pb.Pin) -> PinOrder:
 
 
 def told_to_pb(told: PinTold) -> pb.PinTold:
-    """For a router."""
     return pb.PinTold(
         tenant=told.key.tenant, name=told.key.name, outcome=_OUTCOMES[told.outcome], num_tokens=told.num_tokens
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from tandem.circuit_breaker import CircuitBreaker
-from tandem.cluster_state.settings import BoardSettings
+from tandem.cluster_state.settings import RedisSettings
 from tandem.errors import ConfigError
 from tandem.rpc.bounded_redis_reader import BoundedReader, ReplyTooLarge, most_bytes
 from tandem.rpc.certificates import read_authorities
@@ -34,7 +34,7 @@ class RedisDown(Exception):
     """No answer in time, or no connection; says why."""
 
 
-class RedisSpoilt(RedisDown):
+class UntrustedReply(RedisDown):
     """Somebody else's hand: an answer is larger than what we write there can make it."""
 
 
@@ -58,7 +58,7 @@ class RedisLink:
     """For one task: commands are sent one batch at a time."""
 
     def __init__(
-        self, settings: BoardSettings, breaker: CircuitBreaker, *, use: str, clock: Callable[[], float]
+        self, settings: RedisSettings, breaker: CircuitBreaker, *, use: str, clock: Callable[[], float]
     ) -> None:
         """`use`: what for, in metrics and logs. Raises ConfigError when redis is not installed."""
         self.health = LinkHealth(use=use)
@@ -104,7 +104,6 @@ class RedisLink:
         return results
 
     async def close(self) -> None:
-        """Leave."""
         connection, self._connection = self._connection, None
         if connection is not None:
             await connection.disconnect(nowait=True)
@@ -119,7 +118,7 @@ class RedisLink:
             raise self._failed(f"no answer within {self._settings.timeout_s:g} s") from None
         except ReplyTooLarge as error:
             await self.close()
-            raise self._failed(str(error), RedisSpoilt) from None
+            raise self._failed(str(error), UntrustedReply) from None
         except self._errors as error:
             await self.close()
             raise self._failed(str(error) or type(error).__name__) from None
@@ -179,7 +178,7 @@ def _error_classes() -> tuple[tuple[type[Exception], ...], type[Exception]]:
     return (RedisError, OSError, ValueError, EOFError, RecursionError, ConfigError), ResponseError
 
 
-def _make_connection(settings: BoardSettings, authorities: str | None) -> "Connection":
+def _make_connection(settings: RedisSettings, authorities: str | None) -> "Connection":
     """`authorities`: who may have signed the server's certificate, in PEM; None: whom the system believes."""
     from redis.asyncio import Connection, SSLConnection
     from redis.asyncio.retry import Retry

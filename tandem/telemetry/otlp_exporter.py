@@ -79,7 +79,6 @@ class OtlpSink:
         self._thread.start()
 
     def take(self, span: EndedSpan) -> None:
-        """See SpanSink."""
         if len(self._queue) >= _QUEUE:
             self._not_queued += 1
             return

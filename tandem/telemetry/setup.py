@@ -14,7 +14,7 @@ from tandem.telemetry.tracing import NoTracer, RecordingTracer, Tracer
 
 if TYPE_CHECKING:
     # GPU machines need not have pydantic.
-    from tandem.config.cluster import TelemetryConfig
+    from tandem.config.telemetry import TelemetryConfig
 
 _log = logging.getLogger(__name__)
 

@@ -208,8 +208,6 @@ class Tracer(Protocol):
 
 
 class NoTracer:
-    """Nothing is traced."""
-
     def request(
         self, name: str, client: TraceContext | None, start_s: float, *, by_operator: bool = False
     ) -> Span | None:
@@ -245,13 +243,12 @@ class RecordingTracer:
         self.sample(sample_ratio)
 
     def sample(self, ratio: float) -> None:
-        """See Tracer. From any thread."""
+        """From any thread."""
         self._sample_below = ratio * 2.0**64
 
     def request(
         self, name: str, client: TraceContext | None, start_s: float, *, by_operator: bool = False
     ) -> Span | None:
-        """See Tracer."""
         if client is not None and self._trusts(by_operator):
             span = self.span(name, client, start_s)
         else:
@@ -273,7 +270,6 @@ class RecordingTracer:
         return Span(self, name, TraceContext(trace_id=trace_id, span_id=self._new_id()), None, start_s)
 
     def span(self, name: str, parent: TraceContext | None, start_s: float | None = None) -> Span | None:
-        """See Tracer."""
         if parent is None or not parent.sampled:
             return None
         return self.open(name, parent, self.clock() if start_s is None else start_s)

@@ -48,7 +48,6 @@ class CachedTokens:
 
     @property
     def total(self) -> int:
-        """Of all sources."""
         return self.prefill_pool + self.decode_pool + self.fetched + self.host + self.disk
 
 
@@ -88,6 +87,5 @@ class PhaseTimes:
 
     @property
     def total_s(self) -> float:
-        """Of all phases."""
         before_s = self.router_queue_s + self.prefill_queue_s + self.prefill_s
         return before_s + self.transfer_s + self.decode_queue_s + self.decode_s

@@ -23,8 +23,6 @@ MAX_BAD_WORD_TOKENS = 64
 
 
 class Bound(NamedTuple):
-    """Of one number."""
-
     low: float
     high: float
     open_low: bool = False

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from tandem.config.cluster import EngineConfig
+from tandem.config.engine import EngineSection
 from tandem_bench.cache import cache_dir
 from tandem_bench.client import Client, Completion
 from tandem_bench.clusters import COLOCATED, RunningCluster, Setup, running
@@ -127,7 +127,7 @@ class WorkerContestant:
 
     def __init__(self, stage: Stage) -> None:
         # As a user gets it, whatever the other benchmarks prefer.
-        engine = EngineConfig().model_dump() | stage.engine_section()
+        engine = EngineSection().model_dump() | stage.engine_section()
         engine |= {name.removeprefix("engine."): value for name, value in stage.settings.items()}
         model = {"path": str(stage.model), "max_model_len": stage.max_model_len}
         self._setup = Setup(mode=COLOCATED, dtype=stage.dtype, engine=engine, model=model)

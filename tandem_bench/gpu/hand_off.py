@@ -48,7 +48,7 @@ _WAIT_S = 30.0
 _BUSY_CYCLES = 500_000_000
 """A quarter of a second, many times what is done beside it."""
 _NUM_CHECKSUMS = 40
-_PAIRING = Pairing.of(LAYOUT, LAYOUT, wire_dtype=LAYOUT.dtype)
+_PAIRING = Pairing.from_layouts(LAYOUT, LAYOUT, wire_dtype=LAYOUT.dtype)
 
 
 def hand_off(stage: Stage) -> Findings:
@@ -102,7 +102,7 @@ class _Pool:
             return cls(region=KVRegion.on_device(TorchPool(memory, LAYOUT)), memory=memory)
         shared = SharedPool(size)
         memory = torch.frombuffer(shared.buffer, dtype=torch.uint8)
-        return cls(region=KVRegion.of(shared.buffer, LAYOUT, fd=shared.fd), memory=memory)
+        return cls(region=KVRegion.from_buffer(shared.buffer, LAYOUT, fd=shared.fd), memory=memory)
 
     @classmethod
     def filled(cls, where: str, num_blocks: int) -> "_Pool":

@@ -38,8 +38,8 @@ from router.types.worker_view import WorkerInfo, WorkerKey
 from router.workers.prefix_map import PrefixMap
 from router.workers.registry import WorkerRegistry
 from tandem.circuit_breaker import CircuitBreaker
-from tandem.cluster_state.entries import BoardCodec, Notice, Process
-from tandem.cluster_state.settings import BoardSettings
+from tandem.cluster_state.entries import ClusterStateCodec, Notice, Process
+from tandem.cluster_state.settings import RedisSettings
 from tandem.config.cluster import RouterConfig
 from tandem.rpc.worker_directory import WorkerAddress
 from tandem.v1 import session_pb2 as pb
@@ -101,8 +101,8 @@ class _Server:
         await reader.readline()
         writer.close()
 
-    def settings(self) -> BoardSettings:
-        return BoardSettings(host="127.0.0.1", port=self.port)
+    def settings(self) -> RedisSettings:
+        return RedisSettings(host="127.0.0.1", port=self.port)
 
 
 async def _flush_often(server: _Server) -> None:
@@ -122,14 +122,14 @@ def _name(worker: int, block: int) -> BlockHash:
 class _Worker:
     """Publishes; its cache is full, so that every store evicts."""
 
-    def __init__(self, number: int, settings: BoardSettings) -> None:
+    def __init__(self, number: int, settings: RedisSettings) -> None:
         self._number = number
         self.newest = NUM_BLOCKS
         self._sequence = 0
         self.publisher = BoardPublisher(
             Notice(process=_process(number), role=WorkerRole.DECODE, address="127.0.0.1:1"),
             settings,
-            BoardCodec(_SECRET, settings.cluster),
+            ClusterStateCodec(_SECRET, settings.cluster),
             breaker=CircuitBreaker(Random(number)),
             clock=time.monotonic,
             wall_clock=time.time,
@@ -149,7 +149,7 @@ class _Worker:
 
 async def _play_workers(port: int) -> None:
     """The other process, until it is killed."""
-    settings = BoardSettings(host="127.0.0.1", port=port)
+    settings = RedisSettings(host="127.0.0.1", port=port)
     async with AsyncExitStack() as stack:
         workers = [_Worker(number, settings) for number in range(NUM_WORKERS)]
         for worker in workers:
@@ -184,7 +184,7 @@ def _registry(num_workers: int) -> WorkerRegistry:
 
 
 @asynccontextmanager
-async def _board(registry: WorkerRegistry, settings: BoardSettings) -> AsyncIterator[RouterClusterState]:
+async def _board(registry: WorkerRegistry, settings: RedisSettings) -> AsyncIterator[RouterClusterState]:
     stated: frozenset[WorkerAddress] = frozenset()
     limits = make_limits(RouterConfig(), _SECRET, time.monotonic)
     board = RouterClusterState(

@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from kv_transfer.layout.cell_range import CellRange
-from kv_transfer.layout.chunk_plan import CellShape, ChunkPlanner
+from kv_transfer.layout.chunk_plan import ChunkPlanner, HandoffSize
 from kv_transfer.layout.pairing import Pairing
 from kv_transfer.memory import checksum
 from kv_transfer.memory.landing import Landing
@@ -156,7 +156,7 @@ def orders_of(case: Mapping[str, Any], pairing: Pairing, grant: bytes) -> list[W
 def chunks_of(case: Mapping[str, Any], pairing: Pairing) -> list[CellRange]:
     """Of a prompt that is computed: a unit is a block."""
     layout = pairing.source
-    shape = CellShape(
+    shape = HandoffSize(
         num_layers=layout.num_layers, num_heads=layout.num_kv_heads, unit_layer_bytes=pairing.unit_layer_bytes
     )
     return ChunkPlanner(shape, chunk_bytes=_SETTINGS.chunk_bytes).plan(len(case["sources"]))
@@ -178,13 +178,13 @@ def pairing_of(case: Mapping[str, Any]) -> Pairing:
         head_dim=case["layer_block_bytes"] // 8,
         block_size=1,
     )
-    return Pairing.of(layout, layout, wire_dtype=layout.dtype)
+    return Pairing.from_layouts(layout, layout, wire_dtype=layout.dtype)
 
 
 def region_of(case: Mapping[str, Any], pool: memoryview, fd: int | None) -> KVRegion:
     """The part of a pool that the case's pool fills."""
     size = case["num_layers"] * case["pool_blocks"] * case["layer_block_bytes"]
-    return KVRegion.of(pool[:size], pairing_of(case).source, fd=fd)
+    return KVRegion.from_buffer(pool[:size], pairing_of(case).source, fd=fd)
 
 
 def _tcp(options: Mapping[str, Any]) -> TcpSettings:

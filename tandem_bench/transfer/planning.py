@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from kv_transfer.memory.cell_addresses import PlacedBytes
+from kv_transfer.memory.cell_addresses import CellAddresses
 from kv_transfer.memory.mover import RECIPE, Mover
-from kv_transfer.memory.write_stop_lock import Gate, PieceLock
+from kv_transfer.memory.write_stop_lock import PieceLock, WriteStopLock
 from kv_transfer.transports.grants import TOKEN_BYTES
 from kv_transfer.transports.interface import WriteOrder
 from kv_transfer.transports.region_copy import RegionCopier
@@ -49,7 +49,7 @@ def _over_tcp(case: Mapping[str, Any], source: memoryview, target: memoryview, s
 
     def describe() -> None:
         for order in orders_of(case, pairing, grant):
-            place = PlacedBytes(here, order.source, is_source=True)
+            place = CellAddresses(here, order.source, is_source=True)
             # It receives as well, or it would send.
             outgoing = streams.open(place, order.cells, silent, lock, is_sending=False)
             header = tcp_frames.unpack_header(tcp_frames.pack_header(_header(order, outgoing.num_bytes)))
@@ -64,9 +64,9 @@ def _over_tcp(case: Mapping[str, Any], source: memoryview, target: memoryview, s
     return describe
 
 
-def _header(order: WriteOrder, num_bytes: int) -> tcp_frames.Header:
-    return tcp_frames.Header(
-        kind=tcp_frames.Kind.WRITE, write_id=1, token=order.grant, cells=order.cells, payload_bytes=num_bytes
+def _header(order: WriteOrder, num_bytes: int) -> tcp_frames.FrameHeader:
+    return tcp_frames.FrameHeader(
+        kind=tcp_frames.FrameKind.WRITE, write_id=1, token=order.grant, cells=order.cells, payload_bytes=num_bytes
     )
 
 
@@ -75,7 +75,7 @@ def _over_shm(case: Mapping[str, Any], source: memoryview, target: memoryview) -
     pairing, grant = pairing_of(case), bytes(TOKEN_BYTES)
     there = region_of(case, target, None)
     landing = landing_of(case, pairing, there)
-    placed = PlacedBytes(there, landing.cells, is_source=False)
+    placed = CellAddresses(there, landing.cells, is_source=False)
     mover, lock = _mover(_Idle), PieceLock()
     copier = RegionCopier(region_of(case, source, None), there, pairing, mover)
 
@@ -84,7 +84,7 @@ def _over_shm(case: Mapping[str, Any], source: memoryview, target: memoryview) -
 
     def describe() -> None:
         for order in orders_of(case, pairing, grant):
-            copier.copy(order, landing.cells, Gate(check, lock), nullcontext)
+            copier.copy(order, landing.cells, WriteStopLock(check, lock), nullcontext)
             mover.checksum(placed, order.cells)
 
     return describe

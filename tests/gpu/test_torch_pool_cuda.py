@@ -18,7 +18,7 @@ pytestmark = [
 ]
 
 KV = KVLayout(model_fingerprint="x", dtype="bfloat16", num_layers=32, num_kv_heads=8, head_dim=128, block_size=16)
-PAIRING = Pairing.of(KV, KV, wire_dtype=KV.dtype)
+PAIRING = Pairing.from_layouts(KV, KV, wire_dtype=KV.dtype)
 NUM_BLOCKS = 64
 HERE, THERE = (1, 5, 3, 9), (40, 41, 30, 50)
 CELLS = CellRange(

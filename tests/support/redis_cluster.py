@@ -28,8 +28,8 @@ from router.workers.prefix_map import PrefixMap
 from router.workers.registry import WorkerRegistry
 from tandem.backoff import Backoff
 from tandem.circuit_breaker import BreakerPolicy, CircuitBreaker
-from tandem.cluster_state.entries import BoardCodec, Notice, Process
-from tandem.cluster_state.settings import BoardSettings
+from tandem.cluster_state.entries import ClusterStateCodec, Notice, Process
+from tandem.cluster_state.settings import RedisSettings
 from tandem.config.cluster import RouterConfig
 from tandem.rpc.cluster_grpc import ClusterAuth, open_channel
 from tandem.v1 import session_pb2 as pb
@@ -47,10 +47,10 @@ CAPACITY = 64
 QUICK = BreakerPolicy(first_open_s=0.05, most_open_s=0.3)
 
 
-def board_at(server: RedisServer, **changes: Any) -> BoardSettings:
+def board_at(server: RedisServer, **changes: Any) -> RedisSettings:
     """Impatient, so that tests are quick."""
     given = {"host": "127.0.0.1", "port": server.port, "timeout_s": 0.2, "lease_s": 1.0}
-    return BoardSettings(**(given | changes))
+    return RedisSettings(**(given | changes))
 
 
 def names_of(prompt: tuple[int, ...]) -> list[BlockHash]:
@@ -62,7 +62,7 @@ def names_of(prompt: tuple[int, ...]) -> list[BlockHash]:
 class PublishingWorker(FakeWorker):
     """Any number of routers at once; caches prompts, oldest out first."""
 
-    def __init__(self, worker_id: str, settings: BoardSettings, *, incarnation: int = 1) -> None:
+    def __init__(self, worker_id: str, settings: RedisSettings, *, incarnation: int = 1) -> None:
         super().__init__(worker_id, script=self.answer, num_blocks=CAPACITY, incarnation=incarnation)
         self.held: OrderedDict[BlockHash, None] = OrderedDict()
         self.sequence = 0
@@ -83,7 +83,7 @@ class PublishingWorker(FakeWorker):
         self.publisher = BoardPublisher(
             Notice(process=self.process, role=WorkerRole.DECODE, address=self.address),
             self._settings,
-            BoardCodec(SECRET, self._settings.cluster),
+            ClusterStateCodec(SECRET, self._settings.cluster),
             breaker=CircuitBreaker(Random(1), QUICK),
             clock=time.monotonic,
             wall_clock=time.time,
@@ -206,7 +206,7 @@ class Router:
 
 @asynccontextmanager
 async def router(
-    number: int, settings: BoardSettings, *, live: int, limits: SharedRateLimits | None = None
+    number: int, settings: RedisSettings, *, live: int, limits: SharedRateLimits | None = None
 ) -> AsyncIterator[Router]:
     """Finds the workers on the board; waits until `live` of them are here."""
     registry = WorkerRegistry(prefix_map=PrefixMap(), clock=time.monotonic)

@@ -15,9 +15,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
 
 from tandem.circuit_breaker import CircuitBreaker
-from tandem.cluster_state.entries import SMALL_BYTES, BadEntry, BoardCodec, Footprint, Notice, Process
-from tandem.cluster_state.keys import FORGET_MS, BoardKeys
-from tandem.cluster_state.settings import BoardSettings
+from tandem.cluster_state.entries import SMALL_BYTES, BadEntry, ClusterStateCodec, Footprint, Notice, Process
+from tandem.cluster_state.keys import FORGET_MS, ClusterStateKeys
+from tandem.cluster_state.settings import RedisSettings
 from tandem.rpc.redis_link import Command, RedisDown, RedisLink, Refusal, Reply
 from tandem.v1 import session_pb2 as pb
 from tandem.values.ids import BlockHash
@@ -44,8 +44,8 @@ class BoardPublisher:
     def __init__(
         self,
         notice: Notice,
-        settings: BoardSettings,
-        codec: BoardCodec,
+        settings: RedisSettings,
+        codec: ClusterStateCodec,
         *,
         breaker: CircuitBreaker,
         clock: Callable[[], float],
@@ -55,7 +55,7 @@ class BoardPublisher:
         self._notice = notice
         self._settings = settings
         self._codec = codec
-        self._keys = BoardKeys(settings.cluster)
+        self._keys = ClusterStateKeys(settings.cluster)
         self._clock, self._wall_clock = clock, wall_clock
         self._link = RedisLink(settings, breaker, use="publish", clock=clock)
         self._journal = CacheJournal()
@@ -217,14 +217,14 @@ async def publish(stack: AsyncExitStack, publisher: BoardPublisher | None, sourc
 
 def make_publisher(config: "RedisConfig", secret: bytes, identity: WorkerIdentity) -> BoardPublisher | None:
     """A worker's publisher; None without Redis. Raises ConfigError when its client is not installed."""
-    settings = config.board_settings()
+    settings = config.redis_settings()
     if settings is None:
         return None
     process = Process(identity.worker_id, identity.incarnation)
     return BoardPublisher(
         Notice(process=process, role=identity.role, address=identity.address),
         settings,
-        BoardCodec(secret, settings.cluster),
+        ClusterStateCodec(secret, settings.cluster),
         breaker=CircuitBreaker(SystemRandom()),
         clock=time.monotonic,
         wall_clock=time.time,

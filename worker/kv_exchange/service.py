@@ -199,7 +199,7 @@ def region_of(parts: EngineParts) -> KVRegion | None:
     """The pool, in host memory or on a GPU; None where its ranks hold it in as many processes."""
     memory = parts.kv_memory()
     if memory is not None:
-        return KVRegion.of(memory, parts.layout, fd=None if parts.pool is None else parts.pool.fd)
+        return KVRegion.from_buffer(memory, parts.layout, fd=None if parts.pool is None else parts.pool.fd)
     if parts.layout.tp_size > 1:
         return None
     blocks = parts.runner.kv_cache.blocks

@@ -29,14 +29,12 @@ class CudaSharing:
     """Of CUDA memory, between processes that see the same devices."""
 
     def problem(self, region: KVRegion) -> str | None:
-        """See DeviceSharing."""
         if region.device is None:
             return "needs a KV pool in GPU memory"
         torch = importlib.import_module("torch")
         return None if torch.cuda.is_available() else "needs a GPU"
 
     def lend(self, memory: Any) -> bytes:
-        """See DeviceSharing."""
         try:
             parts = memory.untyped_storage()._share_cuda_()
         except RuntimeError as error:
@@ -48,7 +46,6 @@ class CudaSharing:
         return json.dumps({"storage": fields, **shape}).encode()
 
     def borrow(self, token: bytes) -> Any:
-        """See DeviceSharing."""
         torch = importlib.import_module("torch")
         try:
             data = json.loads(token)

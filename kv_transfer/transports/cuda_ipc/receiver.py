@@ -38,7 +38,6 @@ class CudaIpcReceiver(ClaimReceiver):
         super().__init__(server, NAME)
 
     def offer(self) -> TransportOffer:
-        """See KVReceiver."""
         return TransportOffer(name=NAME, advert=self._secret + self._address.encode(), host_id=host_id())
 
     def _refuses(self, sock: socket.socket) -> str | None:

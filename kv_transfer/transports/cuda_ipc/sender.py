@@ -64,11 +64,9 @@ class CudaIpcSender:
         self._sharing = sharing
 
     def reaches(self, offer: TransportOffer) -> bool:
-        """See KVSender."""
         return offer.name == NAME and offer.host_id == host_id()
 
     def connect(self, offer: TransportOffer, pairing: Pairing) -> CudaIpcWriter:
-        """See KVSender."""
         device = self._region.device
         if device is None or pairing.at_departure() is not None or pairing.at_arrival() is not None:
             raise TransferError(f"{NAME}: copies between devices only, and converts nothing")

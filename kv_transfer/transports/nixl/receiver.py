@@ -37,7 +37,6 @@ class NixlReceiver(ClaimReceiver):
         super().__init__(listen(host), NAME)
 
     def offer(self) -> TransportOffer:
-        """See KVReceiver."""
         return TransportOffer(name=NAME, advert=advert_of(self._server, self._secret), host_id="")
 
     def _refuses(self, sock: socket.socket) -> str | None:

@@ -15,7 +15,7 @@ from kv_transfer.layout.pairing import Pairing
 from kv_transfer.layout.placed_cells import PlacedCells
 from kv_transfer.layout.runs import Copy, paired
 from kv_transfer.memory.checksum import crc32
-from kv_transfer.memory.departure import Departure, slabs
+from kv_transfer.memory.departure import Departure, split_for_conversion
 from kv_transfer.memory.region import KVRegion
 from kv_transfer.protocol.messages import TransportOffer
 from kv_transfer.transports.dial import dial, stays_here
@@ -57,7 +57,6 @@ class NixlWriter(ClaimingWriter):
         super().__init__(sock, NAME)
 
     def close(self) -> None:
-        """See PeerWriter."""
         self._broken.set()
         super().close()
         self._agent.close()
@@ -83,7 +82,7 @@ class NixlWriter(ClaimingWriter):
         """Copies out of the bounce memory, filled a slab at a time, in a ring, while earlier ones are on their way."""
         order, at = job.order, 0
         payload = order.source.payload(order.cells)
-        for slab in slabs(order.cells, payload, payload.num_bytes(self._pairing.wire_dtype)):
+        for slab in split_for_conversion(order.cells, payload, payload.num_bytes(self._pairing.wire_dtype)):
             # Without the lock, which the event loop takes and a device would hold for long: the job is `reading`.
             if job.stopped:
                 return
@@ -145,11 +144,10 @@ class NixlSender:
         self._isolated_network = isolated_network
 
     def reaches(self, offer: TransportOffer) -> bool:
-        """See KVSender. Nothing is encrypted, so what leaves this machine needs a network of its own."""
+        """Nothing is encrypted, so what leaves this machine needs a network of its own."""
         return offer.name == NAME and (self._isolated_network or stays_here(offer.advert))
 
     def connect(self, offer: TransportOffer, pairing: Pairing) -> NixlWriter:
-        """See KVSender."""
         try:
             sock = dial(offer.advert)
             try:

@@ -20,12 +20,12 @@ from dataclasses import dataclass, field
 from kv_transfer.layout.cell_range import CellRange
 from kv_transfer.memory.landing import Landing
 from kv_transfer.protocol.messages import TransferKey, TransportOffer
-from kv_transfer.transports.accept import accepted, begins
+from kv_transfer.transports.accept import accept_connections, start_serving
 from kv_transfer.transports.grants import TOKEN_BYTES, GrantTable
 from kv_transfer.transports.interface import QuietListener
 from kv_transfer.transports.one_sided import wire as one_sided_wire
-from kv_transfer.transports.one_sided.wire import Kind
-from kv_transfer.transports.stranger_log import StrangerLog
+from kv_transfer.transports.one_sided.wire import ClaimKind
+from kv_transfer.transports.stranger_log import RefusalLog
 from tandem.errors import TransferError
 
 HELLO_S = 5.0
@@ -38,8 +38,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Writer:
-    """One connected peer."""
-
     sock: socket.socket
     thread: threading.Thread | None = None
     claims: dict[bytes, TransferKey] = field(default_factory=dict)
@@ -57,7 +55,7 @@ class ClaimReceiver(ABC):
 
     def __init__(self, server: socket.socket, name: str) -> None:
         self._name = name
-        self._strangers = StrangerLog(name)
+        self._strangers = RefusalLog(name)
         self._grants = GrantTable()
         self._lock = threading.Lock()
         self._writers: set[Writer] = set()
@@ -86,16 +84,13 @@ class ClaimReceiver(ABC):
 
     @property
     def name(self) -> str:
-        """See KVReceiver."""
         return self._name
 
     def open_grant(self, key: TransferKey, landing: Landing) -> bytes:
-        """See KVReceiver."""
         grant = self._grants.open(key, landing)
         return one_sided_wire.pack_grant(grant.token, landing.cells.at.blocks)
 
     def verify(self, key: TransferKey, cells: CellRange, checksum: int) -> bool:
-        """See KVReceiver."""
         return self._grants.verify(key, cells, checksum)
 
     def revoke(self, key: TransferKey) -> bool:
@@ -109,11 +104,10 @@ class ClaimReceiver(ABC):
                 return self._grants.is_quiet(key)
             writer.asked_s = writer.asked_s or time.monotonic()
             # When this cannot be said the writer's end is awaited.
-            one_sided_wire.send(writer.sock, Kind.REVOKE, grant.token)
+            one_sided_wire.send(writer.sock, ClaimKind.REVOKE, grant.token)
         return False
 
     def listen_quiet(self, listener: QuietListener) -> None:
-        """See KVReceiver."""
         self._listener = listener
         self._grants.listen_quiet(self._on_settled)
 
@@ -150,9 +144,9 @@ class ClaimReceiver(ABC):
         self._server.close()
 
     def _accept(self) -> None:
-        for sock in accepted(self._server, self._closing, self._strangers):
+        for sock in accept_connections(self._server, self._closing, self._strangers):
             if (refusal := self._refuses(sock)) is not None:
-                self._strangers.tell("a connection was refused", refusal)
+                self._strangers.record("a connection was refused", refusal)
                 sock.close()
                 continue
             writer = Writer(sock=sock)
@@ -163,7 +157,7 @@ class ClaimReceiver(ABC):
                 # Under the lock, so that close() finds a thread that it can join.
                 thread_name = f"kv-{self._name}-peer"
                 writer.thread = threading.Thread(target=self._serve, args=(writer,), name=thread_name, daemon=True)
-                if not begins(writer.thread, self._strangers):
+                if not start_serving(writer.thread, self._strangers):
                     sock.close()
                     continue
                 self._writers.add(writer)
@@ -179,7 +173,7 @@ class ClaimReceiver(ABC):
             if is_known:
                 log.info("%s writer dropped: %s", self._name, error)
             else:
-                self._strangers.tell("a connection was dropped before it was served", error)
+                self._strangers.record("a connection was dropped before it was served", error)
             if writer.claims and self.shut_out_s is None:
                 _await_end(writer.sock)
         self._drop(writer)
@@ -190,12 +184,12 @@ class ClaimReceiver(ABC):
         if hello is None:
             raise TransferError("no HELLO")
         kind, secret = hello
-        if kind is not Kind.HELLO or not hmac.compare_digest(secret, self._secret):
+        if kind is not ClaimKind.HELLO or not hmac.compare_digest(secret, self._secret):
             raise TransferError("wrong secret")
         self._welcome(writer)
         writer.sock.settimeout(None)
 
-    def _next(self, writer: Writer) -> tuple[Kind, bytes] | None:
+    def _next(self, writer: Writer) -> tuple[ClaimKind, bytes] | None:
         """The next message. Raises TransferError when an answer is overdue and the writer can be shut out."""
         if self.shut_out_s is not None:
             poller = select.poll()
@@ -206,16 +200,16 @@ class ClaimReceiver(ABC):
                     raise TransferError("a revocation is not answered")
         return one_sided_wire.receive(writer.sock)
 
-    def _on_message(self, writer: Writer, kind: Kind, token: bytes) -> None:
-        if kind is Kind.CLAIM:
+    def _on_message(self, writer: Writer, kind: ClaimKind, token: bytes) -> None:
+        if kind is ClaimKind.CLAIM:
             with self._lock:
                 grant = self._grants.find(token)
                 if grant is not None and all(token not in w.claims for w in self._writers):
                     writer.claims[token] = grant.key
-                answer = Kind.CLAIMED if token in writer.claims else Kind.REFUSED
+                answer = ClaimKind.CLAIMED if token in writer.claims else ClaimKind.REFUSED
                 if not one_sided_wire.send(writer.sock, answer, token):
                     raise TransferError("writer does not read")
-        elif kind is Kind.QUIET:
+        elif kind is ClaimKind.QUIET:
             with self._lock:
                 key = writer.claims.pop(token, None)
                 if all(self._grants.find(claimed) is not None for claimed in writer.claims):

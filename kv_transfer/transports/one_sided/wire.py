@@ -29,7 +29,7 @@ MESSAGE_BYTES = _MESSAGE.size + _CRC.size
 MAX_BLOB_BYTES = 1 << 20
 
 
-class Kind(IntEnum):
+class ClaimKind(IntEnum):
     """What a message says."""
 
     HELLO = 1
@@ -41,17 +41,17 @@ class Kind(IntEnum):
     QUIET = 7
 
 
-def pack(kind: Kind, token: bytes = bytes(TOKEN_BYTES)) -> bytes:
+def pack(kind: ClaimKind, token: bytes = bytes(TOKEN_BYTES)) -> bytes:
     """One message as bytes."""
     return sealed(_MESSAGE.pack(_MAGIC, kind, token))
 
 
-def unpack(data: bytes) -> tuple[Kind, bytes]:
+def unpack(data: bytes) -> tuple[ClaimKind, bytes]:
     """Kind and token from MESSAGE_BYTES bytes. Raises TransferError."""
     magic, kind, token = _MESSAGE.unpack(unsealed(data))
-    if magic != _MAGIC or kind not in Kind._value2member_map_:
+    if magic != _MAGIC or kind not in ClaimKind._value2member_map_:
         raise TransferError("not a message of a KV transport")
-    return Kind(kind), token
+    return ClaimKind(kind), token
 
 
 def sealed(fields: bytes) -> bytes:
@@ -67,7 +67,7 @@ def unsealed(data: bytes) -> bytes:
     return fields
 
 
-def send(sock: socket.socket, kind: Kind, token: bytes) -> bool:
+def send(sock: socket.socket, kind: ClaimKind, token: bytes) -> bool:
     """Send one message without waiting; False when the peer is gone or does not read."""
     try:
         return sock.send(pack(kind, token), socket.MSG_DONTWAIT) == MESSAGE_BYTES
@@ -75,7 +75,7 @@ def send(sock: socket.socket, kind: Kind, token: bytes) -> bool:
         return False
 
 
-def receive(sock: socket.socket) -> tuple[Kind, bytes] | None:
+def receive(sock: socket.socket) -> tuple[ClaimKind, bytes] | None:
     """The next message, or None at the end. Raises OSError, or TransferError for what is no message."""
     data = receive_exactly(sock, MESSAGE_BYTES)
     return None if data is None else unpack(data)
@@ -83,13 +83,13 @@ def receive(sock: socket.socket) -> tuple[Kind, bytes] | None:
 
 def send_blob(sock: socket.socket, blob: bytes) -> None:
     """What the memory is, in the words of a transport. Raises OSError."""
-    sock.sendall(pack(Kind.REGION) + _BLOB.pack(len(blob), crc32(blob)) + blob)
+    sock.sendall(pack(ClaimKind.REGION) + _BLOB.pack(len(blob), crc32(blob)) + blob)
 
 
 def receive_blob(sock: socket.socket) -> bytes:
     """What `send_blob` sent. Raises OSError or TransferError."""
     message = receive(sock)
-    if message is None or message[0] is not Kind.REGION:
+    if message is None or message[0] is not ClaimKind.REGION:
         raise TransferError("the receiver refused to share its memory")
     size, checksum = _BLOB.unpack(_all_of(sock, _BLOB.size))
     if size > MAX_BLOB_BYTES:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from kv_transfer.protocol.messages import TransferKey
 from kv_transfer.transports.one_sided import wire as one_sided_wire
 from kv_transfer.transports.one_sided.receiver import hang_up
-from kv_transfer.transports.one_sided.wire import Kind
+from kv_transfer.transports.one_sided.wire import ClaimKind
 from kv_transfer.transports.write_queue import QueuedWriter, WriteJob
 from tandem.errors import TransferError
 
@@ -68,7 +68,7 @@ class ClaimingWriter(QueuedWriter):
             if claim is None:
                 claim = self._claims[token] = _Claim(key=job.order.key)
                 self._tokens[job.order.key] = token
-                if not one_sided_wire.send(self._sock, Kind.CLAIM, token):
+                if not one_sided_wire.send(self._sock, ClaimKind.CLAIM, token):
                     claim.settle(False)
         try:
             granted = claim.granted.result(CLAIM_S)
@@ -117,16 +117,16 @@ class ClaimingWriter(QueuedWriter):
     def _stopped(self) -> None:
         """Called on the reader's thread when the receiver has ended; on return nothing is written any more."""
 
-    def _on_message(self, kind: Kind, token: bytes) -> None:
+    def _on_message(self, kind: ClaimKind, token: bytes) -> None:
         said = True
         with self._queue.lock:
             claim = self._claims.get(token)
-            if kind is Kind.REVOKE:
+            if kind is ClaimKind.REVOKE:
                 said = self._give_up(token)
-            elif kind is Kind.REFUSED:
+            elif kind is ClaimKind.REFUSED:
                 self._forget(token)
         if claim is not None:
-            claim.settle(kind is Kind.CLAIMED)
+            claim.settle(kind is ClaimKind.CLAIMED)
         if not said:
             raise TransferError("the receiver does not read")
 
@@ -140,7 +140,7 @@ class ClaimingWriter(QueuedWriter):
             claim.ending = claim.busy.stopped = True
             return True
         self._forget(token)
-        return one_sided_wire.send(self._sock, Kind.QUIET, token)
+        return one_sided_wire.send(self._sock, ClaimKind.QUIET, token)
 
     def _forget(self, token: bytes) -> None:
         claim = self._claims.pop(token, None)

@@ -32,7 +32,6 @@ class ShmReceiver(ClaimReceiver):
         super().__init__(server, NAME)
 
     def offer(self) -> TransportOffer:
-        """See KVReceiver."""
         return TransportOffer(name=NAME, advert=self._secret + self._address.encode(), host_id=host_id())
 
     def _refuses(self, sock: socket.socket) -> str | None:

@@ -9,7 +9,7 @@ from kv_transfer.layout.placed_cells import PlacedCells
 from kv_transfer.memory.mover import Mover, load_mover
 from kv_transfer.memory.region import KVRegion
 from kv_transfer.memory.shared_memory import map_shared
-from kv_transfer.memory.write_stop_lock import Gate
+from kv_transfer.memory.write_stop_lock import WriteStopLock
 from kv_transfer.protocol.messages import TransportOffer
 from kv_transfer.transports.interface import WriteOrder
 from kv_transfer.transports.one_sided import wire as one_sided_wire
@@ -41,7 +41,7 @@ class ShmWriter(ClaimingWriter):
     def _perform(self, job: WriteJob) -> None:
         token, target = self._unpacked(job.order)
         self._claim(job, token)
-        gate = Gate(lambda: self._check_all(job, token), self._queue.lock)
+        gate = WriteStopLock(lambda: self._check_all(job, token), self._queue.lock)
         job.succeed(*self._copier.copy(job.order, target, gate, lambda: self._queue.reading(job)))
 
     def _check_all(self, job: WriteJob, token: bytes) -> None:
@@ -71,11 +71,9 @@ class ShmSender:
         self._mover = load_mover()
 
     def reaches(self, offer: TransportOffer) -> bool:
-        """See KVSender."""
         return offer.name == NAME and offer.host_id == host_id()
 
     def connect(self, offer: TransportOffer, pairing: Pairing) -> ShmWriter:
-        """See KVSender."""
         sock = greet_on_this_host(offer.advert, NAME)
         try:
             num_blocks, fd = shm_wire.receive_region(sock)
@@ -83,7 +81,7 @@ class ShmSender:
                 buffer = map_shared(fd, num_blocks * pairing.destination.worker_block_bytes)
             finally:
                 os.close(fd)
-            target = KVRegion.of(buffer, pairing.destination)
+            target = KVRegion.from_buffer(buffer, pairing.destination)
             sock.settimeout(None)
             return ShmWriter(self._region, sock, target, pairing, self._mover)
         except (OSError, ValueError) as error:

@@ -4,7 +4,7 @@ import socket
 import struct
 
 from kv_transfer.transports.one_sided import wire as one_sided_wire
-from kv_transfer.transports.one_sided.wire import MESSAGE_BYTES, Kind
+from kv_transfer.transports.one_sided.wire import MESSAGE_BYTES, ClaimKind
 from tandem.errors import TransferError
 
 _NUM_BLOCKS = struct.Struct("!Q")
@@ -16,7 +16,7 @@ REGION_BYTES = MESSAGE_BYTES + _SEALED_BYTES
 def send_region(sock: socket.socket, num_blocks: int, fd: int) -> None:
     """Pass the memory itself; what a block is was said in HELLO."""
     socket.send_fds(
-        sock, [one_sided_wire.pack(Kind.REGION) + one_sided_wire.sealed(_NUM_BLOCKS.pack(num_blocks))], [fd]
+        sock, [one_sided_wire.pack(ClaimKind.REGION) + one_sided_wire.sealed(_NUM_BLOCKS.pack(num_blocks))], [fd]
     )
 
 
@@ -28,7 +28,7 @@ def receive_region(sock: socket.socket) -> tuple[int, int]:
     try:
         if len(data) < REGION_BYTES:
             data += one_sided_wire.receive_exactly(sock, REGION_BYTES - len(data)) or b""
-        if len(data) != REGION_BYTES or one_sided_wire.unpack(data[:MESSAGE_BYTES])[0] is not Kind.REGION:
+        if len(data) != REGION_BYTES or one_sided_wire.unpack(data[:MESSAGE_BYTES])[0] is not ClaimKind.REGION:
             raise TransferError("not a message of the shm transport")
         # Another number of blocks would be another distance between layers: writes would land in others' blocks.
         (num_blocks,) = _NUM_BLOCKS.unpack(one_sided_wire.unsealed(data[MESSAGE_BYTES:]))

@@ -14,7 +14,7 @@ from kv_transfer.transports.tcp.pieces import Piece
 from tandem.errors import TransferError
 
 
-class Channel(Protocol):
+class ByteChannel(Protocol):
     """A stream of bytes both ways. Every method may raise OSError."""
 
     @property
@@ -68,20 +68,16 @@ class PlainChannel:
 
     @property
     def descriptor(self) -> int:
-        """See Channel."""
         return self._sock.fileno()
 
     def first_byte(self, timeout_s: float) -> int | None:
-        """See Channel."""
         self._readable(timeout_s)
         return peek(self._sock)
 
     def say_plainly(self, data: bytes) -> None:
-        """See Channel."""
         self._sock.send(data)
 
     def receive(self, piece: Piece) -> int | None:
-        """See Channel."""
         try:
             if len(piece) == 1:
                 return self._sock.recv_into(piece[0])
@@ -90,7 +86,6 @@ class PlainChannel:
             return None
 
     def send(self, piece: Piece) -> int:
-        """See Channel."""
         try:
             return self._sock.sendmsg(piece)
         except BlockingIOError:
@@ -101,19 +96,15 @@ class PlainChannel:
         return True
 
     def wait_readable(self, timeout_s: float | None) -> None:
-        """See Channel."""
         self._readable(timeout_s)
 
     def wait_writable(self, timeout_s: float | None) -> None:
-        """See Channel."""
         self._writable(timeout_s)
 
     def hang_up(self) -> None:
-        """See Channel."""
         hang_up(self._sock)
 
     def close(self) -> None:
-        """See Channel."""
         self._sock.close()
 
 
@@ -142,7 +133,7 @@ def hang_up(sock: socket.socket) -> None:
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
-def receive_exactly(channel: Channel, size: int, *, within_s: float, patient: bool = False) -> bytes | None:
+def receive_exactly(channel: ByteChannel, size: int, *, within_s: float, patient: bool = False) -> bytes | None:
     """`size` bytes, or None when the peer ended before the first.
 
     All of them have to come within `within_s`: from now or, if `patient`, from the first one. Raises OSError, or
@@ -166,7 +157,7 @@ def receive_exactly(channel: Channel, size: int, *, within_s: float, patient: bo
     return bytes(data)
 
 
-def send_exactly(channel: Channel, data: bytes, *, stall_s: float) -> None:
+def send_exactly(channel: ByteChannel, data: bytes, *, stall_s: float) -> None:
     """All of `data`. Raises OSError, or TransferError for a peer that takes nothing for `stall_s`."""
     rest = memoryview(data)
     while rest:
@@ -177,7 +168,7 @@ def send_exactly(channel: Channel, data: bytes, *, stall_s: float) -> None:
     flush(channel, stall_s=stall_s)
 
 
-def flush(channel: Channel, *, stall_s: float) -> None:
+def flush(channel: ByteChannel, *, stall_s: float) -> None:
     """Hand everything to the kernel. Raises as `send_exactly` does."""
     while not channel.flush():
         channel.wait_writable(stall_s)

@@ -33,7 +33,7 @@ TLS_ALERT = bytes((0x15, 3, 3, 0, 2, 2, 70))
 """What to tell them where TLS is not spoken: a fatal alert, protocol_version (RFC 8446, section 6)."""
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """What a frame or an answer is."""
 
     HELLO = 1
@@ -43,15 +43,15 @@ class Kind(IntEnum):
     NEEDS_TLS = 5
 
 
-FRAMES = (Kind.HELLO, Kind.WRITE)
-ANSWERS = (Kind.DONE, Kind.REFUSED, Kind.NEEDS_TLS)
+FRAMES = (FrameKind.HELLO, FrameKind.WRITE)
+ANSWERS = (FrameKind.DONE, FrameKind.REFUSED, FrameKind.NEEDS_TLS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Header:
+class FrameHeader:
     """The front of a frame towards a receiver."""
 
-    kind: Kind
+    kind: FrameKind
     write_id: int
     token: bytes
     cells: CellRange
@@ -61,9 +61,9 @@ class Header:
 NO_CELLS = CellRange(first_layer=0, num_layers=0, first_unit=0, num_units=0, first_head=0, num_heads=0)
 
 
-def hello(secret: bytes, name: int, index: int) -> Header:
+def hello(secret: bytes, name: int, index: int) -> FrameHeader:
     """What a stream begins with: its connection, and which of its streams it is."""
-    return Header(kind=Kind.HELLO, write_id=name, token=secret, cells=NO_CELLS, payload_bytes=index)
+    return FrameHeader(kind=FrameKind.HELLO, write_id=name, token=secret, cells=NO_CELLS, payload_bytes=index)
 
 
 def seed_of(name: int, index: int) -> int:
@@ -71,7 +71,7 @@ def seed_of(name: int, index: int) -> int:
     return (name ^ name >> 32 ^ index) & 0xFFFFFFFF
 
 
-def pack_header(header: Header, seed: int = 0) -> bytes:
+def pack_header(header: FrameHeader, seed: int = 0) -> bytes:
     """A header as bytes."""
     c = header.cells
     box = (c.first_layer, c.num_layers, c.first_unit, c.num_units, c.first_head, c.num_heads)
@@ -80,7 +80,7 @@ def pack_header(header: Header, seed: int = 0) -> bytes:
     )
 
 
-def unpack_header(data: bytes, seed: int = 0) -> Header:
+def unpack_header(data: bytes, seed: int = 0) -> FrameHeader:
     """A header from HEADER_BYTES bytes. Raises TransferError."""
     magic, version, kind, write_id, token, *box, payload_bytes = _HEADER.unpack(_unsealed(data, seed))
     if magic != _MAGIC or version != VERSION or kind not in FRAMES:
@@ -93,20 +93,20 @@ def unpack_header(data: bytes, seed: int = 0) -> Header:
         first_head=box[4],
         num_heads=box[5],
     )
-    return Header(kind=Kind(kind), write_id=write_id, token=token, cells=cells, payload_bytes=payload_bytes)
+    return FrameHeader(kind=FrameKind(kind), write_id=write_id, token=token, cells=cells, payload_bytes=payload_bytes)
 
 
-def pack_answer(kind: Kind, write_id: int) -> bytes:
+def pack_answer(kind: FrameKind, write_id: int) -> bytes:
     """An answer as bytes."""
     return _sealed(_ANSWER.pack(_MAGIC, VERSION, kind, write_id))
 
 
-def unpack_answer(data: bytes) -> tuple[Kind, int]:
+def unpack_answer(data: bytes) -> tuple[FrameKind, int]:
     """An answer from ANSWER_BYTES bytes. Raises TransferError."""
     magic, version, kind, write_id = _ANSWER.unpack(_unsealed(data))
     if magic != _MAGIC or version != VERSION or kind not in ANSWERS:
         raise TransferError("not an answer of the tcp transport")
-    return Kind(kind), write_id
+    return FrameKind(kind), write_id
 
 
 def _sealed(fields: bytes, seed: int = 0) -> bytes:

@@ -13,13 +13,13 @@ from kv_transfer.layout.cell_range import CellRange
 from kv_transfer.memory.landing import Landing
 from kv_transfer.memory.mover import Mover
 from kv_transfer.memory.region import Bytes
-from kv_transfer.memory.socket_stream import Progress
+from kv_transfer.memory.socket_stream import StreamProgress
 from kv_transfer.memory.write_stop_lock import PieceLock
-from kv_transfer.transports.grants import Grant, GrantTable
+from kv_transfer.transports.grants import GrantTable, WriteGrant
 from kv_transfer.transports.tcp import frames as tcp_frames
-from kv_transfer.transports.tcp.channel import Channel, receive_exactly
-from kv_transfer.transports.tcp.frames import Header, Kind
-from kv_transfer.transports.tcp.pieces import Parcel, ViewsParcel
+from kv_transfer.transports.tcp.channel import ByteChannel, receive_exactly
+from kv_transfer.transports.tcp.frames import FrameHeader, FrameKind
+from kv_transfer.transports.tcp.pieces import StreamPart, ViewsPart
 from tandem.errors import TransferError
 
 MAX_PAYLOAD_BYTES = 1 << 30
@@ -31,7 +31,7 @@ _SCRATCH_BYTES = 256 << 10
 class Peer:
     """The streams of one sender's connection; they end together."""
 
-    channels: set[Channel] = field(default_factory=set)
+    channels: set[ByteChannel] = field(default_factory=set)
     ended: bool = False
     """Nothing more lands, whatever the kernel still holds."""
 
@@ -40,7 +40,7 @@ class Inbound:
     """A stream whose HELLO was accepted; `run` serves it on the caller's thread."""
 
     def __init__(
-        self, channel: Channel, peer: Peer, grants: GrantTable, *, seed: int, mover: Mover | None, stall_s: float
+        self, channel: ByteChannel, peer: Peer, grants: GrantTable, *, seed: int, mover: Mover | None, stall_s: float
     ) -> None:
         """`seed`: of its frames' CRCs, see tcp_wire."""
         self._channel = channel
@@ -51,7 +51,7 @@ class Inbound:
         self._stall_s = stall_s
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
         self._lock = PieceLock()
-        self._landing: Grant | None = None
+        self._landing: WriteGrant | None = None
 
     def run(self) -> None:
         """Until the sender ends. Raises OSError, or TransferError for a sender that cannot be trusted any more."""
@@ -59,23 +59,23 @@ class Inbound:
             header = next_header(self._channel, seed=self._seed, within_s=self._stall_s, patient=True)
             if header is None:
                 return
-            if header.kind is not Kind.WRITE or header.write_id != number:
+            if header.kind is not FrameKind.WRITE or header.write_id != number:
                 raise TransferError(f"frame {header.write_id} instead of {number}")
             answer(self._channel, self._take(header), number)
 
-    def await_quiet(self, revoked: Grant) -> None:
+    def await_quiet(self, revoked: WriteGrant) -> None:
         """On return nothing lands for this grant any more. On any thread, and not before the grant is revoked."""
         if self._landing is revoked:
             with self._lock:
                 return
 
-    def _take(self, header: Header) -> Kind:
+    def _take(self, header: FrameHeader) -> FrameKind:
         """Receive a payload into its destinations, or past them when it has none."""
         grant = self._grants.find(header.token)
         parcel = self._parcel(header, grant) if grant is not None else None
         if grant is None or parcel is None:
             self._skip(header.payload_bytes)
-            return Kind.REFUSED
+            return FrameKind.REFUSED
         # Set before the grant is looked at: so either this sees the revocation, or whoever revokes sees this.
         self._landing = grant
         self._land(grant, parcel)
@@ -83,11 +83,11 @@ class Inbound:
         self._skip(header.payload_bytes - parcel.num_moved)
         with grant.lock:
             if grant.revoked:
-                return Kind.REFUSED
+                return FrameKind.REFUSED
             grant.landing.landed(header.cells, parcel.checksum)
-        return Kind.DONE
+        return FrameKind.DONE
 
-    def _parcel(self, header: Header, grant: Grant) -> Parcel | None:
+    def _parcel(self, header: FrameHeader, grant: WriteGrant) -> StreamPart | None:
         """What takes the payload to its places; None when the grant has ended or has not got these cells."""
         spare = grant.landing.spare(header.cells)
         with grant.lock:
@@ -101,16 +101,16 @@ class Inbound:
             raise TransferError(f"{header.payload_bytes} payload bytes do not fit their cells")
         return parcel
 
-    def _towards(self, landing: Landing, cells: CellRange, spare: Bytes | None) -> Parcel:
+    def _towards(self, landing: Landing, cells: CellRange, spare: Bytes | None) -> StreamPart:
         mover, descriptor = self._mover, self._channel.descriptor
         if mover is not None and descriptor is not None and (place := landing.place(cells)) is not None:
             return mover.streams.open(place, cells, descriptor, self._lock, is_sending=False)
         channel = self._channel
-        return ViewsParcel(
-            landing.room(cells, spare), channel.receive, piece_bytes=channel.piece_bytes, at_zero=Progress.ENDED
+        return ViewsPart(
+            landing.room(cells, spare), channel.receive, piece_bytes=channel.piece_bytes, at_zero=StreamProgress.ENDED
         )
 
-    def _land(self, grant: Grant, parcel: Parcel) -> None:
+    def _land(self, grant: WriteGrant, parcel: StreamPart) -> None:
         """Until all has come or the grant is revoked."""
         while True:
             with self._lock:
@@ -119,11 +119,11 @@ class Inbound:
                 if self._peer.ended:
                     raise TransferError("another stream of this sender has ended")
                 progress = parcel.advance()
-            if progress is Progress.DONE:
+            if progress is StreamProgress.DONE:
                 return
-            if progress is Progress.ENDED:
+            if progress is StreamProgress.ENDED:
                 raise TransferError("the sender ended in the middle of a frame")
-            if progress is Progress.BLOCKED:
+            if progress is StreamProgress.BLOCKED:
                 self._channel.wait_readable(self._stall_s)
 
     def _skip(self, num_bytes: int) -> None:
@@ -138,7 +138,7 @@ class Inbound:
                 self._channel.wait_readable(self._stall_s)
 
 
-def next_header(channel: Channel, *, seed: int = 0, within_s: float, patient: bool = False) -> Header | None:
+def next_header(channel: ByteChannel, *, seed: int = 0, within_s: float, patient: bool = False) -> FrameHeader | None:
     """The next frame's, or None at the end. Raises OSError, and TransferError for what is none or comes too slowly."""
     data = receive_exactly(channel, tcp_frames.HEADER_BYTES, within_s=within_s, patient=patient)
     if data is None:
@@ -149,7 +149,7 @@ def next_header(channel: Channel, *, seed: int = 0, within_s: float, patient: bo
     return header
 
 
-def answer(channel: Channel, kind: Kind, write_id: int) -> None:
+def answer(channel: ByteChannel, kind: FrameKind, write_id: int) -> None:
     """Answer a frame. Raises OSError, or TransferError when the sender leaves no room for it."""
     data = tcp_frames.pack_answer(kind, write_id)
     if channel.send([memoryview(data)]) != len(data) or not channel.flush():

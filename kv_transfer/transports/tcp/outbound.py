@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from kv_transfer.layout.pairing import Pairing
 from kv_transfer.memory.mover import Mover
 from kv_transfer.memory.region import KVRegion
-from kv_transfer.memory.socket_stream import Progress
+from kv_transfer.memory.socket_stream import StreamProgress
 from kv_transfer.transports.grants import TOKEN_BYTES
 from kv_transfer.transports.tcp import frames as tcp_frames
-from kv_transfer.transports.tcp.channel import Channel, flush, receive_exactly, send_exactly
-from kv_transfer.transports.tcp.frames import Header, Kind
-from kv_transfer.transports.tcp.payload import Payloads
-from kv_transfer.transports.tcp.pieces import Parcel
+from kv_transfer.transports.tcp.channel import ByteChannel, flush, receive_exactly, send_exactly
+from kv_transfer.transports.tcp.frames import FrameHeader, FrameKind
+from kv_transfer.transports.tcp.payload import PayloadMaker
+from kv_transfer.transports.tcp.pieces import StreamPart
 from kv_transfer.transports.write_queue import QueuedWriter, WriteJob
 from tandem.errors import TransferError
 
@@ -45,7 +45,7 @@ class TcpStream(QueuedWriter):
     def __init__(
         self,
         source: KVRegion,
-        channel: Channel,
+        channel: ByteChannel,
         pairing: Pairing,
         *,
         seed: int,
@@ -60,7 +60,7 @@ class TcpStream(QueuedWriter):
         self._numbers = itertools.count(1)
         self._unanswered: deque[_Frame] = deque()
         super().__init__("kv-tcp-write")
-        self._payloads = Payloads(source, pairing, channel, self._queue.lock, mover)
+        self._payloads = PayloadMaker(source, pairing, channel, self._queue.lock, mover)
         self._reader = threading.Thread(target=self._read, name="kv-tcp-read", daemon=True)
 
     def start(self) -> None:
@@ -82,11 +82,11 @@ class TcpStream(QueuedWriter):
         order = job.order
         if len(order.grant) != TOKEN_BYTES:
             raise TransferError("malformed grant")
-        payload = self._payloads.of(order.source, order.cells, lambda: self._reading(job))
+        payload = self._payloads.make(order.source, order.cells, lambda: self._reading(job))
         job.check()
         frame = _Frame(write_id=next(self._numbers), job=job, num_bytes=payload.num_bytes, left=payload.num_bytes)
-        header = Header(
-            kind=Kind.WRITE,
+        header = FrameHeader(
+            kind=FrameKind.WRITE,
             write_id=frame.write_id,
             token=order.grant,
             cells=order.cells,
@@ -120,7 +120,7 @@ class TcpStream(QueuedWriter):
                 raise _Stopped
             yield
 
-    def _send_payload(self, frame: _Frame, parcels: Iterator[Parcel]) -> None:
+    def _send_payload(self, frame: _Frame, parcels: Iterator[StreamPart]) -> None:
         """All of it, or as much as was sent before the job was stopped."""
         try:
             for parcel in parcels:
@@ -128,10 +128,10 @@ class TcpStream(QueuedWriter):
         except _Stopped:
             return
 
-    def _send_parcel(self, frame: _Frame, parcel: Parcel) -> None:
-        left, progress = frame.left, Progress.PAUSED
-        while progress is not Progress.DONE:
-            if progress is Progress.BLOCKED:
+    def _send_parcel(self, frame: _Frame, parcel: StreamPart) -> None:
+        left, progress = frame.left, StreamProgress.PAUSED
+        while progress is not StreamProgress.DONE:
+            if progress is StreamProgress.BLOCKED:
                 self._channel.wait_writable(self._stall_s)
             with self._queue.lock:
                 if frame.job.stopped:
@@ -160,7 +160,7 @@ class TcpStream(QueuedWriter):
             reason = f"tcp connection lost: {error}"
         self._broken(reason)
 
-    def _on_answer(self, kind: Kind, write_id: int) -> None:
+    def _on_answer(self, kind: FrameKind, write_id: int) -> None:
         if not self._unanswered or self._unanswered[0].write_id != write_id:
             raise TransferError("an answer to nothing")
         frame = self._unanswered.popleft()
@@ -169,7 +169,7 @@ class TcpStream(QueuedWriter):
             whole, checksum = not frame.left, frame.checksum
         if not whole:
             raise TransferError("an answer to half a frame")
-        if kind is Kind.DONE:
+        if kind is FrameKind.DONE:
             frame.job.succeed(checksum, frame.num_bytes)
         else:
             frame.job.fail("the receiver refused the write")

@@ -8,30 +8,28 @@ from kv_transfer.layout.cell_range import CellRange
 from kv_transfer.layout.mapping import Payload
 from kv_transfer.layout.pairing import Pairing
 from kv_transfer.layout.placed_cells import PlacedCells
-from kv_transfer.memory.cell_addresses import PlacedBytes
-from kv_transfer.memory.departure import Departure, slabs
+from kv_transfer.memory.cell_addresses import CellAddresses
+from kv_transfer.memory.departure import Departure, split_for_conversion
 from kv_transfer.memory.mover import Mover
 from kv_transfer.memory.region import KVRegion
-from kv_transfer.memory.socket_stream import Progress
+from kv_transfer.memory.socket_stream import StreamProgress
 from kv_transfer.memory.write_stop_lock import PieceLock
-from kv_transfer.transports.tcp.channel import Channel
-from kv_transfer.transports.tcp.pieces import Parcel, ViewsParcel
+from kv_transfer.transports.tcp.channel import ByteChannel
+from kv_transfer.transports.tcp.pieces import StreamPart, ViewsPart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outgoing:
-    """One payload."""
-
     num_bytes: int
-    parcels: Iterator[Parcel]
+    parcels: Iterator[StreamPart]
     """In order; each reads the pool either when it is taken or, if its bytes are the pool's own, when they are sent."""
 
 
-class Payloads:
+class PayloadMaker:
     """Makes payloads of cells, which leave through `channel` under `lock`. One thread at a time."""
 
     def __init__(
-        self, region: KVRegion, pairing: Pairing, channel: Channel, lock: PieceLock, mover: Mover | None
+        self, region: KVRegion, pairing: Pairing, channel: ByteChannel, lock: PieceLock, mover: Mover | None
     ) -> None:
         self._region = region
         self._mover = mover
@@ -45,7 +43,7 @@ class Payloads:
         """Whether a device reads the sources; see Departure."""
         return self._departure.is_on_device
 
-    def of(
+    def make(
         self, source: PlacedCells, cells: CellRange, reading: Callable[[], AbstractContextManager[None]]
     ) -> Outgoing:
         """Of `cells`; `reading` is entered around each conversion. Raises TransferError for cells not held."""
@@ -58,16 +56,18 @@ class Payloads:
             num_bytes=payload.num_bytes(self._wire_dtype), parcels=self._converted(source, cells, payload, reading)
         )
 
-    def _as_they_lie(self, source: PlacedCells, cells: CellRange) -> Parcel:
+    def _as_they_lie(self, source: PlacedCells, cells: CellRange) -> StreamPart:
         descriptor = self._channel.descriptor
         if self._mover is None or descriptor is None:
             return self._parcel(self._departure.views(source, cells))
-        place = PlacedBytes(self._region, source, is_source=True)
+        place = CellAddresses(self._region, source, is_source=True)
         return self._mover.streams.open(place, cells, descriptor, self._lock, is_sending=True)
 
-    def _parcel(self, views: list[memoryview], value: int = 0) -> ViewsParcel:
+    def _parcel(self, views: list[memoryview], value: int = 0) -> ViewsPart:
         channel = self._channel
-        return ViewsParcel(views, channel.send, piece_bytes=channel.piece_bytes, at_zero=Progress.BLOCKED, value=value)
+        return ViewsPart(
+            views, channel.send, piece_bytes=channel.piece_bytes, at_zero=StreamProgress.BLOCKED, value=value
+        )
 
     def _converted(
         self,
@@ -75,9 +75,9 @@ class Payloads:
         cells: CellRange,
         payload: Payload,
         reading: Callable[[], AbstractContextManager[None]],
-    ) -> Iterator[Parcel]:
+    ) -> Iterator[StreamPart]:
         value = 0
-        for slab in slabs(cells, payload, payload.num_bytes(self._wire_dtype)):
+        for slab in split_for_conversion(cells, payload, payload.num_bytes(self._wire_dtype)):
             with reading():
                 converted = self._departure.convert(source, slab)
             parcel = self._parcel([converted.data], value)

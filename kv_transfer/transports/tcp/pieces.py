@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 from kv_transfer.memory import checksum
-from kv_transfer.memory.socket_stream import Progress
+from kv_transfer.memory.socket_stream import StreamProgress
 
 MAX_VIEWS = 1024
 """Most buffers that the kernel takes in one call (IOV_MAX)."""
@@ -32,7 +32,7 @@ def pieces(views: Iterable[memoryview], piece_bytes: int) -> Iterator[Piece]:
         yield piece
 
 
-def take(piece: Piece, count: int, value: int) -> int:
+def drop_moved(piece: Piece, count: int, value: int) -> int:
     """Drop the first `count` bytes, which have just been moved; returns their CRC-32, going on from `value`."""
     crc32 = checksum.crc32
     if count == sum(map(len, piece)):
@@ -56,7 +56,7 @@ def take(piece: Piece, count: int, value: int) -> int:
     return value
 
 
-class Parcel(Protocol):
+class StreamPart(Protocol):
     """A payload, or a part of one, that goes out or comes in. One thread; under the lock that keeps its bytes."""
 
     @property
@@ -71,11 +71,11 @@ class Parcel(Protocol):
     def checksum(self) -> int:
         """CRC-32 of these, behind what was before."""
 
-    def advance(self) -> Progress:
+    def advance(self) -> StreamProgress:
         """Move some, without waiting. Raises OSError."""
 
 
-class ViewsParcel:
+class ViewsPart:
     """A Parcel of this process's memory, one call at a time."""
 
     __slots__ = ("_at_zero", "_move", "_piece", "_pieces", "checksum", "num_bytes", "num_moved")
@@ -86,7 +86,7 @@ class ViewsParcel:
         move: Callable[[Piece], int | None],
         *,
         piece_bytes: int,
-        at_zero: Progress,
+        at_zero: StreamProgress,
         value: int = 0,
     ) -> None:
         """`move` is a channel's `send` or `receive`; `at_zero` is what 0 means to it."""
@@ -98,19 +98,18 @@ class ViewsParcel:
         self.num_moved = 0
         self.checksum = value
 
-    def advance(self) -> Progress:
-        """See Parcel."""
+    def advance(self) -> StreamProgress:
         if not self._piece:
             self._piece = next(self._pieces, [])
         if not self._piece:
-            return Progress.DONE
+            return StreamProgress.DONE
         count = self._move(self._piece)
         if count is None:
-            return Progress.BLOCKED
+            return StreamProgress.BLOCKED
         if not count:
             return self._at_zero
-        self.checksum = take(self._piece, count, self.checksum)
+        self.checksum = drop_moved(self._piece, count, self.checksum)
         self.num_moved += count
         if self.num_moved == self.num_bytes:
-            return Progress.DONE
-        return Progress.BLOCKED if self._piece else Progress.PAUSED
+            return StreamProgress.DONE
+        return StreamProgress.BLOCKED if self._piece else StreamProgress.PAUSED

@@ -16,13 +16,13 @@ from kv_transfer.layout.cell_range import CellRange
 from kv_transfer.memory.landing import Landing
 from kv_transfer.memory.mover import load_mover
 from kv_transfer.protocol.messages import TransferKey, TransportOffer
-from kv_transfer.transports.accept import accepted, begins
+from kv_transfer.transports.accept import accept_connections, start_serving
 from kv_transfer.transports.grants import TOKEN_BYTES, GrantTable
 from kv_transfer.transports.interface import QuietListener
-from kv_transfer.transports.stranger_log import StrangerLog
+from kv_transfer.transports.stranger_log import RefusalLog
 from kv_transfer.transports.tcp import frames as tcp_frames
-from kv_transfer.transports.tcp.channel import Channel, PlainChannel, hang_up
-from kv_transfer.transports.tcp.frames import Kind
+from kv_transfer.transports.tcp.channel import ByteChannel, PlainChannel, hang_up
+from kv_transfer.transports.tcp.frames import FrameKind
 from kv_transfer.transports.tcp.inbound import Inbound, Peer, answer, next_header
 from kv_transfer.transports.tcp.settings import MAX_STREAMS, NAME, PLAIN, TcpSettings
 from kv_transfer.transports.tcp.tls import TlsChannel
@@ -47,11 +47,11 @@ class TcpReceiver:
         self._mover = load_mover()
         self._grants = GrantTable()
         self._secret = secrets.token_bytes(TOKEN_BYTES)
-        self._strangers = StrangerLog(NAME)
+        self._strangers = RefusalLog(NAME)
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        self._connections: dict[Channel, threading.Thread] = {}
-        self._greeting: dict[Channel, None] = {}
+        self._connections: dict[ByteChannel, threading.Thread] = {}
+        self._greeting: dict[ByteChannel, None] = {}
         self._peers: dict[int, Peer] = {}
         self._streams: set[Inbound] = set()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -61,18 +61,15 @@ class TcpReceiver:
         self._thread.start()
 
     def offer(self) -> TransportOffer:
-        """See KVReceiver."""
         host, port = self._address
         tls = self._settings.tls.fingerprint.hex() if self._settings.tls is not None else ""
         advert = {"host": host, "port": port, "tls": tls, "secret": self._secret.hex()}
         return TransportOffer(name=NAME, advert=json.dumps(advert).encode(), host_id="")
 
     def open_grant(self, key: TransferKey, landing: Landing) -> bytes:
-        """See KVReceiver."""
         return self._grants.open(key, landing).token
 
     def verify(self, key: TransferKey, cells: CellRange, checksum: int) -> bool:
-        """See KVReceiver."""
         return self._grants.verify(key, cells, checksum)
 
     def revoke(self, key: TransferKey) -> bool:
@@ -86,11 +83,9 @@ class TcpReceiver:
         return self._grants.is_quiet(key)
 
     def listen_quiet(self, listener: QuietListener) -> None:
-        """See KVReceiver."""
         self._grants.listen_quiet(listener)
 
     def close(self) -> None:
-        """See KVReceiver."""
         self._grants.revoke_all()
         with self._lock:
             self._closing.set()
@@ -105,19 +100,19 @@ class TcpReceiver:
             thread.join()
 
     def _accept(self) -> None:
-        for sock in accepted(self._server, self._closing, self._strangers):
+        for sock in accept_connections(self._server, self._closing, self._strangers):
             try:
                 channel = self._channel(sock)
             except OSError as error:
-                self._strangers.tell("a connection was dropped", error)
+                self._strangers.record("a connection was dropped", error)
                 sock.close()
                 continue
             self._start(channel)
 
-    def _channel(self, sock: socket.socket) -> Channel:
+    def _channel(self, sock: socket.socket) -> ByteChannel:
         return PlainChannel(sock) if self._settings.tls is None else self._settings.tls.serve(sock)
 
-    def _start(self, channel: Channel) -> None:
+    def _start(self, channel: ByteChannel) -> None:
         with self._lock:
             if self._closing.is_set():
                 channel.close()
@@ -127,13 +122,13 @@ class TcpReceiver:
                 del self._greeting[oldest]
                 oldest.hang_up()
             thread = threading.Thread(target=self._serve, args=(channel,), name="kv-tcp-peer", daemon=True)
-            if not begins(thread, self._strangers):
+            if not start_serving(thread, self._strangers):
                 channel.close()
                 return
             self._connections[channel] = thread
             self._greeting[channel] = None
 
-    def _serve(self, channel: Channel) -> None:
+    def _serve(self, channel: ByteChannel) -> None:
         name, peer, is_known = 0, Peer(), False
         try:
             deadline_s = time.monotonic() + self._settings.stall_s
@@ -146,7 +141,7 @@ class TcpReceiver:
             if is_known:
                 log.info("tcp sender dropped: %s", error)
             else:
-                self._strangers.tell("a connection was dropped before it was served", error)
+                self._strangers.record("a connection was dropped before it was served", error)
         finally:
             with self._lock:
                 del self._connections[channel]
@@ -166,21 +161,21 @@ class TcpReceiver:
             with self._lock:
                 self._streams.discard(stream)
 
-    def _secure(self, channel: Channel, deadline_s: float) -> None:
+    def _secure(self, channel: ByteChannel, deadline_s: float) -> None:
         """Tell whoever speaks TLS here from who does not, which is wrong for one of them; finish its handshake."""
         first = channel.first_byte(_left_s(deadline_s))
         if first is not None and (first == tcp_frames.TLS_HANDSHAKE) != isinstance(channel, TlsChannel):
             if isinstance(channel, TlsChannel):
-                channel.say_plainly(tcp_frames.pack_answer(Kind.NEEDS_TLS, 0))
+                channel.say_plainly(tcp_frames.pack_answer(FrameKind.NEEDS_TLS, 0))
                 raise TransferError("the sender speaks no TLS, and transfer.tls is set here")
             channel.say_plainly(tcp_frames.TLS_ALERT)
             raise TransferError("the sender speaks TLS, and transfer.tls is not set here")
         if isinstance(channel, TlsChannel):
             channel.shake_hands(deadline_s)
 
-    def _greet(self, channel: Channel, deadline_s: float) -> tuple[int, Peer, int]:
+    def _greet(self, channel: ByteChannel, deadline_s: float) -> tuple[int, Peer, int]:
         header = next_header(channel, within_s=_left_s(deadline_s))
-        if header is None or header.kind is not Kind.HELLO or not hmac.compare_digest(header.token, self._secret):
+        if header is None or header.kind is not FrameKind.HELLO or not hmac.compare_digest(header.token, self._secret):
             raise TransferError("no HELLO, or a wrong secret")
         name = header.write_id
         with self._lock:
@@ -193,7 +188,7 @@ class TcpReceiver:
                 raise TransferError(f"a sender with more than {MAX_STREAMS} streams")
             del self._greeting[channel]
             peer.channels.add(channel)
-        answer(channel, Kind.DONE, name)
+        answer(channel, FrameKind.DONE, name)
         return name, peer, tcp_frames.seed_of(name, header.payload_bytes)
 
     def _end(self, name: int, peer: Peer) -> None:

@@ -17,8 +17,8 @@ from kv_transfer.protocol.messages import TransferKey, TransportOffer
 from kv_transfer.transports.grants import TOKEN_BYTES
 from kv_transfer.transports.interface import WriteOrder, WriteResult
 from kv_transfer.transports.tcp import frames as tcp_frames
-from kv_transfer.transports.tcp.channel import Channel, PlainChannel, receive_exactly, send_exactly
-from kv_transfer.transports.tcp.frames import Header, Kind
+from kv_transfer.transports.tcp.channel import ByteChannel, PlainChannel, receive_exactly, send_exactly
+from kv_transfer.transports.tcp.frames import FrameHeader, FrameKind
 from kv_transfer.transports.tcp.outbound import TcpStream
 from kv_transfer.transports.tcp.settings import NAME, PLAIN, STALL_S, TcpSettings
 from tandem.errors import TransferError
@@ -34,7 +34,7 @@ class TcpWriter:
     def __init__(
         self,
         source: KVRegion,
-        channels: list[Channel],
+        channels: list[ByteChannel],
         pairing: Pairing,
         *,
         name: int = 0,
@@ -61,11 +61,9 @@ class TcpWriter:
 
     @property
     def closed(self) -> bool:
-        """See PeerWriter."""
         return any(stream.closed for stream in self._streams)
 
     def write(self, order: WriteOrder) -> "Future[WriteResult]":
-        """See PeerWriter."""
         with self._lock:
             chosen = self._under_way.index(min(self._under_way))
             self._under_way[chosen] += 1
@@ -74,11 +72,9 @@ class TcpWriter:
         return future
 
     def cancel(self, key: TransferKey) -> bool:
-        """See PeerWriter."""
         return all([stream.cancel(key) for stream in self._streams])
 
     def close(self) -> None:
-        """See PeerWriter."""
         self._break("connection closed")
         for stream in self._streams:
             stream.close()
@@ -114,11 +110,9 @@ class TcpSender:
         self._mover = load_mover()
 
     def reaches(self, offer: TransportOffer) -> bool:
-        """See KVSender."""
         return offer.name == NAME
 
     def connect(self, offer: TransportOffer, pairing: Pairing) -> TcpWriter:
-        """See KVSender."""
         advert = _parse(offer.advert)
         if advert.fingerprint and self._settings.tls is None:
             raise TransferError("the receiver takes TLS only, and transfer.tls is not set here")
@@ -126,7 +120,7 @@ class TcpSender:
             raise TransferError("the receiver speaks no TLS, and transfer.tls is set here")
         deadline_s = time.monotonic() + CONNECT_S
         name = secrets.randbits(64)
-        channels: list[Channel] = []
+        channels: list[ByteChannel] = []
         try:
             for index in range(self._settings.streams):
                 channels.append(self._dial(advert, deadline_s))
@@ -139,7 +133,7 @@ class TcpSender:
         stall_s = self._settings.stall_s
         return TcpWriter(self._region, channels, pairing, name=name, mover=self._mover, stall_s=stall_s)
 
-    def _dial(self, advert: _Advert, deadline_s: float) -> Channel:
+    def _dial(self, advert: _Advert, deadline_s: float) -> ByteChannel:
         sock = socket.create_connection((advert.host, advert.port), max(0.001, deadline_s - time.monotonic()))
         try:
             if self._settings.tls is None:
@@ -158,7 +152,7 @@ class TcpSender:
         return channel
 
 
-def _greet(channel: Channel, hello: Header, deadline_s: float) -> None:
+def _greet(channel: ByteChannel, hello: FrameHeader, deadline_s: float) -> None:
     left_s = max(0.0, deadline_s - time.monotonic())
     try:
         send_exactly(channel, tcp_frames.pack_header(hello), stall_s=left_s)
@@ -168,9 +162,9 @@ def _greet(channel: Channel, hello: Header, deadline_s: float) -> None:
         raise
     data = receive_exactly(channel, tcp_frames.ANSWER_BYTES, within_s=left_s)
     answer = None if data is None else tcp_frames.unpack_answer(data)
-    if answer == (Kind.NEEDS_TLS, 0):
+    if answer == (FrameKind.NEEDS_TLS, 0):
         raise TransferError("the receiver takes TLS only, and transfer.tls is not set here")
-    if answer != (Kind.DONE, hello.write_id):
+    if answer != (FrameKind.DONE, hello.write_id):
         raise TransferError("the receiver refused the connection")
 
 

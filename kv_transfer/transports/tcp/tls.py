@@ -69,12 +69,10 @@ class TlsChannel:
                 self._reading[POLLOUT](left_s)
 
     def first_byte(self, timeout_s: float) -> int | None:
-        """See Channel."""
         self._reading[POLLIN](timeout_s)
         return peek(self._sock)
 
     def say_plainly(self, data: bytes) -> None:
-        """See Channel."""
         socket.socket.send(self._sock, data)
 
     def peer_fingerprint(self) -> bytes:
@@ -82,7 +80,6 @@ class TlsChannel:
         return peer_fingerprint(self._sock)
 
     def receive(self, piece: Piece) -> int | None:
-        """See Channel."""
         received = 0
         try:
             with self._lock:
@@ -104,7 +101,6 @@ class TlsChannel:
         return received
 
     def send(self, piece: Piece) -> int:
-        """See Channel."""
         if not self.flush():
             return 0
         filled = 0
@@ -119,7 +115,6 @@ class TlsChannel:
         return filled
 
     def flush(self) -> bool:
-        """See Channel."""
         while self._pending:
             try:
                 with self._lock:
@@ -134,19 +129,15 @@ class TlsChannel:
         return True
 
     def wait_readable(self, timeout_s: float | None) -> None:
-        """See Channel."""
         self._reading[self._reading_needs](timeout_s)
 
     def wait_writable(self, timeout_s: float | None) -> None:
-        """See Channel."""
         self._writing[self._writing_needs](timeout_s)
 
     def hang_up(self) -> None:
-        """See Channel."""
         hang_up(self._sock)
 
     def close(self) -> None:
-        """See Channel."""
         self._sock.close()
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kv_transfer.transports.torch_dist.wire import PIECE_BYTES, Meeting
+from kv_transfer.transports.torch_dist.wire import PIECE_BYTES, RendezvousOffer
 from tandem.errors import TransferError
 
 Bytes = npt.NDArray[np.uint8]
@@ -62,7 +62,7 @@ class Rendezvous:
     """Where one side finds the other for one communicator."""
 
     store: Any
-    meeting: Meeting
+    meeting: RendezvousOffer
     number: int
     rank: int
     address: str

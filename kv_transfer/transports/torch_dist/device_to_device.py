@@ -8,7 +8,7 @@ from kv_transfer.memory.device_pool import DevicePool
 from kv_transfer.memory.region import KVRegion
 from kv_transfer.transports.torch_dist import nccl
 from kv_transfer.transports.torch_dist.communicator import Communicator, Rendezvous, over_gloo
-from kv_transfer.transports.torch_dist.wire import Meeting
+from kv_transfer.transports.torch_dist.wire import RendezvousOffer
 
 _CPU = "cpu"
 _GPU = "cuda "
@@ -27,7 +27,7 @@ def entrance(region: KVRegion, *, isolated_network: bool) -> str:
     return ""
 
 
-def goes_direct(region: KVRegion, pairing: Pairing, meeting: Meeting, *, isolated_network: bool) -> bool:
+def goes_direct(region: KVRegion, pairing: Pairing, meeting: RendezvousOffer, *, isolated_network: bool) -> bool:
     """Whether this sender's payload may go directly to that receiver's device. What is converted goes through hosts."""
     own = entrance(region, isolated_network=isolated_network)
     if not own or not meeting.device or pairing.at_departure() is not None or pairing.at_arrival() is not None:

@@ -15,9 +15,9 @@ from kv_transfer.layout.runs import Runs
 from kv_transfer.memory.checksum import crc32
 from kv_transfer.memory.device_pool import DevicePool
 from kv_transfer.memory.landing import Landing
-from kv_transfer.transports.grants import Grant
+from kv_transfer.transports.grants import WriteGrant
 from kv_transfer.transports.torch_dist.communicator import SLOTS, Bytes, Communicator, CommunicatorBroken, Slots
-from kv_transfer.transports.torch_dist.wire import MAX_DIRECT_BYTES, PIECE_BYTES, Header
+from kv_transfer.transports.torch_dist.wire import MAX_DIRECT_BYTES, PIECE_BYTES, MessageHeader
 from tandem.errors import TransferError
 
 log = logging.getLogger(__name__)
@@ -25,10 +25,10 @@ log = logging.getLogger(__name__)
 _Found = TypeVar("_Found")
 
 
-class Intake(Protocol):
+class PayloadIntake(Protocol):
     """Of one communicator; used by one thread."""
 
-    def take(self, header: Header, grant: Grant | None) -> bool:
+    def take(self, header: MessageHeader, grant: WriteGrant | None) -> bool:
         """Receive a payload into its destinations, or past them: whether it landed.
 
         Raises CommunicatorBroken when it was not received, and TransferError for a sender that is not to be trusted.
@@ -41,8 +41,7 @@ class HostIntake:
     def __init__(self, group: Communicator) -> None:
         self._slots = Slots(group)
 
-    def take(self, header: Header, grant: Grant | None) -> bool:
-        """See Intake."""
+    def take(self, header: MessageHeader, grant: WriteGrant | None) -> bool:
         room = _room(header, grant)
         sizes = [min(PIECE_BYTES, header.payload_bytes - at) for at in range(0, header.payload_bytes, PIECE_BYTES)]
         checksum = 0
@@ -74,8 +73,7 @@ class DeviceIntake:
         self._group = group
         self._room: Any = None  # uint8 [the largest payload so far]
 
-    def take(self, header: Header, grant: Grant | None) -> bool:
-        """See Intake."""
+    def take(self, header: MessageHeader, grant: WriteGrant | None) -> bool:
         if header.payload_bytes > MAX_DIRECT_BYTES:
             raise TransferError(f"{header.payload_bytes} bytes between devices: at most {MAX_DIRECT_BYTES} are taken")
         runs = _runs(header, grant)
@@ -104,7 +102,7 @@ class DeviceIntake:
         return self._room[:num_bytes]
 
 
-def _room(header: Header, grant: Grant | None) -> list[memoryview] | None:
+def _room(header: MessageHeader, grant: WriteGrant | None) -> list[memoryview] | None:
     spare = None if grant is None else grant.landing.spare(header.cells)
     room = _landing(grant, lambda landing: landing.room(header.cells, spare))
     if room is not None:
@@ -112,14 +110,14 @@ def _room(header: Header, grant: Grant | None) -> list[memoryview] | None:
     return room
 
 
-def _runs(header: Header, grant: Grant | None) -> Runs | None:
+def _runs(header: MessageHeader, grant: WriteGrant | None) -> Runs | None:
     runs = _landing(grant, lambda landing: landing.on_device(header.cells))
     if runs is not None:
         _check_size(header, runs.num_bytes)
     return runs
 
 
-def _landing(grant: Grant | None, find: Callable[[Landing], _Found]) -> _Found | None:
+def _landing(grant: WriteGrant | None, find: Callable[[Landing], _Found]) -> _Found | None:
     """Where something lands; None where it may not any more."""
     if grant is None:
         return None
@@ -132,12 +130,12 @@ def _landing(grant: Grant | None, find: Callable[[Landing], _Found]) -> _Found |
             return None
 
 
-def _check_size(header: Header, num_bytes: int) -> None:
+def _check_size(header: MessageHeader, num_bytes: int) -> None:
     if num_bytes != header.payload_bytes:
         raise TransferError(f"{header.payload_bytes} payload bytes do not fit their cells")
 
 
-def _land(grant: Grant, room: list[memoryview], piece: Bytes) -> bool:
+def _land(grant: WriteGrant, room: list[memoryview], piece: Bytes) -> bool:
     """Put a piece at the front of what room is left; False once the grant is revoked."""
     at = 0
     with grant.lock:

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class NcclCommunicator(Communicator):
-    """See Communicator. `device`: the GPU of this side's pool; the peer's must be another."""
+    """`device`: the GPU of this side's pool; the peer's must be another."""
 
     def __init__(self, group: Any, at: Rendezvous, device: Any) -> None:
         super().__init__(group, at.rank, at.limit)
@@ -40,12 +40,11 @@ class NcclCommunicator(Communicator):
         self._stream = self._cuda.Stream(device, priority=_HIGH_PRIORITY)
 
     def start(self, tensor: Any, tag: int = 0) -> Any:
-        """See Communicator. NCCL knows no tags: it keeps order."""
+        """NCCL knows no tags: it keeps order."""
         with self._cuda.stream(self._stream):
             return super().start(tensor, tag)
 
     def finish(self, work: Any) -> None:
-        """See Communicator."""
         ends_s = time.monotonic() + self._limit.total_seconds()
         try:
             while not work.is_completed() and time.monotonic() < ends_s:
@@ -68,7 +67,7 @@ class NcclCommunicator(Communicator):
         self.finish(self.start(byte))
 
     def close(self) -> None:
-        """See Communicator. Where the device itself has failed nothing is known of what moves, and the log says so."""
+        """Where the device itself has failed nothing is known of what moves, and the log says so."""
         group, self._group = self._group, None
         if group is None:
             return

@@ -19,9 +19,7 @@ from kv_transfer.transports.write_queue import WriteJob, WriteQueue
 from tandem.errors import TransferError
 
 
-class Parcel(Protocol):
-    """One write's payload."""
-
+class PackedWrite(Protocol):
     num_bytes: int
     checksum: int
     """Complete before the last byte crosses."""
@@ -33,7 +31,7 @@ class Parcel(Protocol):
 class Packer(Protocol):
     """Of one communicator; used by one thread."""
 
-    def pack(self, job: WriteJob, queue: WriteQueue) -> Parcel:
+    def pack(self, job: WriteJob, queue: WriteQueue) -> PackedWrite:
         """What crosses next. Raises TransferError."""
 
 
@@ -44,20 +42,17 @@ class HostPacker:
         self._departure = departure
         self._slots = Slots(group)
 
-    def pack(self, job: WriteJob, queue: WriteQueue) -> "HostParcel":
-        """See Packer."""
+    def pack(self, job: WriteJob, queue: WriteQueue) -> "PackedHostWrite":
         order, departure = job.order, self._departure
         if not departure.converts:
-            return HostParcel(departure.views(order.source, order.cells), self._slots, job, queue.lock)
+            return PackedHostWrite(departure.views(order.source, order.cells), self._slots, job, queue.lock)
         with queue.reading(job) if departure.is_on_device else queue.lock:
             job.check()
             views = [departure.convert(order.source, order.cells).data]
-        return HostParcel(views, self._slots, job, queue.lock)
+        return PackedHostWrite(views, self._slots, job, queue.lock)
 
 
-class HostParcel:
-    """See HostPacker."""
-
+class PackedHostWrite:
     def __init__(self, views: list[memoryview], slots: Slots, job: WriteJob, lock: PieceLock) -> None:
         self.num_bytes = _bounded(sum(view.nbytes for view in views), MAX_PAYLOAD_BYTES)
         self.checksum = 0
@@ -67,7 +62,7 @@ class HostParcel:
         self._lock = lock
 
     def cross(self) -> None:
-        """See Parcel. The checksum is of what was gathered, computed while it is in the cache."""
+        """The checksum is of what was gathered, computed while it is in the cache."""
         for i, at in enumerate(range(0, self.num_bytes, PIECE_BYTES)):
             slot, size = i % SLOTS, min(PIECE_BYTES, self.num_bytes - at)
             self._slots.wait(slot)
@@ -88,18 +83,15 @@ class DevicePacker:
         self._pool = pool
         self._group = group
 
-    def pack(self, job: WriteJob, queue: WriteQueue) -> "DeviceParcel":
-        """See Packer."""
+    def pack(self, job: WriteJob, queue: WriteQueue) -> "PackedDeviceWrite":
         reads = job.order.source.reads(job.order.cells)
         _bounded(reads.num_bytes, MAX_DIRECT_BYTES)
         with queue.reading(job):
             packed, checksum = self._pool.take(reads)
-        return DeviceParcel(packed, checksum, reads.num_bytes, self._group)
+        return PackedDeviceWrite(packed, checksum, reads.num_bytes, self._group)
 
 
-class DeviceParcel:
-    """See DevicePacker."""
-
+class PackedDeviceWrite:
     def __init__(self, packed: Any, checksum: int, num_bytes: int, group: Communicator) -> None:
         self.num_bytes = num_bytes
         self.checksum = checksum
@@ -107,7 +99,6 @@ class DeviceParcel:
         self._group = group
 
     def cross(self) -> None:
-        """See Parcel."""
         packed, self._packed = self._packed, None
         self._group.finish(self._group.start(packed))
 

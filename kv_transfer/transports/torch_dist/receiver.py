@@ -16,13 +16,13 @@ from kv_transfer.layout.cell_range import CellRange
 from kv_transfer.memory.landing import Landing
 from kv_transfer.memory.region import KVRegion
 from kv_transfer.protocol.messages import TransferKey, TransportOffer
-from kv_transfer.transports.accept import accepted, begins
+from kv_transfer.transports.accept import accept_connections, start_serving
 from kv_transfer.transports.dial import advert_of, listen
-from kv_transfer.transports.grants import TOKEN_BYTES, Grant, GrantTable
+from kv_transfer.transports.grants import TOKEN_BYTES, GrantTable, WriteGrant
 from kv_transfer.transports.interface import QuietListener
 from kv_transfer.transports.one_sided import wire as one_sided_wire
 from kv_transfer.transports.one_sided.receiver import HELLO_S, MAX_WRITERS, hang_up
-from kv_transfer.transports.stranger_log import StrangerLog
+from kv_transfer.transports.stranger_log import RefusalLog
 from kv_transfer.transports.torch_dist import communicator, nccl
 from kv_transfer.transports.torch_dist import wire as torch_dist_wire
 from kv_transfer.transports.torch_dist.communicator import (
@@ -33,8 +33,8 @@ from kv_transfer.transports.torch_dist.communicator import (
     over_gloo,
 )
 from kv_transfer.transports.torch_dist.device_to_device import between_devices, entrance
-from kv_transfer.transports.torch_dist.intakes import DeviceIntake, HostIntake, Intake
-from kv_transfer.transports.torch_dist.wire import MAX_PAYLOAD_BYTES, Header, Kind, Meeting
+from kv_transfer.transports.torch_dist.intakes import DeviceIntake, HostIntake, PayloadIntake
+from kv_transfer.transports.torch_dist.wire import MAX_PAYLOAD_BYTES, MessageHeader, MessageKind, RendezvousOffer
 from tandem.errors import TransferError
 from tandem.rpc.hosts import keep_alive
 
@@ -64,7 +64,7 @@ class TorchDistReceiver:
         self._stall_s = stall_s
         self._grants = GrantTable()
         self._secret = secrets.token_bytes(TOKEN_BYTES)
-        self._strangers = StrangerLog(NAME)
+        self._strangers = RefusalLog(NAME)
         self._lock = threading.Lock()
         self._closing = threading.Event()
         nccl.prepare(stall_s)
@@ -75,15 +75,12 @@ class TorchDistReceiver:
         self._thread.start()
 
     def offer(self) -> TransportOffer:
-        """See KVReceiver."""
         return TransportOffer(name=NAME, advert=advert_of(self._server, self._secret), host_id="")
 
     def open_grant(self, key: TransferKey, landing: Landing) -> bytes:
-        """See KVReceiver."""
         return self._grants.open(key, landing).token
 
     def verify(self, key: TransferKey, cells: CellRange, checksum: int) -> bool:
-        """See KVReceiver."""
         return self._grants.verify(key, cells, checksum)
 
     def revoke(self, key: TransferKey) -> bool:
@@ -92,11 +89,10 @@ class TorchDistReceiver:
         return self._grants.is_quiet(key)
 
     def listen_quiet(self, listener: QuietListener) -> None:
-        """See KVReceiver."""
         self._grants.listen_quiet(listener)
 
     def close(self) -> None:
-        """See KVReceiver. Waits for a piece that a peer has announced, `stall_s` at most."""
+        """Waits for a piece that a peer has announced, `stall_s` at most."""
         self._grants.revoke_all()
         with self._lock:
             self._closing.set()
@@ -110,13 +106,13 @@ class TorchDistReceiver:
         self._store = None
 
     def _accept(self) -> None:
-        for sock in accepted(self._server, self._closing, self._strangers):
+        for sock in accept_connections(self._server, self._closing, self._strangers):
             with self._lock:
                 if self._closing.is_set() or len(self._peers) >= MAX_WRITERS:
                     sock.close()
                     continue
                 thread = threading.Thread(target=self._serve, args=(sock,), name="kv-dist-peer", daemon=True)
-                if not begins(thread, self._strangers):
+                if not start_serving(thread, self._strangers):
                     sock.close()
                     continue
                 self._peers[sock] = thread
@@ -129,7 +125,7 @@ class TorchDistReceiver:
             while (data := one_sided_wire.receive_exactly(sock, torch_dist_wire.HEADER_BYTES)) is not None:
                 header = torch_dist_wire.unpack_header(data)
                 session.check_turn(header)
-                if header.kind is not Kind.WRITE:
+                if header.kind is not MessageKind.WRITE:
                     session.renew(header)
                     continue
                 if header.payload_bytes > MAX_PAYLOAD_BYTES:
@@ -137,10 +133,10 @@ class TorchDistReceiver:
                         f"{header.payload_bytes} bytes announced: at most {MAX_PAYLOAD_BYTES} are taken"
                     )
                 landed = session.take(header, self._grants.find(header.token))
-                self._answer(sock, Kind.DONE if landed else Kind.REFUSED, header.number)
+                self._answer(sock, MessageKind.DONE if landed else MessageKind.REFUSED, header.number)
         except (OSError, TransferError) as error:
             if session is None:
-                self._strangers.tell("a connection was dropped before it was served", error)
+                self._strangers.record("a connection was dropped before it was served", error)
             else:
                 log.info("torch_dist sender dropped: %s", error)
         finally:
@@ -151,22 +147,22 @@ class TorchDistReceiver:
             hang_up(sock)
             sock.close()
 
-    def _greet(self, sock: socket.socket) -> Meeting:
+    def _greet(self, sock: socket.socket) -> RendezvousOffer:
         sock.settimeout(HELLO_S)
         hello = one_sided_wire.receive(sock)
         if (
             hello is None
-            or hello[0] is not one_sided_wire.Kind.HELLO
+            or hello[0] is not one_sided_wire.ClaimKind.HELLO
             or not hmac.compare_digest(hello[1], self._secret)
         ):
             raise TransferError("no HELLO, or a wrong secret")
         device = entrance(self._region, isolated_network=self._isolated_network)
-        meeting = Meeting(store_port=self._store.port, prefix=secrets.token_hex(8), device=device)
-        one_sided_wire.send_blob(sock, torch_dist_wire.pack_meeting(meeting))
+        meeting = RendezvousOffer(store_port=self._store.port, prefix=secrets.token_hex(8), device=device)
+        one_sided_wire.send_blob(sock, torch_dist_wire.pack_rendezvous(meeting))
         sock.settimeout(None)
         return meeting
 
-    def _answer(self, sock: socket.socket, kind: Kind, number: int) -> None:
+    def _answer(self, sock: socket.socket, kind: MessageKind, number: int) -> None:
         answer = torch_dist_wire.pack_answer(kind, number)
         try:
             count = sock.send(answer, socket.MSG_DONTWAIT)
@@ -179,33 +175,33 @@ class TorchDistReceiver:
 class _Session:
     """One sender's communicators, one at a time; used by one thread."""
 
-    def __init__(self, region: KVRegion, store: Any, meeting: Meeting, address: str, stall_s: float) -> None:
+    def __init__(self, region: KVRegion, store: Any, meeting: RendezvousOffer, address: str, stall_s: float) -> None:
         self._region = region
         self._store = store
         self._meeting = meeting
         self._address = address
         self._stall_s = stall_s
         self._group: Communicator | None = None
-        self._intake: Intake | None = None
+        self._intake: PayloadIntake | None = None
         self._writes, self._renewals = itertools.count(1), itertools.count()
 
-    def check_turn(self, header: Header) -> None:
+    def check_turn(self, header: MessageHeader) -> None:
         """Not before gloo: a receive of another size than what is sent to it ends the whole process.
 
         Raises TransferError.
         """
-        numbers = self._writes if header.kind is Kind.WRITE else self._renewals
+        numbers = self._writes if header.kind is MessageKind.WRITE else self._renewals
         if header.number != next(numbers):
             raise TransferError(f"{header.kind.name} {header.number} out of turn")
 
-    def renew(self, header: Header) -> None:
+    def renew(self, header: MessageHeader) -> None:
         """Make a communicator in place of what there was. A peer that did not come will say so by asking again.
 
         Raises TransferError for a way that was not offered.
         """
         self.close()
-        pool = self._region.device if header.kind is Kind.RENEW_DIRECT else None
-        if header.kind is Kind.RENEW_DIRECT and (pool is None or not self._meeting.device):
+        pool = self._region.device if header.kind is MessageKind.RENEW_DIRECT else None
+        if header.kind is MessageKind.RENEW_DIRECT and (pool is None or not self._meeting.device):
             raise TransferError("payload from device to device, which was not offered")
         at = Rendezvous(
             store=self._store,
@@ -225,7 +221,7 @@ class _Session:
         except CommunicatorBroken as error:
             log.info("torch_dist sender is late: %s", error)
 
-    def take(self, header: Header, grant: Grant | None) -> bool:
+    def take(self, header: MessageHeader, grant: WriteGrant | None) -> bool:
         """Whether a write's payload has landed. Raises TransferError."""
         if self._intake is None:
             return False

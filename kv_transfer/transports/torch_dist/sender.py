@@ -31,9 +31,9 @@ from kv_transfer.transports.torch_dist.communicator import (
     over_gloo,
 )
 from kv_transfer.transports.torch_dist.device_to_device import between_devices, goes_direct
-from kv_transfer.transports.torch_dist.parcels import DevicePacker, HostPacker, Packer, Parcel
+from kv_transfer.transports.torch_dist.parcels import DevicePacker, HostPacker, PackedWrite, Packer
 from kv_transfer.transports.torch_dist.receiver import NAME, STALL_S
-from kv_transfer.transports.torch_dist.wire import Header, Kind, Meeting
+from kv_transfer.transports.torch_dist.wire import MessageHeader, MessageKind, RendezvousOffer
 from kv_transfer.transports.write_queue import QueuedWriter, WriteJob
 from tandem.errors import TransferError
 
@@ -45,14 +45,20 @@ class _Sent:
     """A write whose answer is awaited."""
 
     job: WriteJob
-    parcel: Parcel
+    parcel: PackedWrite
 
 
 class TorchDistWriter(QueuedWriter):
     """PeerWriter of the `torch_dist` transport. `pool`: on a device, when payload goes from there to the peer's."""
 
     def __init__(
-        self, departure: Departure, pool: DevicePool | None, sock: socket.socket, meeting: Meeting, *, stall_s: float
+        self,
+        departure: Departure,
+        pool: DevicePool | None,
+        sock: socket.socket,
+        meeting: RendezvousOffer,
+        *,
+        stall_s: float,
     ) -> None:
         self._departure = departure
         self._pool = pool
@@ -71,7 +77,7 @@ class TorchDistWriter(QueuedWriter):
         self._reader.start()
 
     def close(self) -> None:
-        """See PeerWriter. Waits for what is crossing, or for a communicator being made: for their limits at most."""
+        """Waits for what is crossing, or for a communicator being made: for their limits at most."""
         self._break("connection closed")
         super().close()
         self._drop_group()
@@ -92,9 +98,9 @@ class TorchDistWriter(QueuedWriter):
 
     def _renew(self) -> Packer:
         number = next(self._generations)
-        kind = Kind.RENEW if self._pool is None else Kind.RENEW_DIRECT
+        kind = MessageKind.RENEW if self._pool is None else MessageKind.RENEW_DIRECT
         try:
-            self._sock.sendall(torch_dist_wire.pack_header(Header(kind=kind, number=number)))
+            self._sock.sendall(torch_dist_wire.pack_header(MessageHeader(kind=kind, number=number)))
         except OSError as error:
             raise TransferError(f"torch_dist connection lost: {error}") from None
         at = Rendezvous(
@@ -124,8 +130,8 @@ class TorchDistWriter(QueuedWriter):
             self._packer = self._renewed()
         parcel = self._packer.pack(job, self._queue)
         number = next(self._ids)
-        header = Header(
-            kind=Kind.WRITE, number=number, token=order.grant, cells=order.cells, payload_bytes=parcel.num_bytes
+        header = MessageHeader(
+            kind=MessageKind.WRITE, number=number, token=order.grant, cells=order.cells, payload_bytes=parcel.num_bytes
         )
         self._unanswered[number] = _Sent(job=job, parcel=parcel)
         try:
@@ -154,11 +160,11 @@ class TorchDistWriter(QueuedWriter):
             reason = f"torch_dist connection lost: {error}"
         self._break(reason)
 
-    def _on_answer(self, kind: Kind, number: int) -> None:
+    def _on_answer(self, kind: MessageKind, number: int) -> None:
         sent = self._unanswered.pop(number, None)
         if sent is None:
             raise TransferError("an answer to nothing")
-        if kind is Kind.DONE:
+        if kind is MessageKind.DONE:
             sent.job.succeed(sent.parcel.checksum, sent.parcel.num_bytes)
         else:
             sent.job.fail("the receiver refused the write")
@@ -181,15 +187,14 @@ class TorchDistSender:
         nccl.prepare(stall_s)
 
     def reaches(self, offer: TransportOffer) -> bool:
-        """See KVSender. Store and gloo know no secret, so what leaves this machine needs a network of its own."""
+        """Store and gloo know no secret, so what leaves this machine needs a network of its own."""
         return offer.name == NAME and (self._isolated_network or stays_here(offer.advert))
 
     def connect(self, offer: TransportOffer, pairing: Pairing) -> TorchDistWriter:
-        """See KVSender."""
         try:
             sock = dial(offer.advert)
             try:
-                meeting = torch_dist_wire.unpack_meeting(one_sided_wire.receive_blob(sock))
+                meeting = torch_dist_wire.unpack_rendezvous(one_sided_wire.receive_blob(sock))
                 sock.settimeout(None)
                 direct = goes_direct(self._region, pairing, meeting, isolated_network=self._isolated_network)
                 pool = self._region.device if direct else None

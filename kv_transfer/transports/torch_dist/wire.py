@@ -35,7 +35,7 @@ ANSWER_BYTES = _ANSWER.size
 NO_CELLS = CellRange(first_layer=0, num_layers=0, first_unit=0, num_units=0, first_head=0, num_heads=0)
 
 
-class Kind(IntEnum):
+class MessageKind(IntEnum):
     """What a message is."""
 
     WRITE = 1
@@ -46,10 +46,10 @@ class Kind(IntEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Header:
+class MessageHeader:
     """From a sender; `number` counts its writes, or its communicators."""
 
-    kind: Kind
+    kind: MessageKind
     number: int
     token: bytes = _NO_TOKEN
     cells: CellRange = NO_CELLS
@@ -57,7 +57,7 @@ class Header:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Meeting:
+class RendezvousOffer:
     """Where the two sides of a communicator find each other, and what payload may go directly into."""
 
     store_port: int
@@ -66,7 +66,7 @@ class Meeting:
     """Of the receiver's pool, as DevicePool.identity; empty when payload has to come through host memory."""
 
 
-def pack_header(header: Header) -> bytes:
+def pack_header(header: MessageHeader) -> bytes:
     """A header as bytes."""
     c = header.cells
     box = (c.first_layer, c.num_layers, c.first_unit, c.num_units, c.first_head, c.num_heads)
@@ -74,41 +74,42 @@ def pack_header(header: Header) -> bytes:
     return data + _CRC.pack(crc32(data))
 
 
-def unpack_header(data: bytes) -> Header:
+def unpack_header(data: bytes) -> MessageHeader:
     """A header from HEADER_BYTES bytes. Raises TransferError."""
     fields, checksum = data[: _HEADER.size], data[_HEADER.size :]
     if _CRC.pack(crc32(fields)) != checksum:
         raise TransferError("a header of the torch_dist transport is damaged")
     magic, kind, number, token, *box, payload_bytes = _HEADER.unpack(fields)
-    if magic != _MAGIC or kind not in (Kind.WRITE, Kind.RENEW, Kind.RENEW_DIRECT):
+    if magic != _MAGIC or kind not in (MessageKind.WRITE, MessageKind.RENEW, MessageKind.RENEW_DIRECT):
         raise TransferError("not a message of the torch_dist transport")
     names = ("first_layer", "num_layers", "first_unit", "num_units", "first_head", "num_heads")
     cells = CellRange(**dict(zip(names, box, strict=True)))
-    return Header(kind=Kind(kind), number=number, token=token, cells=cells, payload_bytes=payload_bytes)
+    return MessageHeader(kind=MessageKind(kind), number=number, token=token, cells=cells, payload_bytes=payload_bytes)
 
 
-def pack_answer(kind: Kind, number: int) -> bytes:
+def pack_answer(kind: MessageKind, number: int) -> bytes:
     """An answer as bytes."""
     return _ANSWER.pack(_MAGIC, kind, number)
 
 
-def unpack_answer(data: bytes) -> tuple[Kind, int]:
+def unpack_answer(data: bytes) -> tuple[MessageKind, int]:
     """An answer from ANSWER_BYTES bytes. Raises TransferError."""
     magic, kind, number = _ANSWER.unpack(data)
-    if magic != _MAGIC or kind not in (Kind.DONE, Kind.REFUSED):
+    if magic != _MAGIC or kind not in (MessageKind.DONE, MessageKind.REFUSED):
         raise TransferError("not an answer of the torch_dist transport")
-    return Kind(kind), number
+    return MessageKind(kind), number
 
 
-def pack_meeting(meeting: Meeting) -> bytes:
-    """For claim_wire.send_blob."""
+def pack_rendezvous(meeting: RendezvousOffer) -> bytes:
     return json.dumps(asdict(meeting)).encode()
 
 
-def unpack_meeting(data: bytes) -> Meeting:
+def unpack_rendezvous(data: bytes) -> RendezvousOffer:
     """Raises TransferError."""
     try:
         fields = json.loads(data)
-        return Meeting(store_port=int(fields["store_port"]), prefix=str(fields["prefix"]), device=str(fields["device"]))
+        return RendezvousOffer(
+            store_port=int(fields["store_port"]), prefix=str(fields["prefix"]), device=str(fields["device"])
+        )
     except (ValueError, KeyError, TypeError):
         raise TransferError("not a meeting of the torch_dist transport") from None

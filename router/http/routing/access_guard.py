@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from router.access.api_keys import NOBODY, ApiCaller, ApiKeyStore
 from router.access.audit_log import current_entry
-from tandem.config.access import DoorLocks
+from tandem.config.access import RouterAccess
 from tandem.errors import NotAllowed
 
 Handler = Callable[[Request], Awaitable[Response | dict[str, Any]]]
@@ -53,7 +53,7 @@ def operator(handler: Handler, page: OperatorPage) -> Guarded:
 class Guard:
     """Asks for keys."""
 
-    def __init__(self, keys: ApiKeyStore, locks: DoorLocks) -> None:
+    def __init__(self, keys: ApiKeyStore, locks: RouterAccess) -> None:
         self._keys = keys
         access = {page: locks.operator_access.of(page.value, is_local=locks.is_local) for page in OperatorPage}
         self._open = {page for page, who in access.items() if who == "open"}

@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from router.types.stream_ids import StreamIds
 from tandem.cluster_state.entries import Process
-from tandem.cluster_state.keys import BoardKeys
+from tandem.cluster_state.keys import ClusterStateKeys
 from tandem.protocol.session_versions import SPOKEN
 from tests.e2e.failures.test_router_takeover import Reader, second_router
 from tests.previous.release import Release, spoken
@@ -81,7 +81,7 @@ class Whereabouts:
     def __init__(self, cluster, server):
         config = cluster.local.config
         self._ids = StreamIds(config.secret.get_secret_value().encode(), most_s=config.router.request_timeout_s)
-        self._marks = ("ZRANGE", BoardKeys(config.redis.cluster).workers, 0, -1)
+        self._marks = ("ZRANGE", ClusterStateKeys(config.redis.cluster).workers, 0, -1)
         self._server = server
 
     def of(self, readers):

@@ -8,7 +8,7 @@ import grpc.aio
 import pytest
 
 from kv_transfer.protocol import wire
-from kv_transfer.protocol.messages import Envelope, PrefillJob
+from kv_transfer.protocol.messages import HandoffEnvelope, PrefillJob
 from kv_transfer.session.peer import Route
 from kv_transfer.transports.in_process import MemoryFabric
 from tandem.errors import InvariantError
@@ -82,7 +82,7 @@ class Frozen(HandoffServicer):
         hello = wire.decode(await stream.read()).body
         chosen = replace(hello, transports=hello.transports[:1], wire_dtype=hello.layout.dtype)
         await stream.write(
-            wire.encode(Envelope(incarnation=Incarnation(1), addressee=Incarnation(22), key=None, body=chosen))
+            wire.encode(HandoffEnvelope(incarnation=Incarnation(1), addressee=Incarnation(22), key=None, body=chosen))
         )
         await asyncio.Event().wait()
 

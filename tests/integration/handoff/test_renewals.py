@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from kv_transfer.protocol.messages import Envelope, Renew, TransferKey
+from kv_transfer.protocol.messages import HandoffEnvelope, Renew, TransferKey
 from kv_transfer.transports.in_process import MemoryFabric
 from tandem.values.ids import Incarnation, TransferId
 from tests.integration.handoff.test_failures import decoding
@@ -40,6 +40,6 @@ async def test_those_that_are_named_are_renewed_and_no_list_is_searched() -> Non
         hub._attempts, before = pretended, hub._attempts
         body = Renew(transfer_ids=Ids((TransferId("a"), TransferId("c"), TransferId("gone"))))
         at: Any = link
-        hub.deliver(at, Envelope(incarnation=Incarnation(5), addressee=Incarnation(22), key=None, body=body))
+        hub.deliver(at, HandoffEnvelope(incarnation=Incarnation(5), addressee=Incarnation(22), key=None, body=body))
         hub._attempts = before
         assert [attempt.num_renewals for attempt in attempts] == [1, 0, 1, 0]

@@ -11,7 +11,7 @@ import pytest
 
 from kv_transfer.protocol.messages import PrefillJob
 from kv_transfer.session.receiver_hub import ReceiverHub
-from kv_transfer.session.stats import Outcome, TransferStats
+from kv_transfer.session.stats import AttemptOutcome, TransferStats
 from kv_transfer.transports.catalogue import open_receivers, open_senders
 from kv_transfer.transports.in_process import MemoryFabric
 from router.fleet.transfer_wire import transfers_from_pb
@@ -92,7 +92,7 @@ def job(name: str, num_tokens: int = 40, *, trace: TraceContext | None = CLIENT)
     return make_job(name, num_tokens, trace=trace)
 
 
-def ended(stats: TransferStats) -> dict[tuple[str, Outcome], int]:
+def ended(stats: TransferStats) -> dict[tuple[str, AttemptOutcome], int]:
     return {(key.transport, key.outcome): totals.count for key, totals in stats.ended.items()}
 
 
@@ -159,7 +159,10 @@ async def test_every_attempt_is_counted_by_how_it_ended_and_bytes_with_their_sec
     pair.hub.cancel(refused)
     await pair.closed()
 
-    each = {(pair.transport, outcome): 1 for outcome in (Outcome.COMMITTED, Outcome.CANCELLED, Outcome.FAILED)}
+    each = {
+        (pair.transport, outcome): 1
+        for outcome in (AttemptOutcome.COMMITTED, AttemptOutcome.CANCELLED, AttemptOutcome.FAILED)
+    }
     for stats in (pair.hub.stats, pair.prefill.hub.stats):
         assert ended(stats) == each
         assert stats.started == sum(totals.count for totals in stats.ended.values())
@@ -180,6 +183,6 @@ async def test_a_peer_that_nobody_reaches_is_counted_without_a_transport(pair: W
     await pair.decode.until(transfer, lambda r: r.errors)
     pair.hub.cancel(transfer)
     await pair.closed()
-    assert ended(pair.hub.stats) == {("", Outcome.FAILED): 1}
+    assert ended(pair.hub.stats) == {("", AttemptOutcome.FAILED): 1}
     [received] = [side for side in pair.report().sides if side.direction == "received"]
     assert [(ends.transport, ends.outcome, ends.kind) for ends in received.ended] == [("none", "failed", "handoff")]

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from kv_transfer.protocol.messages import Abort, Envelope, Prefill, PrefillJob
+from kv_transfer.protocol.messages import Abort, HandoffEnvelope, Prefill, PrefillJob
 from kv_transfer.session.sender_link import SenderLink
 from kv_transfer.transports.in_process import MemoryFabric
 from tandem.errors import Unavailable
@@ -60,7 +60,7 @@ async def test_a_job_that_is_given_up_before_its_task_began_is_not_begun(monkeyp
     async with decoding("memory", fabric=fabric) as (hub, owner), prefilling("memory", fabric=fabric) as worker:
         deliver = worker.hub._deliver
 
-        def both(link: SenderLink, envelope: Envelope) -> None:
+        def both(link: SenderLink, envelope: HandoffEnvelope) -> None:
             deliver(link, envelope)
             if isinstance(envelope.body, Prefill):  # in the same turn
                 deliver(link, replace(envelope, body=Abort(reason="gone")))

@@ -14,8 +14,8 @@ import pytest
 from router.process.admission_setup import make_limits
 from router.types.worker_view import WorkerKey
 from router.workers.log_positions import Reload
-from tandem.cluster_state.entries import MAX_CHANGES, BoardCodec, Footprint, Notice, Process, RouterLoad, Share
-from tandem.cluster_state.keys import BoardKeys
+from tandem.cluster_state.entries import MAX_CHANGES, ClusterStateCodec, Footprint, Notice, Process, RouterLoad, Share
+from tandem.cluster_state.keys import ClusterStateKeys
 from tandem.config.cluster import RouterConfig
 from tandem.errors import Overloaded, ServingError
 from tandem.values.ids import BlockHash, Incarnation, WorkerId
@@ -24,7 +24,7 @@ from tests.support.fake_worker import SECRET, expected_tokens
 from tests.support.redis_cluster import PublishingWorker, Router, board_at, names_of, router
 from tests.support.redis_server import RedisServer, until
 
-KEYS = BoardKeys("tandem")
+KEYS = ClusterStateKeys("tandem")
 
 
 @pytest.fixture
@@ -154,7 +154,7 @@ class Fate:
 
 def lie(server: RedisServer, workers: list[PublishingWorker]) -> None:
     """Everything that somebody without the secret can write."""
-    forger = BoardCodec(b"not the secret at all", "tandem")
+    forger = ClusterStateCodec(b"not the secret at all", "tandem")
     nobody = Process(WorkerId("d9"), Incarnation(9))
     soon_ms = 1e3 * time.time() + 60_000  # before everybody else, and not so late that nobody believes it
     for member in (nobody.mark, "\xff\x00", "@", "d9@zz", "x" * 5000, "99"):

@@ -12,9 +12,9 @@ from router.cluster_state.log_follower import CacheLogFollower, ClusterStateCoun
 from router.types.worker_view import WorkerKey
 from router.workers.log_positions import LogPositions
 from tandem.circuit_breaker import CircuitBreaker
-from tandem.cluster_state.entries import BoardCodec, CacheState
-from tandem.cluster_state.keys import BoardKeys
-from tandem.cluster_state.settings import BoardSettings
+from tandem.cluster_state.entries import CacheState, ClusterStateCodec
+from tandem.cluster_state.keys import ClusterStateKeys
+from tandem.cluster_state.settings import RedisSettings
 from tandem.rpc.redis_link import RedisLink
 from tandem.values.ids import Incarnation, WorkerId
 from tests.support.redis_cluster import QUICK
@@ -53,7 +53,7 @@ class Liar:
 async def following(liar: Liar) -> AsyncIterator[RedisLink]:
     """A follower that has read a worker's state already."""
     server = await asyncio.start_server(liar.serve, "127.0.0.1", 0)
-    settings = BoardSettings(host="127.0.0.1", port=server.sockets[0].getsockname()[1], timeout_s=5.0)
+    settings = RedisSettings(host="127.0.0.1", port=server.sockets[0].getsockname()[1], timeout_s=5.0)
     link = RedisLink(settings, CircuitBreaker(Random(1), QUICK), use="follow", clock=time.monotonic)
     view, key = LogPositions(), WorkerKey(WorkerId("d0"), Incarnation(1))
     view.follow(key)
@@ -61,8 +61,8 @@ async def following(liar: Liar) -> AsyncIterator[RedisLink]:
     follower = CacheLogFollower(
         view,
         link,
-        BoardCodec(b"secret", "c"),
-        BoardKeys("c"),
+        ClusterStateCodec(b"secret", "c"),
+        ClusterStateKeys("c"),
         counts=ClusterStateCounts(),
         apply=lambda *_: None,
         clock=time.monotonic,

@@ -5,11 +5,11 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from tandem.cluster_state.keys import BoardKeys
+from tandem.cluster_state.keys import ClusterStateKeys
 from tests.support.redis_cluster import PublishingWorker, board_at, router
 from tests.support.redis_server import RedisServer, until
 
-KEYS = BoardKeys("tandem")
+KEYS = ClusterStateKeys("tandem")
 LARGE = 8 << 20
 
 

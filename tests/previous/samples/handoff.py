@@ -71,7 +71,9 @@ _FETCH = handoff.PrefillJob(
 )
 _LAYOUT = KVLayout(model_fingerprint="m", dtype="float32", num_layers=2, num_kv_heads=2, head_dim=4, block_size=4)
 _CELLS = CellRange(first_layer=1, num_layers=2, first_unit=3, num_units=4, first_head=0, num_heads=2)
-_FAILURE = handoff.Failure.of(wire.failure_from_pb(common_pb2.Failure(code="Overloaded", message="n", retry_after_s=2)))
+_FAILURE = handoff.Failure.from_error(
+    wire.failure_from_pb(common_pb2.Failure(code="Overloaded", message="n", retry_after_s=2))
+)
 _TOKEN = SampledToken(token_id=5, logprob=-0.5, top_logprobs=(TokenLogprob(token_id=5, logprob=-0.5),))
 _BODIES: dict[str, handoff.Body] = {
     "prefill": handoff.Prefill(job=_JOB, lease_s=2.0),
@@ -112,7 +114,7 @@ def _hello() -> handoff.Hello:
 
 def _handoff_message(body: handoff.Body) -> bytes:
     key = None if isinstance(body, handoff.Hello | handoff.Renew) else _KEY
-    envelope = handoff.Envelope(incarnation=Incarnation(2**62), addressee=Incarnation(2**61), key=key, body=body)
+    envelope = handoff.HandoffEnvelope(incarnation=Incarnation(2**62), addressee=Incarnation(2**61), key=key, body=body)
     return handoff_wire.encode(envelope).SerializeToString(deterministic=True)
 
 
@@ -125,8 +127,8 @@ def _read_handoff(data: bytes) -> Any:
 
 
 def payload_samples() -> dict[str, Sample]:
-    header = tcp_frames.Header(
-        kind=tcp_frames.Kind.WRITE, write_id=3, token=bytes(range(16)), cells=_CELLS, payload_bytes=4096
+    header = tcp_frames.FrameHeader(
+        kind=tcp_frames.FrameKind.WRITE, write_id=3, token=bytes(range(16)), cells=_CELLS, payload_bytes=4096
     )
     return {
         "tcp/hello": Sample(
@@ -138,11 +140,11 @@ def payload_samples() -> dict[str, Sample]:
             read=lambda data: facts(tcp_frames.unpack_header(data, tcp_frames.seed_of(77, 1))),
         ),
         "tcp/answer": Sample(
-            write=lambda: tcp_frames.pack_answer(tcp_frames.Kind.DONE, 3),
+            write=lambda: tcp_frames.pack_answer(tcp_frames.FrameKind.DONE, 3),
             read=lambda data: facts(tcp_frames.unpack_answer(data)),
         ),
         "claim/message": Sample(
-            write=lambda: one_sided_wire.pack(one_sided_wire.Kind.CLAIM, bytes(range(16))),
+            write=lambda: one_sided_wire.pack(one_sided_wire.ClaimKind.CLAIM, bytes(range(16))),
             read=lambda data: facts(one_sided_wire.unpack(data)),
         ),
         "claim/grant": Sample(

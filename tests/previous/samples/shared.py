@@ -5,7 +5,7 @@ from collections.abc import Callable
 from router.tenants.shared_rate_limits import tenant_tags
 from router.types.stream_ids import ChoicePosition, StreamHead, StreamIds, request_digest
 from tandem.cluster_state import entries
-from tandem.cluster_state.keys import BoardKeys
+from tandem.cluster_state.keys import ClusterStateKeys
 from tandem.values.block_hash import BlockHasher, root_hash
 from tandem.values.ids import BlockHash, Incarnation, WorkerId
 from tandem.values.roles import WorkerRole
@@ -13,7 +13,7 @@ from tandem.values.roles import WorkerRole
 from .sample import NAMES, SECRET, Sample, facts
 
 WRITTEN_S = 1_800_000_000
-CODEC = entries.BoardCodec(SECRET, "samples")
+CODEC = entries.ClusterStateCodec(SECRET, "samples")
 _PROCESS = entries.Process(WorkerId("decode-0"), Incarnation(7))
 _NOTICE = entries.Notice(process=_PROCESS, role=WorkerRole.DECODE, address="10.0.0.1:7000")
 _FOOTPRINT = entries.Footprint(next_sequence=9, state_sequence=4, num_entries=2)
@@ -81,7 +81,7 @@ def _block_names() -> bytes:
 
 
 def _board_keys() -> bytes:
-    keys = BoardKeys("samples")
+    keys = ClusterStateKeys("samples")
     of_process = (keys.notice, keys.head, keys.state, keys.log)
     found = [keys.workers, keys.routers, *(key(_PROCESS) for key in of_process), keys.load(Incarnation(99))]
     return "\n".join(found).encode()

@@ -21,7 +21,7 @@ class GuardedPool:
         self.free = list(range(num_blocks))
         self._rng = random.Random(seed)
         self._memory = SharedPool(num_blocks * kv.worker_block_bytes)
-        self.region = KVRegion.of(self._memory.buffer, kv, fd=self._memory.fd)
+        self.region = KVRegion.from_buffer(self._memory.buffer, kv, fd=self._memory.fd)
         shape = (kv.tp_size, kv.num_layers, num_blocks, kv.layer_block_bytes)
         self._bytes = np.frombuffer(self._memory.buffer, np.uint8).reshape(shape)
         self._guard = np.random.default_rng(seed).integers(0, 256, shape, np.uint8)

@@ -8,7 +8,7 @@ import pytest
 from kv_transfer.memory.landing import Landing
 from kv_transfer.protocol import guards
 from kv_transfer.protocol.messages import TransferKey
-from kv_transfer.transports.grants import Grant, GrantTable
+from kv_transfer.transports.grants import GrantTable, WriteGrant
 from kv_transfer.transports.one_sided import wire as one_sided_wire
 from tests.proofs.faults import batch
 from tests.proofs.faults.campaign import campaign
@@ -33,7 +33,7 @@ def no_claim_checksum(patch: pytest.MonkeyPatch) -> None:
 
 
 def revoked_grants_take_more(patch: pytest.MonkeyPatch) -> None:
-    def revoke(self: GrantTable, key: TransferKey) -> Grant | None:
+    def revoke(self: GrantTable, key: TransferKey) -> WriteGrant | None:
         grant = self._by_key.pop(key, None)
         if grant is not None:
             del self._by_token[grant.token]

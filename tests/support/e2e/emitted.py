@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from kv_transfer.session.stats import Outcome
+from kv_transfer.session.stats import AttemptOutcome
 from tests.support.monitoring_files import Said, rules
 from tests.support.promql import Matcher, named
 from tests.support.two_releases import GROUPING
@@ -15,7 +15,7 @@ ONLY_IN_TROUBLE = {
     "tandem_worker_breaker",
     "tandem_worker_inherited_blocks_total",
 }
-OUTCOMES = {outcome.value for outcome in Outcome}
+OUTCOMES = {outcome.value for outcome in AttemptOutcome}
 """Of transfers: most of them are seen in trouble alone."""
 
 

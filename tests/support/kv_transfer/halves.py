@@ -5,8 +5,8 @@ from dataclasses import replace
 from kv_transfer.protocol import actions as act
 from kv_transfer.protocol.messages import (
     Body,
-    Envelope,
     FirstToken,
+    HandoffEnvelope,
     PrefillJob,
     TransferKey,
 )
@@ -58,7 +58,7 @@ class Half:
     def hear(
         self, body: Body, *, key: TransferKey = KEY, peer: Incarnation = PEER, to: Incarnation = OWN
     ) -> act.Actions:
-        envelope = Envelope(incarnation=peer, addressee=to, key=key, body=body)
+        envelope = HandoffEnvelope(incarnation=peer, addressee=to, key=key, body=body)
         return self.machine.on_message(envelope, self.now)
 
     def see(self, event: object) -> act.Actions:
@@ -70,4 +70,4 @@ class Half:
 
 
 def kinds(actions: act.Actions) -> list[str]:
-    return [type(a.body if isinstance(a, act.Send) else a).__name__ for a in actions]
+    return [type(a.body if isinstance(a, act.SendMessage) else a).__name__ for a in actions]

@@ -44,7 +44,7 @@ class Pool:
 
     def __init__(self, num_blocks: int) -> None:
         self.memory = SharedPool(num_blocks * LAYOUT.block_bytes)
-        self.region = KVRegion.of(self.memory.buffer, LAYOUT, fd=self.memory.fd)
+        self.region = KVRegion.from_buffer(self.memory.buffer, LAYOUT, fd=self.memory.fd)
         self.free: deque[BlockId] = deque(BlockId(b) for b in range(num_blocks))
         self.num_blocks = num_blocks
 

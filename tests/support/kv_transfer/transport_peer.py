@@ -25,7 +25,7 @@ from tandem.values.ids import BlockId, TransferId
 from tandem.values.kv_layout import KVLayout
 
 LAYOUT = KVLayout(model_fingerprint="m", dtype="float32", num_layers=3, num_kv_heads=2, head_dim=8, block_size=4)
-PAIRING = Pairing.of(LAYOUT, LAYOUT, wire_dtype=LAYOUT.dtype)
+PAIRING = Pairing.from_layouts(LAYOUT, LAYOUT, wire_dtype=LAYOUT.dtype)
 NUM_BLOCKS = 24
 
 
@@ -34,7 +34,7 @@ def make_region(seed: int, num_blocks: int = NUM_BLOCKS) -> KVRegion:
     pool = SharedPool(num_blocks * LAYOUT.block_bytes)
     if seed:
         pool.buffer[:] = bytes((i * 31 + seed * 7 + i // 251) % 256 for i in range(pool.size_bytes))
-    return KVRegion.of(pool.buffer, LAYOUT, fd=pool.fd)
+    return KVRegion.from_buffer(pool.buffer, LAYOUT, fd=pool.fd)
 
 
 def box(first_unit: int, num_units: int, first_layer: int = 0, num_layers: int = LAYOUT.num_layers) -> CellRange:

@@ -10,12 +10,12 @@ from functools import partial
 
 from kv_transfer.protocol import actions as act
 from kv_transfer.protocol import events as ev
-from kv_transfer.protocol.handoff_retry import Ladder
+from kv_transfer.protocol.handoff_retry import HandoffRetry
 from kv_transfer.protocol.messages import (
     Abort,
     Chunk,
-    Envelope,
     FirstToken,
+    HandoffEnvelope,
     Offer,
     PrefillJob,
     Seal,
@@ -38,7 +38,7 @@ class World:
         self.shared_memory = shared_memory
         self.faults_left = max_faults
         self.now = 0.0
-        self.wire: list[tuple[str, Envelope]] = []
+        self.wire: list[tuple[str, HandoffEnvelope]] = []
         self.pending: list[Move] = []
         self.processes = {name: Process(self, name, Incarnation(i)) for i, name in enumerate(("p", "q"), 1)}
         self.next_incarnation = 10
@@ -56,7 +56,7 @@ class World:
         for transfer_id in self.ladders:
             self._begin(transfer_id, "p", 1)
 
-    def _ladder(self, index: int) -> Ladder:
+    def _ladder(self, index: int) -> HandoffRetry:
         job = PrefillJob(
             transfer_id=TransferId(f"t{index}"),
             request_id=RequestId("r"),
@@ -66,7 +66,7 @@ class World:
             sampling=SamplingParams(),
             hash_root=BlockHash(bytes(16)),
         )
-        return Ladder(job, own=DECODE, layout=LAYOUT, settings=SETTINGS)
+        return HandoffRetry(job, own=DECODE, layout=LAYOUT, settings=SETTINGS)
 
     # What can happen
 
@@ -151,7 +151,7 @@ class World:
             return
         process.deliver(envelope)
 
-    def _deliver_to_decode(self, envelope: Envelope) -> None:
+    def _deliver_to_decode(self, envelope: HandoffEnvelope) -> None:
         key = envelope.key
         # To every attempt of the hand-off: telling them apart is the machines' business.
         mine = [k for k in self.receivers if k.transfer_id == key.transfer_id]
@@ -159,10 +159,10 @@ class World:
             self._run_receiver(other, self.receivers[other].on_message(envelope, self.now))
         if not mine and isinstance(envelope.body, Offer | Chunk | Seal):
             abort = Abort(reason="unknown")
-            answer = Envelope(incarnation=DECODE, addressee=envelope.incarnation, key=key, body=abort)
+            answer = HandoffEnvelope(incarnation=DECODE, addressee=envelope.incarnation, key=key, body=abort)
             self._post(envelope.incarnation, answer)
 
-    def _post(self, incarnation: Incarnation, envelope: Envelope) -> None:
+    def _post(self, incarnation: Incarnation, envelope: HandoffEnvelope) -> None:
         """To the process of that incarnation, if it still runs."""
         for process in self.processes.values():
             if process.incarnation == incarnation:
@@ -228,7 +228,7 @@ class World:
         ladder.end()
         self._give(self.kept[transfer_id])
         self.kept[transfer_id] = []
-        self._event(key, ev.Cancelled(reason="left"))
+        self._event(key, ev.HandoffCancelled(reason="left"))
 
     # The decode worker
 
@@ -255,11 +255,11 @@ class World:
     def _do_receiver(self, key: TransferKey, action: act.Action) -> None:
         transfer_id = key.transfer_id
         match action:
-            case act.Send():
+            case act.SendMessage():
                 name, incarnation = self.routes[key]
                 if self.processes[name].incarnation == incarnation:
                     self.wire.append(
-                        (name, Envelope(incarnation=DECODE, addressee=incarnation, key=key, body=action.body))
+                        (name, HandoffEnvelope(incarnation=DECODE, addressee=incarnation, key=key, body=action.body))
                     )
             case act.BindBlocks():
                 self.pending.append(partial(self._bind, key, action.num_blocks))
@@ -305,7 +305,7 @@ class World:
         for block in blocks:
             self.owner_of[block] = key
             self.memory[block] = None
-        self._event(key, ev.Bound(blocks=blocks))
+        self._event(key, ev.BlocksBound(blocks=blocks))
 
     def _give(self, blocks: list[BlockId]) -> None:
         assert not set(blocks) & set(self.free)

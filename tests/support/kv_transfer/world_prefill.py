@@ -5,10 +5,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kv_transfer.layout.cell_range import CellRange
-from kv_transfer.layout.chunk_plan import CellShape
+from kv_transfer.layout.chunk_plan import HandoffSize
 from kv_transfer.protocol import actions as act
 from kv_transfer.protocol import events as ev
-from kv_transfer.protocol.messages import Abort, Drained, Envelope, FirstToken, Prefill, TransferKey
+from kv_transfer.protocol.messages import Abort, Drained, FirstToken, HandoffEnvelope, Prefill, TransferKey
 from kv_transfer.protocol.sender import Sender, SenderPlan
 from kv_transfer.protocol.settings import TransferSettings
 from kv_transfer.protocol.states import HandoffState
@@ -65,8 +65,8 @@ class Process:
 
     def do_sender(self, key: TransferKey, action: act.Action) -> None:
         match action:
-            case act.Send():
-                envelope = Envelope(incarnation=self.incarnation, addressee=DECODE, key=key, body=action.body)
+            case act.SendMessage():
+                envelope = HandoffEnvelope(incarnation=self.incarnation, addressee=DECODE, key=key, body=action.body)
                 self.world.wire.append(("d", envelope))
             case act.SubmitPrefill():
                 self.world.pending.append(partial(self.submit, key))
@@ -100,17 +100,17 @@ class Process:
         step, total = self.computed[key], -(-len(job.token_ids) // LAYOUT.block_size)
         blocks = tuple(BlockId(b) for b in range(total))
         if step == 0:
-            self.sender_event(key, ev.Scheduled(queue_s=0.0, tail_hash=None))
+            self.sender_event(key, ev.PrefillScheduled(queue_s=0.0, tail_hash=None))
         elif step <= total:
             done = min(step * LAYOUT.block_size, len(job.token_ids))
-            self.sender_event(key, ev.Progress(num_computed_tokens=done, blocks=blocks))
+            self.sender_event(key, ev.PrefillProgress(num_computed_tokens=done, blocks=blocks))
         elif step == total + 1:
             token = FirstToken(token=SampledToken(token_id=1), cached_tokens=0)
             self.sender_event(key, ev.FirstTokenSampled(first_token=token))
         elif step == total + 2:
             self.computed[key] = 20
             times = PhaseTimes()
-            self.sender_event(key, ev.Finished(cached_tokens=0, times=times, tail_hash=None))
+            self.sender_event(key, ev.PrefillFinished(cached_tokens=0, times=times, tail_hash=None))
         else:
             self.computed[key] = 20
 
@@ -142,7 +142,7 @@ class Process:
             failed = ev.WriteFailed(seq=order.seq, rewrite=order.rewrite, reason="revoked")
             self.world.pending.append(partial(self.sender_event, key, failed))
 
-    def deliver(self, envelope: Envelope) -> None:
+    def deliver(self, envelope: HandoffEnvelope) -> None:
         key, body = envelope.key, envelope.body
         sender = self.senders.get(key)
         if sender is not None:
@@ -157,7 +157,7 @@ class Process:
                 block_size=LAYOUT.block_size,
                 unit_tokens=LAYOUT.block_size,
                 whole_tokens=LAYOUT.block_size,
-                cells=CellShape(num_layers=LAYOUT.num_layers, num_heads=1, unit_layer_bytes=LAYOUT.layer_block_bytes),
+                cells=HandoffSize(num_layers=LAYOUT.num_layers, num_heads=1, unit_layer_bytes=LAYOUT.layer_block_bytes),
                 lease_s=SETTINGS.lease_s,
                 stall_s=SETTINGS.stall_s,
                 queue_s=SETTINGS.queue_s,
@@ -169,7 +169,7 @@ class Process:
             self.run_sender(key, self.senders[key].start())
         elif isinstance(body, Abort):
             self.world.wire.append(
-                ("d", Envelope(incarnation=self.incarnation, addressee=DECODE, key=key, body=Drained()))
+                ("d", HandoffEnvelope(incarnation=self.incarnation, addressee=DECODE, key=key, body=Drained()))
             )
 
     def serve_revoke(self, key: TransferKey) -> None:

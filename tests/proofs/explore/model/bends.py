@@ -5,12 +5,12 @@ What only its sender can know is left alone, for no receiver can check it: that 
 
 from dataclasses import replace
 
-from kv_transfer.protocol.messages import Body, Chunk, CommitAck, Envelope, Nack, Offer, Reserve, Seal
+from kv_transfer.protocol.messages import Body, Chunk, CommitAck, HandoffEnvelope, Nack, Offer, Reserve, Seal
 from tests.proofs.explore.model.prefill_side import OTHER_TAIL
 from tests.proofs.explore.model.scope import Scope
 
 
-def bends(envelope: Envelope, scope: Scope) -> list[Envelope]:
+def bends(envelope: HandoffEnvelope, scope: Scope) -> list[HandoffEnvelope]:
     """The alterations of one message."""
     return [replace(envelope, body=body) for body in _bodies(envelope.body, scope)]
 

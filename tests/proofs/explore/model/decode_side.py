@@ -54,7 +54,7 @@ class DecodeSide:
         self._free_owned(life)
         life.ladder = -1
         if event and life.attempt in life.receivers:
-            self.tell(life, life.attempt, ev.Cancelled(reason="left"))
+            self.tell(life, life.attempt, ev.HandoffCancelled(reason="left"))
 
     def _free_owned(self, life: Life) -> None:
         properties.no_writer_into(life, tuple(life.kept), "is given up by the request")
@@ -196,7 +196,7 @@ class DecodeSide:
         torn = (TORN,) * (self._names.scope.units_per_block * self._names.scope.num_layers)
         for block in blocks:
             life.blocks[block] = (attempt, torn)
-        self.tell(life, attempt, ev.Bound(blocks=blocks))
+        self.tell(life, attempt, ev.BlocksBound(blocks=blocks))
 
     def refuse(self, life: Life, attempt: int) -> None:
         """The pool gives none."""

@@ -5,7 +5,7 @@ from typing import Any
 
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol import guards
-from kv_transfer.protocol.messages import Abort, Drained, Envelope, Failure, FirstToken, Prefill, Reject
+from kv_transfer.protocol.messages import Abort, Drained, Failure, FirstToken, HandoffEnvelope, Prefill, Reject
 from kv_transfer.protocol.sender import Sender
 from kv_transfer.protocol.states import LIVE, HandoffState
 from tandem.errors import TransferError, Unavailable
@@ -49,18 +49,18 @@ class PrefillSide:
         if sender is not None:
             self._step(life, at, ("message", number), lambda machine: machine.on_message(envelope, 0.0))
 
-    def _say(self, life: Life, at: int, asked: Envelope, body: Any) -> None:
+    def _say(self, life: Life, at: int, asked: HandoffEnvelope, body: Any) -> None:
         """Answer without a sender."""
         mine = self._names.prefill(at, life.workers[at].epoch)
         if asked.incarnation == self._names.decode(life.decode_epoch):
             life.messages.add((DECODE, self._names.envelope(mine, asked.incarnation, asked.key, body)))
 
-    def _prefill(self, life: Life, at: int, envelope: Envelope) -> None:
+    def _prefill(self, life: Life, at: int, envelope: HandoffEnvelope) -> None:
         worker, key = life.workers[at], envelope.key
         if key is None or guards.superseded(key.attempt, worker.newest or None):
             return
         if worker.sender is not None:
-            self.tell(life, at, worker.sender.attempt, ev.Cancelled(reason="superseded"))
+            self.tell(life, at, worker.sender.attempt, ev.HandoffCancelled(reason="superseded"))
         worker = life.workers[at]
         if worker.sender is not None:
             self._say(life, at, envelope, Reject(failure=DRAINING))
@@ -189,17 +189,17 @@ class PrefillSide:
         table = tuple(map(BlockId, self.engine_of.table(sender.thrown_out)))
         tail = OTHER_TAIL if sender.other else TAIL
         if op.kind == SCHEDULE:
-            self.tell(life, at, sender.attempt, ev.Scheduled(queue_s=0.0, tail_hash=tail))
+            self.tell(life, at, sender.attempt, ev.PrefillScheduled(queue_s=0.0, tail_hash=tail))
             return
         tokens = self.engine_of.tokens
         coming = tokens(op.coming) if op.layers else 0
-        progress = ev.Progress(
+        progress = ev.PrefillProgress(
             num_computed_tokens=tokens(op.ready), blocks=table, coming_tokens=coming, num_layers=op.layers
         )
         if op.kind == FINISH:
             self.tell(life, at, sender.attempt, ev.FirstTokenSampled(first_token=TOKEN))
             self.tell(life, at, sender.attempt, progress)
-            self.tell(life, at, sender.attempt, ev.Finished(cached_tokens=0, times=PhaseTimes(), tail_hash=tail))
+            self.tell(life, at, sender.attempt, ev.PrefillFinished(cached_tokens=0, times=PhaseTimes(), tail_hash=tail))
         else:
             self.tell(life, at, sender.attempt, progress)
 
@@ -212,9 +212,11 @@ class PrefillSide:
         tail = self._names.prefix[num_units - 1] if num_units else None
         table = tuple(map(BlockId, self.engine_of.table(-1)[: num_units // scope.units_per_source]))
         tokens = num_units * UNIT_TOKENS
-        self.tell(life, at, sender.attempt, ev.Scheduled(queue_s=0.0, tail_hash=tail, num_tokens=tokens))
-        self.tell(life, at, sender.attempt, ev.Progress(num_computed_tokens=tokens, blocks=table))
-        self.tell(life, at, sender.attempt, ev.Finished(cached_tokens=tokens, times=PhaseTimes(), tail_hash=tail))
+        self.tell(life, at, sender.attempt, ev.PrefillScheduled(queue_s=0.0, tail_hash=tail, num_tokens=tokens))
+        self.tell(life, at, sender.attempt, ev.PrefillProgress(num_computed_tokens=tokens, blocks=table))
+        self.tell(
+            life, at, sender.attempt, ev.PrefillFinished(cached_tokens=tokens, times=PhaseTimes(), tail_hash=tail)
+        )
 
     def between_steps(self, sender: SenderSlot) -> bool:
         """Whether a step of the engine has just ended, and another will follow."""

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kv_transfer.layout.cell_range import CellRange
-from kv_transfer.layout.chunk_plan import CellShape, ChunkPlanner
+from kv_transfer.layout.chunk_plan import ChunkPlanner, HandoffSize
 from kv_transfer.protocol import actions as act
-from kv_transfer.protocol.handoff_retry import Ladder
-from kv_transfer.protocol.messages import Body, Envelope, Prefill, PrefillJob, TransferKey
+from kv_transfer.protocol.handoff_retry import HandoffRetry
+from kv_transfer.protocol.messages import Body, HandoffEnvelope, Prefill, PrefillJob, TransferKey
 from kv_transfer.protocol.sender import SenderPlan
 from kv_transfer.protocol.settings import TransferSettings
 from tandem.values.block_hash import HASH_BLOCK_TOKENS
@@ -87,9 +87,9 @@ class Scope:
         return self.num_blocks + self.spare_blocks
 
     @property
-    def cells(self) -> CellShape:
+    def cells(self) -> HandoffSize:
         """One byte stands for a cell."""
-        return CellShape(num_layers=self.num_layers, num_heads=1, unit_layer_bytes=1)
+        return HandoffSize(num_layers=self.num_layers, num_heads=1, unit_layer_bytes=1)
 
     @property
     def num_chunks(self) -> int:
@@ -156,7 +156,7 @@ class Names:
             head_dim=1,
             block_size=UNIT_TOKENS * scope.units_per_block,
         )
-        ladder = Ladder(job, own=self.decode(0), layout=layout, settings=self.settings)
+        ladder = HandoffRetry(job, own=self.decode(0), layout=layout, settings=self.settings)
         self.fresh_ladder = self.machines.add(ladder)
 
     @property
@@ -178,9 +178,9 @@ class Names:
 
     def envelope(self, sender: Incarnation, addressee: Incarnation, key: TransferKey | None, body: Body) -> int:
         """Number of a message."""
-        return self.envelopes.number(Envelope(incarnation=sender, addressee=addressee, key=key, body=body))
+        return self.envelopes.number(HandoffEnvelope(incarnation=sender, addressee=addressee, key=key, body=body))
 
-    def sender_plan(self, asked: Envelope) -> SenderPlan:
+    def sender_plan(self, asked: HandoffEnvelope) -> SenderPlan:
         """Of the sender that a PREFILL starts."""
         if asked.key is None or not isinstance(asked.body, Prefill):
             raise TypeError(f"{asked} asks for no prefill")
@@ -204,6 +204,6 @@ class Names:
     def compiled(self, actions: act.Actions, envelope: Callable[[Body], int]) -> list[tuple[str, Any]]:
         """Actions by name; messages by number."""
         return [
-            ("Send", envelope(action.body)) if isinstance(action, act.Send) else (type(action).__name__, action)
+            ("Send", envelope(action.body)) if isinstance(action, act.SendMessage) else (type(action).__name__, action)
             for action in actions
         ]

@@ -143,7 +143,7 @@ def _torch_dist(injector: Injector) -> tuple[Meter, Meter]:
         if index == 0:
             return None, 0
         seen = torch_dist_wire.unpack_header(head)
-        if seen.kind is torch_dist_wire.Kind.WRITE:
+        if seen.kind is torch_dist_wire.MessageKind.WRITE:
             owners[seen.number] = injector.owner_of(seen.token)
             return owners[seen.number], 0
         return injector.alone(), 0

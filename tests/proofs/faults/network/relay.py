@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
-from kv_transfer.transports.accept import accepted
+from kv_transfer.transports.accept import accept_connections
 from tests.proofs.faults.network.line import Line, Surroundings
 from tests.proofs.faults.network.meters import meters_of
 from tests.proofs.faults.plan import Place
@@ -38,7 +38,7 @@ class Relay:
             connection.join()
 
     def _accept(self) -> None:
-        for sender in accepted(self._server, self._around.closing, "relayed"):
+        for sender in accept_connections(self._server, self._around.closing, "relayed"):
             try:
                 receiver = self._reach()
             except OSError:

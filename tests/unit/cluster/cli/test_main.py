@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 from cluster.cli.main import app
 from cluster.doctor import checks as doctor_checks
 from cluster.doctor.findings import Finding, Status, has_failed
-from tandem.config.cluster import ClusterConfig, ModelConfig, RouterConfig
+from tandem.config.cluster import ClusterConfig, RouterConfig
+from tandem.config.engine import ModelSection
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -136,7 +137,7 @@ def test_doctor_reports_this_machine_as_json():
 def test_doctor_sees_taken_ports_and_missing_model_files(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         router = RouterConfig(port=taken.getsockname()[1], grpc_port=0)
-        config = ClusterConfig(router=router, model=ModelConfig(path=str(tmp_path)))
+        config = ClusterConfig(router=router, model=ModelSection(path=str(tmp_path)))
         findings = {finding.name: finding for finding in doctor_checks.examine(config)}
     assert findings["HTTP port"].status is Status.WARN
     assert "--port" in findings["HTTP port"].hint
@@ -149,7 +150,7 @@ def test_doctor_sees_taken_ports_and_missing_model_files(tmp_path):
 def test_doctor_of_a_machine_for_routers_wants_nothing_that_only_workers_need(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "tokenizer.json").write_text("{}")
-    config = ClusterConfig(model=ModelConfig(path=str(tmp_path)))
+    config = ClusterConfig(model=ModelSection(path=str(tmp_path)))
     of_all = {finding.name: finding for finding in doctor_checks.examine(config)}
     of_routers = {finding.name: finding for finding in doctor_checks.examine(config, router_only=True)}
     assert of_all["model"].status is Status.FAIL  # no weights

@@ -21,7 +21,8 @@ from cluster.processes.effective_config import (
 )
 from cluster.supervisor.process_view import ProcessView
 from cluster.supervisor.supervisor import ProcessPlan, ProcessState, Role
-from tandem.config.cluster import ClusterConfig, ModelConfig, RouterConfig, load
+from tandem.config.cluster import ClusterConfig, RouterConfig, load
+from tandem.config.engine import ModelSection
 from tandem.config.pools import PoolConfig
 from tandem.errors import ConfigError
 from tandem.rpc.hosts import hold, split
@@ -128,20 +129,20 @@ def test_models(tmp_path, monkeypatch):
     (tmp_path / "my-model").mkdir()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"no config\.json and no tokenizer\.json"):
-        resolve_model(ClusterConfig(model=ModelConfig(path="my-model")))
+        resolve_model(ClusterConfig(model=ModelSection(path="my-model")))
     (tmp_path / "my-model" / "tokenizer.json").write_text("{}")
     (tmp_path / "my-model" / "config.json").write_text(json.dumps(LLAMA))
-    resolved = resolve_model(ClusterConfig(model=ModelConfig(path="my-model")))
+    resolved = resolve_model(ClusterConfig(model=ModelSection(path="my-model")))
     assert resolved.model.path == str(tmp_path / "my-model")
     assert resolved.model.name == "my-model"
     with pytest.raises(ConfigError, match="neither a directory nor a hub id"):
-        resolve_model(ClusterConfig(model=ModelConfig(path="./nothing-here")))
+        resolve_model(ClusterConfig(model=ModelSection(path="./nothing-here")))
 
 
 def test_a_model_of_another_family_is_refused_before_workers_start(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"architectures": ["GPT2LMHeadModel"]}))
-    config = ClusterConfig(model=ModelConfig(path=str(tmp_path), dtype="float32"))
+    config = ClusterConfig(model=ModelSection(path=str(tmp_path), dtype="float32"))
     with pytest.raises(ConfigError) as refused:
         resolve_model(config)
     said = str(refused.value)

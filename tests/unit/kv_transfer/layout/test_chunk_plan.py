@@ -5,13 +5,13 @@ import random
 import pytest
 
 from kv_transfer.layout.cell_range import CellRange
-from kv_transfer.layout.chunk_plan import CellShape, ChunkPlanner
+from kv_transfer.layout.chunk_plan import ChunkPlanner, HandoffSize
 from kv_transfer.protocol.coverage import Coverage
 
-SHAPE = CellShape(num_layers=6, num_heads=2, unit_layer_bytes=10)
+SHAPE = HandoffSize(num_layers=6, num_heads=2, unit_layer_bytes=10)
 
 
-def planner(chunk_bytes: int, shape: CellShape = SHAPE) -> ChunkPlanner:
+def planner(chunk_bytes: int, shape: HandoffSize = SHAPE) -> ChunkPlanner:
     return ChunkPlanner(shape, chunk_bytes=chunk_bytes)
 
 
@@ -73,7 +73,7 @@ def test_a_step_whose_layers_were_told_is_waited_for() -> None:
 @pytest.mark.parametrize("seed", range(40))
 def test_every_cell_is_planned_once_and_within_the_bound(seed: int) -> None:
     rng = random.Random(seed)
-    shape = CellShape(num_layers=rng.randint(1, 8), num_heads=rng.randint(1, 3), unit_layer_bytes=rng.randint(1, 50))
+    shape = HandoffSize(num_layers=rng.randint(1, 8), num_heads=rng.randint(1, 3), unit_layer_bytes=rng.randint(1, 50))
     chunk_bytes, total = rng.randint(1, 600), rng.randint(1, 30)
     plan, coverage = (
         planner(chunk_bytes, shape),

@@ -8,7 +8,7 @@ import pytest
 
 from engine.model.config import parse_model_config
 from engine.model.shard import Shard
-from kv_transfer.layout.cells import TokenBlocks, TokenBox
+from kv_transfer.layout.cells import KVSlice, TokenBlocks
 from kv_transfer.layout.mapping import CellMapping
 from kv_transfer.memory import numpy_copy
 from tandem.errors import TransferError
@@ -25,7 +25,7 @@ def boxes(mapping, first, end, kv, rng):
     cut = [sorted({r.start, r.stop, *rng.choices(r[1:] or [r.stop], k=rng.choice((0, 0, 1)))}) for r in cuts]
     parts = [list(pairwise(edges)) for edges in cut]
     made = [
-        TokenBox(
+        KVSlice(
             first_layer=l0, num_layers=l1 - l0, first_head=h0, num_heads=h1 - h0, first_token=t0, num_tokens=t1 - t0
         )
         for (l0, l1), (h0, h1), (t0, t1) in product(*parts)
@@ -155,7 +155,7 @@ def test_heads_lie_where_the_engine_shards_them(tp, heads):
     mapping = CellMapping(kv, kv)
     at = TokenBlocks(blocks=(0,), pool_blocks=1)
     for head in range(heads):
-        box = TokenBox(first_layer=0, num_layers=8, first_token=0, num_tokens=16, first_head=head, num_heads=1)
+        box = KVSlice(first_layer=0, num_layers=8, first_token=0, num_tokens=16, first_head=head, num_heads=1)
         planes = {offset // kv.layer_block_bytes for offset, _ in mapping.writes(box, at)}
         planes |= {there // kv.layer_block_bytes for _, there, _ in mapping.fan_out(box, at)}
         parts = [Shard(config, rank=rank, size=tp).part("model.layers.0.self_attn.k_proj.weight") for rank in range(tp)]
@@ -228,7 +228,7 @@ def test_what_is_outside_is_refused():
         {"num_heads": 0},
         {"num_heads": 5},
     ):
-        box = TokenBox(**good | wrong)
+        box = KVSlice(**good | wrong)
         for ask in (mapping.payload, lambda b: mapping.writes(b, at), lambda b: mapping.fan_out(b, at)):
             with pytest.raises(TransferError, match="outside the model"):
                 ask(box)

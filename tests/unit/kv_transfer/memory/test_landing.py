@@ -11,7 +11,7 @@ from kv_transfer.layout.pairing import Pairing
 from kv_transfer.memory.checksum import crc32
 from kv_transfer.memory.landing import Landing
 from kv_transfer.protocol.messages import TransferKey
-from kv_transfer.transports.grants import Grant, GrantTable
+from kv_transfer.transports.grants import GrantTable, WriteGrant
 from tandem.values.ids import TransferId
 from tests.unit.kv_transfer.transports.test_conversions import POOL_BLOCKS, TARGETS, cells, layout, region
 
@@ -26,7 +26,7 @@ class Watched:
     is_on_device = False
 
     def __init__(self) -> None:
-        self.grant: Grant | None = None
+        self.grant: WriteGrant | None = None
         self.told: list[tuple[str, bool]] = []
         self.settling = lambda _piece: None
 
@@ -49,7 +49,7 @@ class Watched:
 
 
 @pytest.fixture
-def watched() -> tuple[GrantTable, Watched, Grant]:
+def watched() -> tuple[GrantTable, Watched, WriteGrant]:
     table, landing = GrantTable(), Watched()
     pretended: Any = landing
     landing.grant = table.open(KEY, pretended)
@@ -135,7 +135,7 @@ def test_what_ends_before_the_revocation_is_not_told(watched) -> None:
 
 def test_chunks_land_from_several_threads_while_others_are_put_into_place() -> None:
     """As the streams of `tcp` do: each finds room under the lock, and room is never counted twice."""
-    pairing = Pairing.of(layout("bfloat16"), layout("bfloat16"), wire_dtype="int8")
+    pairing = Pairing.from_layouts(layout("bfloat16"), layout("bfloat16"), wire_dtype="int8")
     target = region(pairing.destination, 0)
     table = GrantTable()
     grant = table.open(KEY, Landing(target, pairing.at_destination(0, TARGETS, POOL_BLOCKS), pairing))
@@ -160,7 +160,7 @@ def test_chunks_land_from_several_threads_while_others_are_put_into_place() -> N
 
 
 def test_nothing_is_in_place_after_a_revocation_whatever_was_landing() -> None:
-    pairing = Pairing.of(layout("bfloat16"), layout("bfloat16"), wire_dtype="int8")
+    pairing = Pairing.from_layouts(layout("bfloat16"), layout("bfloat16"), wire_dtype="int8")
     for round_ in range(20):
         target = region(pairing.destination, 0)
         table = GrantTable()

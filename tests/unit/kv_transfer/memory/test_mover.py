@@ -14,13 +14,13 @@ import pytest
 from kv_transfer.__main__ import main
 from kv_transfer.layout.cell_range import CellRange
 from kv_transfer.layout.pairing import Pairing
-from kv_transfer.layout.strided_table import LaneTable, Place
+from kv_transfer.layout.strided_table import StridedBlocks, StridedLayoutTable
 from kv_transfer.memory import mover as module
 from kv_transfer.memory import numpy_copy
-from kv_transfer.memory.cell_addresses import PlacedBytes
+from kv_transfer.memory.cell_addresses import CellAddresses
 from kv_transfer.memory.mover import RECIPE, Level, Mover, load_mover
 from kv_transfer.memory.region import KVRegion
-from kv_transfer.memory.write_stop_lock import Gate, PieceLock
+from kv_transfer.memory.write_stop_lock import PieceLock, WriteStopLock
 from tandem.errors import InvariantError, TransferError
 from tandem.native.build import COMPILERS, build
 from tandem.native.library import NativeLibrary
@@ -42,18 +42,18 @@ def mover(request: pytest.FixtureRequest) -> Mover:
     return made
 
 
-def open_gate(check: Callable[[], None] = lambda: None, lock: PieceLock | None = None) -> Gate:
-    return Gate(check, lock or PieceLock())
+def open_gate(check: Callable[[], None] = lambda: None, lock: PieceLock | None = None) -> WriteStopLock:
+    return WriteStopLock(check, lock or PieceLock())
 
 
 class Somewhere:
     """Runs anywhere in an array, as PlacedBytes says where cells are."""
 
     def __init__(self, array: np.ndarray, runs: list[tuple[int, int]]) -> None:
-        table = LaneTable([(0, 0)], [[runs]], num_layers=1, block_bytes=array.nbytes)
-        self._place = Place(table, array.ctypes.data, 1, [0])
+        table = StridedLayoutTable([(0, 0)], [[runs]], num_layers=1, block_bytes=array.nbytes)
+        self._place = StridedBlocks(table, array.ctypes.data, 1, [0])
 
-    def seek(self, _cells: CellRange) -> tuple[Place, int]:
+    def seek(self, _cells: CellRange) -> tuple[StridedBlocks, int]:
         return self._place, 0
 
 
@@ -202,7 +202,7 @@ def layout(tp: int, block_size: int, dtype: str = "bfloat16", heads: int = 4) ->
 
 
 def pool(kv: KVLayout, num_blocks: int, seed: int = 0) -> KVRegion:
-    made = KVRegion.of(memoryview(bytearray(num_blocks * kv.worker_block_bytes)), kv)
+    made = KVRegion.from_buffer(memoryview(bytearray(num_blocks * kv.worker_block_bytes)), kv)
     made.array()[:] = np.random.default_rng(seed).integers(1, 256, made.array().size) if seed else 0
     return made
 
@@ -221,7 +221,7 @@ CASES = [
 def test_unequal_workers_as_numpy_moves_them(mover: Mover, pair: tuple[KVLayout, KVLayout]) -> None:
     rng = random.Random(str(pair))
     source_layout, target_layout = pair
-    pairing = Pairing.of(*pair, wire_dtype=source_layout.dtype)
+    pairing = Pairing.from_layouts(*pair, wire_dtype=source_layout.dtype)
     unit, num_tokens, pool_tokens = pairing.mapping.unit, 64, 160
     held = target_layout.block_size
     source = pool(source_layout, pool_tokens // source_layout.block_size, seed=5)
@@ -233,8 +233,8 @@ def test_unequal_workers_as_numpy_moves_them(mover: Mover, pair: tuple[KVLayout,
 
     read = pairing.at_source(held, 0, blocks(source_layout, num_tokens), source.num_blocks)
     placed = pairing.at_destination(held, blocks(target_layout, num_tokens - held), target.num_blocks)
-    here = PlacedBytes(source, read, is_source=True)
-    there = PlacedBytes(target, placed, is_source=False)
+    here = CellAddresses(source, read, is_source=True)
+    there = CellAddresses(target, placed, is_source=False)
     num_units = (num_tokens - held) // unit
     for _ in range(40):
         layer, head, first = rng.randrange(3), rng.randrange(source_layout.num_kv_heads), rng.randrange(num_units)
@@ -259,10 +259,10 @@ def test_unequal_workers_as_numpy_moves_them(mover: Mover, pair: tuple[KVLayout,
 
 def test_what_is_not_there_is_refused_before_anything_moves(mover: Mover) -> None:
     kv = layout(1, 8)
-    pairing = Pairing.of(kv, kv, wire_dtype=kv.dtype)
+    pairing = Pairing.from_layouts(kv, kv, wire_dtype=kv.dtype)
     source, target = pool(kv, 6, seed=1), pool(kv, 6)
-    here = PlacedBytes(source, pairing.at_source(0, 0, (BlockId(1), BlockId(4)), 6), is_source=True)
-    there = PlacedBytes(target, pairing.at_destination(0, (BlockId(2), BlockId(3)), 6), is_source=False)
+    here = CellAddresses(source, pairing.at_source(0, 0, (BlockId(1), BlockId(4)), 6), is_source=True)
+    there = CellAddresses(target, pairing.at_destination(0, (BlockId(2), BlockId(3)), 6), is_source=False)
     good = {"first_layer": 0, "num_layers": 3, "first_unit": 0, "num_units": 2, "first_head": 0, "num_heads": 4}
     wrong = [
         {"num_layers": 4},
@@ -289,7 +289,7 @@ def test_what_is_not_there_is_refused_before_anything_moves(mover: Mover) -> Non
             with pytest.raises(TransferError, match="outside"):
                 call()
     for block in (6, -1, 1 << 40):
-        nowhere = PlacedBytes(target, pairing.at_destination(0, (BlockId(2), BlockId(block)), 6), is_source=False)
+        nowhere = CellAddresses(target, pairing.at_destination(0, (BlockId(2), BlockId(block)), 6), is_source=False)
         with pytest.raises(TransferError, match="outside the KV region"):
             mover.move(here, nowhere, CellRange(**good), open_gate())
     assert not target.array().any()
@@ -297,9 +297,9 @@ def test_what_is_not_there_is_refused_before_anything_moves(mover: Mover) -> Non
 
 def test_a_hand_off_begins_with_a_unit() -> None:
     kv = layout(1, 8)
-    pairing = Pairing.of(kv, kv, wire_dtype=kv.dtype)
+    pairing = Pairing.from_layouts(kv, kv, wire_dtype=kv.dtype)
     with pytest.raises(TransferError, match="within a unit"):
-        PlacedBytes(pool(kv, 6), pairing.at_source(4, 0, (BlockId(1),), 6), is_source=True)
+        CellAddresses(pool(kv, 6), pairing.at_source(4, 0, (BlockId(1),), 6), is_source=True)
 
 
 def test_it_can_be_built_ahead(capsys: pytest.CaptureFixture[str]) -> None:

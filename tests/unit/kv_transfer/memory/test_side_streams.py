@@ -17,7 +17,7 @@ from tests.support.kv_transfer.plain_worker import layout
 from tests.support.kv_transfer.stream_fakes import EngineAsleep, FakeCuda, FakeStream
 
 KV = layout()
-PAIRING = Pairing.of(KV, KV, wire_dtype=KV.dtype)
+PAIRING = Pairing.from_layouts(KV, KV, wire_dtype=KV.dtype)
 NUM_BLOCKS = 4
 WAIT_S = 20.0
 CELLS = CellRange(

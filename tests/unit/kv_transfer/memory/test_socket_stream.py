@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from kv_transfer.layout.cell_range import CellRange
-from kv_transfer.layout.strided_table import LaneTable, Place
+from kv_transfer.layout.strided_table import StridedBlocks, StridedLayoutTable
 from kv_transfer.memory import socket_stream as module
 from kv_transfer.memory.mover import RECIPE, Level, Mover
-from kv_transfer.memory.socket_stream import CellStream, Progress
+from kv_transfer.memory.socket_stream import CellStream, StreamProgress
 from kv_transfer.memory.write_stop_lock import PieceLock
 from tandem.errors import TransferError
 from tandem.native.build import COMPILERS, build
@@ -49,10 +49,10 @@ class Somewhere:
     """Runs anywhere in an array, as PlacedBytes says where cells are."""
 
     def __init__(self, array: np.ndarray, runs: list[tuple[int, int]], *, num_blocks: int = 1) -> None:
-        table = LaneTable([(0, 0)], [[runs]], num_layers=1, block_bytes=array.nbytes)
-        self._place = Place(table, array.ctypes.data, 1, [num_blocks - 1])
+        table = StridedLayoutTable([(0, 0)], [[runs]], num_layers=1, block_bytes=array.nbytes)
+        self._place = StridedBlocks(table, array.ctypes.data, 1, [num_blocks - 1])
 
-    def seek(self, _cells: CellRange) -> tuple[Place, int]:
+    def seek(self, _cells: CellRange) -> tuple[StridedBlocks, int]:
         return self._place, 0
 
 
@@ -90,7 +90,7 @@ def test_random_runs_arrive_exactly_and_touch_nothing_else(
     left = [going, coming]
     for _ in range(MAX_STEPS):
         stream = rng.choice(left)
-        if stream.advance() is Progress.DONE:
+        if stream.advance() is StreamProgress.DONE:
             left.remove(stream)
         assert coming.num_moved <= going.num_moved <= total
         if not left:
@@ -105,8 +105,8 @@ def test_more_runs_than_one_call_takes(mover: Mover, sockets: tuple[socket.socke
     source = np.random.default_rng(1).integers(0, 256, 5000, dtype=np.uint8)
     target = np.zeros(5000, np.uint8)
     going, coming = open_pair(mover, sockets, Somewhere(source, runs), Somewhere(target, runs), PieceLock())
-    assert going.advance() is Progress.DONE
-    assert coming.advance() is Progress.DONE
+    assert going.advance() is StreamProgress.DONE
+    assert coming.advance() is StreamProgress.DONE
     assert gathered(target, runs) == gathered(source, runs)
     assert not target[1::2].any()
 
@@ -121,7 +121,7 @@ def test_a_wanted_lock_is_given_up_after_each_piece(
     going, coming = open_pair(mover, sockets, Somewhere(source, [(0, 3500)]), Somewhere(target, [(0, 3500)]), lock)
     for stream in (going, coming):
         moved = []
-        while stream.advance() is Progress.PAUSED:
+        while stream.advance() is StreamProgress.PAUSED:
             moved.append(stream.num_moved)
         assert moved == [1000, 2000, 3000]
     assert target.all()
@@ -133,11 +133,11 @@ def test_it_never_waits(mover: Mover, sockets: tuple[socket.socket, socket.socke
     going, coming = open_pair(
         mover, sockets, Somewhere(source, [(0, size)]), Somewhere(target, [(0, size)]), PieceLock()
     )
-    assert coming.advance() is Progress.BLOCKED
-    assert going.advance() is Progress.BLOCKED
+    assert coming.advance() is StreamProgress.BLOCKED
+    assert going.advance() is StreamProgress.BLOCKED
     assert 0 < going.num_moved < size
     for _ in range(MAX_STEPS):
-        if coming.advance() is Progress.DONE:
+        if coming.advance() is StreamProgress.DONE:
             break
         going.advance()
     assert target.all()
@@ -149,9 +149,9 @@ def test_ends_and_failures_are_told(mover: Mover, sockets: tuple[socket.socket, 
     going, coming = open_pair(mover, sockets, Somewhere(source, [(0, 100)]), Somewhere(target, [(0, 100)]), PieceLock())
     near.sendall(b"x" * 40)
     near.shutdown(socket.SHUT_WR)
-    while coming.advance() is Progress.BLOCKED:
+    while coming.advance() is StreamProgress.BLOCKED:
         pass
-    assert coming.advance() is Progress.ENDED
+    assert coming.advance() is StreamProgress.ENDED
     assert coming.num_moved == 40
     assert coming.checksum == zlib.crc32(b"x" * 40)
     assert not target[40:].any()
@@ -173,6 +173,6 @@ def test_without_a_checksum_none_is_computed(mover: Mover, sockets: tuple[socket
     stream = mover.streams.open(
         Somewhere(source, [(0, 100)]), WHOLE, sockets[0].fileno(), PieceLock(), is_sending=True, with_checksum=False
     )
-    assert stream.advance() is Progress.DONE
+    assert stream.advance() is StreamProgress.DONE
     assert stream.checksum == 0
     assert sockets[1].recv(200, socket.MSG_WAITALL | socket.MSG_DONTWAIT) == source.tobytes()

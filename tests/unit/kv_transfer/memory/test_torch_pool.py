@@ -29,7 +29,7 @@ def test_a_device_pool_moves_the_same_bytes(source_layout, target_layout) -> Non
     target = PlainWorker(target_layout, pool_blocks=8, num_tokens=TOKENS, rng=rng)
     prompt = Prompt(source_layout, TOKENS, rng)
     region = source.filled(prompt, 0, TOKENS)
-    pairing = Pairing.of(source_layout, target_layout, wire_dtype=source_layout.dtype)
+    pairing = Pairing.from_layouts(source_layout, target_layout, wire_dtype=source_layout.dtype)
     cells = CellRange(
         first_layer=0,
         num_layers=source_layout.num_layers,
@@ -88,7 +88,7 @@ def test_what_is_no_pool_is_refused() -> None:
         TorchPool(torch.zeros(100, dtype=torch.uint8), layout())
     kv = layout()
     pool = TorchPool(torch.zeros(kv.worker_block_bytes, dtype=torch.uint8), kv)
-    pairing = Pairing.of(kv, kv, wire_dtype=kv.dtype)
+    pairing = Pairing.from_layouts(kv, kv, wire_dtype=kv.dtype)
     whole = CellRange(first_layer=0, num_layers=2, first_unit=0, num_units=1, first_head=0, num_heads=2)
     runs = pairing.at_source(0, 0, (0,), 1).reads(whole)
     for move in (pool.gather, pool.scatter):

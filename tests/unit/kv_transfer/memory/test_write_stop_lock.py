@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from kv_transfer.memory.write_stop_lock import Gate, PieceLock
+from kv_transfer.memory.write_stop_lock import PieceLock, WriteStopLock
 from tandem.errors import TransferError
 
 WAIT_S = 20.0
@@ -68,7 +68,7 @@ def test_a_closed_gate_leaves_its_locks_free(with_other: bool) -> None:
     def refuse() -> None:
         raise TransferError("stop")
 
-    gate = Gate(refuse, lock, other)
+    gate = WriteStopLock(refuse, lock, other)
     with pytest.raises(TransferError, match="stop"), gate:
         pytest.fail("went through")
     for each in filter(None, (lock, other)):
@@ -80,7 +80,7 @@ def test_a_closed_gate_leaves_its_locks_free(with_other: bool) -> None:
 def test_the_check_is_made_under_both_locks() -> None:
     lock, other = PieceLock(), PieceLock()
     held = []
-    with Gate(lambda: held.append((lock._lock.locked(), other._lock.locked())), lock, other):
+    with WriteStopLock(lambda: held.append((lock._lock.locked(), other._lock.locked())), lock, other):
         assert held == [(True, True)]
     assert not lock._lock.locked()
     assert not other._lock.locked()

@@ -7,7 +7,7 @@ import pytest
 from kv_transfer.layout.cell_range import CellRange
 from kv_transfer.protocol import actions as act
 from kv_transfer.protocol import events as ev
-from kv_transfer.protocol.handoff_retry import Ladder
+from kv_transfer.protocol.handoff_retry import HandoffRetry
 from kv_transfer.protocol.messages import (
     Abort,
     Body,
@@ -55,13 +55,13 @@ def seal(num_chunks: int = 3, tail_hash: bytes | None = None) -> Seal:
 
 
 def receiving(job: PrefillJob = JOB, settings: TransferSettings = SETTINGS) -> Half:
-    return Half(Ladder(job, own=OWN, layout=LAYOUT, settings=settings).begin(1, PEER, 0.0))
+    return Half(HandoffRetry(job, own=OWN, layout=LAYOUT, settings=settings).begin(1, PEER, 0.0))
 
 
 def reserved(job: PrefillJob = JOB, *, drain_proves_quiet: bool = True) -> Half:
     half = receiving(job)
     half.hear(offer(tail_hash=job.tail_hash))
-    half.see(ev.Bound(blocks=BLOCKS))
+    half.see(ev.BlocksBound(blocks=BLOCKS))
     half.see(ev.GrantOpened(transport="x", grant=b"g", drain_proves_quiet=drain_proves_quiet))
     return half
 
@@ -74,9 +74,9 @@ def test_a_hand_off_in_the_designed_order() -> None:
     half = receiving()
     assert kinds(half.machine.start(LAYOUT.block_size)) == ["Prefill"]
     assert half.hear(offer(3, queue_s=0.5)) == (act.BindBlocks(num_blocks=3),)
-    assert half.see(ev.Bound(blocks=BLOCKS)) == (act.OpenGrant(blocks=BLOCKS),)
+    assert half.see(ev.BlocksBound(blocks=BLOCKS)) == (act.OpenGrant(blocks=BLOCKS),)
     opened = half.see(ev.GrantOpened(transport="x", grant=b"g", drain_proves_quiet=True))
-    assert opened == (act.Send(body=Reserve(num_units=3, transport="x", grant=b"g")),)
+    assert opened == (act.SendMessage(body=Reserve(num_units=3, transport="x", grant=b"g")),)
     assert half.hear(TOKEN) == (act.ForwardFirstToken(first_token=TOKEN),)
     assert half.hear(chunk(1)) == (act.Verify(chunk=chunk(1)),)
     assert half.hear(seal()) == (), "a SEAL may overtake chunks"
@@ -175,7 +175,7 @@ def test_a_block_is_kept_only_when_all_its_units_have_landed() -> None:
     half = receiving()
     half.machine.start(LAYOUT.block_size // 2)
     assert half.hear(offer(5)) == (act.BindBlocks(num_blocks=3),)
-    half.see(ev.Bound(blocks=BLOCKS))
+    half.see(ev.BlocksBound(blocks=BLOCKS))
     [reserve] = half.see(ev.GrantOpened(transport="x", grant=b"g", drain_proves_quiet=True))
     assert reserve.body.num_units == 5
     for seq in range(3):
@@ -204,7 +204,7 @@ def test_a_contradicting_seal_is_refused() -> None:
 def test_a_damaged_chunk_is_asked_for_again_and_only_its_rewrite_counts() -> None:
     half = reserved()
     half.hear(chunk(0))
-    assert verify(half, 0, intact=False) == (act.Send(body=Nack(seq=0, rewrite=0)),)
+    assert verify(half, 0, intact=False) == (act.SendMessage(body=Nack(seq=0, rewrite=0)),)
     assert half.hear(chunk(0)) == (), "the damaged write, announced again"
     assert kinds(half.hear(chunk(0, rewrite=1))) == ["Verify"]
     assert verify(half, 0, rewrite=0) == (), "a verdict on the damaged write"
@@ -231,7 +231,7 @@ def test_blocks_land_by_layers_and_heads_too() -> None:
 
 def test_destinations_are_kept_until_their_writer_is_quiet() -> None:
     half = reserved()
-    assert kinds(half.see(ev.Cancelled(reason="left"))) == ["Abort", "Revoke"]
+    assert kinds(half.see(ev.HandoffCancelled(reason="left"))) == ["Abort", "Revoke"]
     assert half.state is HandoffState.ABORTING
     assert half.hear(Drained(), peer=Incarnation(8)) == (), "another process's word is no proof"
     assert half.hear(Drained()) == (act.ReleaseBlocks(blocks=BLOCKS),)
@@ -257,10 +257,10 @@ def test_an_unproven_writer_means_quarantine() -> None:
 def test_a_cancel_while_binding_gives_the_blocks_back() -> None:
     half = receiving()
     half.hear(offer(3, queue_s=0.0))
-    assert kinds(half.see(ev.Cancelled(reason="left"))) == ["Abort"]
-    assert half.see(ev.Bound(blocks=BLOCKS)) == (act.ReleaseBlocks(blocks=BLOCKS),)
+    assert kinds(half.see(ev.HandoffCancelled(reason="left"))) == ["Abort"]
+    assert half.see(ev.BlocksBound(blocks=BLOCKS)) == (act.ReleaseBlocks(blocks=BLOCKS),)
     with pytest.raises(InvariantError):
-        half.see(ev.Bound(blocks=BLOCKS))
+        half.see(ev.BlocksBound(blocks=BLOCKS))
 
 
 def test_silence_and_standstill_both_end_a_hand_off() -> None:
@@ -277,7 +277,7 @@ def test_silence_and_standstill_both_end_a_hand_off() -> None:
 
 
 def test_the_ladder_keeps_what_landed_and_what_was_sampled() -> None:
-    ladder = Ladder(JOB, own=OWN, layout=LAYOUT, settings=SETTINGS)
+    ladder = HandoffRetry(JOB, own=OWN, layout=LAYOUT, settings=SETTINGS)
     ladder.begin(1, PEER, 0.0)
     with pytest.raises(TransferError):
         ladder.begin(2, PEER, 0.0)
@@ -301,7 +301,7 @@ def test_never_everything_is_held() -> None:
 
 
 def test_a_later_attempt_has_less_time() -> None:
-    ladder = Ladder(replace(JOB, timeout_s=10.0), own=OWN, layout=LAYOUT, settings=SETTINGS)
+    ladder = HandoffRetry(replace(JOB, timeout_s=10.0), own=OWN, layout=LAYOUT, settings=SETTINGS)
     for attempt, now, left_s in ((1, 5.0, 10.0), (2, 9.0, 6.0), (3, 50.0, 0.0)):
         [ask] = ladder.begin(attempt, PEER, now).start(LAYOUT.block_size)
         assert ask.body.job.timeout_s == left_s
@@ -314,7 +314,7 @@ def test_a_fetch_takes_what_is_offered_if_it_is_whole_and_named() -> None:
     assert (ask.body.job.token_ids, ask.body.job.num_tokens) == ((), 48)
     assert half.hear(offer(8, tail_hash=FETCH.names[1])) == (act.BindBlocks(num_blocks=8),)
     blocks = tuple(BlockId(i) for i in range(8))
-    half.see(ev.Bound(blocks=blocks))
+    half.see(ev.BlocksBound(blocks=blocks))
     [reserve] = half.see(ev.GrantOpened(transport="x", grant=b"g", drain_proves_quiet=True))
     assert reserve.body.num_units == 8
     half.hear(chunk(0, box(0, 8)))

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from kv_transfer.layout.chunk_plan import CellShape
+from kv_transfer.layout.chunk_plan import HandoffSize
 from kv_transfer.protocol import actions as act
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol.messages import (
@@ -35,7 +35,7 @@ def sending(
         block_size=LAYOUT.block_size,
         unit_tokens=unit_tokens,
         whole_tokens=max(LAYOUT.block_size, unit_tokens),
-        cells=CellShape(num_layers=2, num_heads=2, unit_layer_bytes=10),
+        cells=HandoffSize(num_layers=2, num_heads=2, unit_layer_bytes=10),
         lease_s=2.0,
         stall_s=30.0,
         queue_s=600.0,
@@ -51,15 +51,15 @@ def sending(
 def offered(**options: object) -> Half:
     half = sending(**options)
     half.see(ev.Submitted())
-    assert kinds(half.see(ev.Scheduled(queue_s=0.0, tail_hash=None))) == ["Offer"]
+    assert kinds(half.see(ev.PrefillScheduled(queue_s=0.0, tail_hash=None))) == ["Offer"]
     return half
 
 
-def progress(num_tokens: int) -> ev.Progress:
-    return ev.Progress(num_computed_tokens=num_tokens, blocks=BLOCKS)
+def progress(num_tokens: int) -> ev.PrefillProgress:
+    return ev.PrefillProgress(num_computed_tokens=num_tokens, blocks=BLOCKS)
 
 
-FINISHED = ev.Finished(cached_tokens=0, times=PhaseTimes(), tail_hash=None)
+FINISHED = ev.PrefillFinished(cached_tokens=0, times=PhaseTimes(), tail_hash=None)
 RESERVE = Reserve(num_units=3, transport="x", grant=b"g")
 
 
@@ -84,8 +84,8 @@ def test_blocks_are_written_as_they_become_whole_and_the_last_one_in_part() -> N
     assert half.state is HandoffState.CLOSED
 
 
-def coming(num_tokens: int, coming_tokens: int, num_layers: int) -> ev.Progress:
-    return ev.Progress(
+def coming(num_tokens: int, coming_tokens: int, num_layers: int) -> ev.PrefillProgress:
+    return ev.PrefillProgress(
         num_computed_tokens=num_tokens, blocks=BLOCKS, coming_tokens=coming_tokens, num_layers=num_layers
     )
 
@@ -136,7 +136,7 @@ def test_only_blocks_beyond_the_held_prefix_travel() -> None:
 def test_blocks_told_first_are_the_ones_that_are_read() -> None:
     half = offered()
     half.see(progress(4))
-    half.see(ev.Progress(num_computed_tokens=8, blocks=(BlockId(90), BlockId(91), BlockId(92))))
+    half.see(ev.PrefillProgress(num_computed_tokens=8, blocks=(BlockId(90), BlockId(91), BlockId(92))))
     writes = half.hear(RESERVE)
     assert [w.sources for w in writes] == [BLOCKS[:1], (BlockId(91),)]
 
@@ -231,11 +231,11 @@ def test_sources_stay_until_reads_that_nobody_can_stop_have_ended() -> None:
 def test_a_fetch_is_answered_with_what_is_held_in_whole_blocks_of_both() -> None:
     half = sending(job=replace(FETCH, held_tokens=8), window=8, unit_tokens=2, chunk_bytes=1000)
     half.see(ev.Submitted())
-    [offer] = half.see(ev.Scheduled(queue_s=0.0, tail_hash=FETCH.names[0], num_tokens=19))
+    [offer] = half.see(ev.PrefillScheduled(queue_s=0.0, tail_hash=FETCH.names[0], num_tokens=19))
     assert offer.body.num_units == 4, "of 19 tokens 16 are whole blocks, and 8 are held there"
     blocks = tuple(BlockId(i) for i in range(20, 24))
-    half.see(ev.Progress(num_computed_tokens=16, blocks=blocks))
-    half.see(ev.Finished(cached_tokens=16, times=PhaseTimes(), tail_hash=FETCH.names[0]))
+    half.see(ev.PrefillProgress(num_computed_tokens=16, blocks=blocks))
+    half.see(ev.PrefillFinished(cached_tokens=16, times=PhaseTimes(), tail_hash=FETCH.names[0]))
     [write, seal] = half.hear(Reserve(num_units=4, transport="x", grant=b"g"))
     assert (write.first_block, write.sources) == (2, blocks[2:])
     assert seal.body.num_chunks == 1
@@ -244,6 +244,6 @@ def test_a_fetch_is_answered_with_what_is_held_in_whole_blocks_of_both() -> None
 def test_a_fetch_of_nothing_more_is_refused() -> None:
     half = sending(job=replace(FETCH, held_tokens=16))
     half.see(ev.Submitted())
-    actions = half.see(ev.Scheduled(queue_s=0.0, tail_hash=None, num_tokens=16))
+    actions = half.see(ev.PrefillScheduled(queue_s=0.0, tail_hash=None, num_tokens=16))
     assert kinds(actions) == ["Reject", "AbortPrefill", "Drained", "ReleaseSources"]
     assert half.state is HandoffState.CLOSED

@@ -15,9 +15,9 @@ from kv_transfer.protocol.messages import (
     Chunk,
     CommitAck,
     Drained,
-    Envelope,
     Failure,
     FirstToken,
+    HandoffEnvelope,
     Hello,
     Nack,
     Offer,
@@ -78,7 +78,7 @@ BODIES = [
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: type(body).__name__)
 def test_every_message_survives_the_wire(body: Body) -> None:
     key = None if isinstance(body, Hello | Renew) else KEY
-    envelope = Envelope(incarnation=Incarnation(2**62), addressee=Incarnation(2**61), key=key, body=body)
+    envelope = HandoffEnvelope(incarnation=Incarnation(2**62), addressee=Incarnation(2**61), key=key, body=body)
     data = wire.encode(envelope).SerializeToString()
     assert wire.decode(pb.HandoffMessage.FromString(data)) == envelope
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kv_transfer.session.stats import AttemptTally, EndKey, Outcome, TransferStats, TransferTotals
+from kv_transfer.session.stats import AttemptOutcome, AttemptTally, EndKey, TransferStats, TransferTotals
 
 
 def test_no_rate_before_the_first_chunk() -> None:
@@ -33,13 +33,15 @@ def test_each_attempt_ends_once_and_late_chunks_count_to_its_end() -> None:
     first.nack()
     second.chunk(7, 0.25)
     assert not stats.ended, "what is under way is not shown as if it had ended"
-    first.end(Outcome.FAILED, "tcp")
-    first.end(Outcome.COMMITTED, "tcp")
+    first.end(AttemptOutcome.FAILED, "tcp")
+    first.end(AttemptOutcome.COMMITTED, "tcp")
     first.chunk(11, 0.125)
-    second.end(Outcome.COMMITTED, "shm")
+    second.end(AttemptOutcome.COMMITTED, "shm")
     assert stats.ended == {
-        EndKey(False, "tcp", Outcome.FAILED): TransferTotals(count=1, num_bytes=111, seconds=0.625, chunks=2, nacks=1),
-        EndKey(True, "shm", Outcome.COMMITTED): TransferTotals(count=1, num_bytes=7, seconds=0.25, chunks=1),
+        EndKey(False, "tcp", AttemptOutcome.FAILED): TransferTotals(
+            count=1, num_bytes=111, seconds=0.625, chunks=2, nacks=1
+        ),
+        EndKey(True, "shm", AttemptOutcome.COMMITTED): TransferTotals(count=1, num_bytes=7, seconds=0.25, chunks=1),
     }
     assert (stats.started, stats.committed, stats.failed, stats.expired, stats.cancelled) == (2, 1, 1, 0, 0)
     assert (stats.num_bytes, stats.seconds, stats.chunks, stats.nacks) == (118, 0.875, 3, 1)

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from kv_transfer.layout.cell_range import CellRange
-from kv_transfer.layout.chunk_plan import CellShape, ChunkPlanner
+from kv_transfer.layout.chunk_plan import ChunkPlanner, HandoffSize
 from kv_transfer.layout.dtype_conversion import Converter
 from kv_transfer.layout.pairing import Pairing
 from kv_transfer.layout.placed_cells import PlacedCells
 from kv_transfer.memory import departure, numpy_copy
-from kv_transfer.memory.departure import Departure, slabs
+from kv_transfer.memory.departure import Departure, split_for_conversion
 from kv_transfer.memory.landing import Landing
 from kv_transfer.memory.region import KVRegion
 from kv_transfer.protocol.messages import TransferKey
@@ -49,7 +49,7 @@ def layout(dtype: str, tp: int = 1) -> KVLayout:
 
 def region(kv: KVLayout, seed: int) -> KVRegion:
     data = memoryview(bytearray(POOL_BLOCKS * kv.worker_block_bytes))
-    made = KVRegion.of(data, kv)
+    made = KVRegion.from_buffer(data, kv)
     if seed:
         values = np.random.default_rng(seed).normal(size=data.nbytes // 4).astype(np.float32)
         if kv.dtype == "bfloat16":
@@ -98,7 +98,7 @@ def ends(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     # Several slabs in a chunk, cut within a layer.
     monkeypatch.setattr(departure, "MAX_SLAB_BYTES", 1000)
     here, wire, there = request.param
-    pairing = Pairing.of(layout(here, tp=2), layout(there), wire_dtype=wire)
+    pairing = Pairing.from_layouts(layout(here, tp=2), layout(there), wire_dtype=wire)
     source, target = region(pairing.source, 1), region(pairing.destination, 0)
     receiver = TcpReceiver()
     writer = TcpSender(source, settings=TcpSettings(streams=2)).connect(receiver.offer(), pairing)
@@ -120,7 +120,7 @@ def cells(first_layer: int = 0, num_layers: int = 4, first_unit: int = 0, num_un
 
 def test_chunks_land_as_the_converter_makes_them(ends: Ends) -> None:
     token = ends.receiver.open_grant(KEY, ends.landing())
-    shape = CellShape(num_layers=4, num_heads=4, unit_layer_bytes=ends.pairing.unit_layer_bytes)
+    shape = HandoffSize(num_layers=4, num_heads=4, unit_layer_bytes=ends.pairing.unit_layer_bytes)
     chunks = ChunkPlanner(shape, chunk_bytes=3 * ends.pairing.unit_layer_bytes).plan(NUM_BLOCKS)
     writes = [(chunk, ends.writer.write(ends.order(token, chunk))) for chunk in chunks]
     assert len(writes) > 4
@@ -193,12 +193,12 @@ def test_sources_outside_the_pool_are_refused_before_anything_is_sent(ends: Ends
 @pytest.mark.parametrize("tps", [(1, 1), (2, 1), (1, 4), (4, 2)])
 def test_slabs_are_the_payload_in_its_order(monkeypatch: pytest.MonkeyPatch, tps: tuple[int, int], limit: int) -> None:
     monkeypatch.setattr(departure, "MAX_SLAB_BYTES", limit)
-    pairing = Pairing.of(layout("bfloat16", tps[0]), layout("int8", tps[1]), wire_dtype="int8")
+    pairing = Pairing.from_layouts(layout("bfloat16", tps[0]), layout("int8", tps[1]), wire_dtype="int8")
     leaving = Departure(region(pairing.source, 3), pairing)
     source = pairing.at_source(0, 0, SOURCES, POOL_BLOCKS)
     for box in (cells(), cells(first_layer=1, num_layers=2, first_unit=2, num_units=3), cells(3, 1, 5, 1)):
         payload = source.payload(box)
-        cut = list(slabs(box, payload, payload.num_bytes("int8")))
+        cut = list(split_for_conversion(box, payload, payload.num_bytes("int8")))
         parts = [leaving.convert(source, slab).tobytes() for slab in cut]
         assert b"".join(parts) == leaving.convert(source, box).tobytes()
         least = pairing.unit_layer_bytes * max(count for _, count in payload.head_ranges) // 4

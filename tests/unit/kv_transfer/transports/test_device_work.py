@@ -170,7 +170,7 @@ def test_of_a_writer_and_the_own_device_the_last_one_ends_a_grant() -> None:
                 assert not receiver.revoke(key)
                 ends = [
                     lambda moving=moving: moving.__exit__(None, None, None),
-                    lambda w=writer, g=grant: receiver._on_message(w, one_sided_wire.Kind.QUIET, g.token),
+                    lambda w=writer, g=grant: receiver._on_message(w, one_sided_wire.ClaimKind.QUIET, g.token),
                 ]
                 first, last = ends if device_ends_first else ends[::-1]
                 first()

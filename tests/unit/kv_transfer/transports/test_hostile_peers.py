@@ -61,8 +61,8 @@ def dial(receiver: TcpReceiver, *, greet: bool) -> socket.socket:
     if greet:
         sock.sendall(
             tcp_frames.pack_header(
-                tcp_frames.Header(
-                    kind=tcp_frames.Kind.HELLO,
+                tcp_frames.FrameHeader(
+                    kind=tcp_frames.FrameKind.HELLO,
                     write_id=0,
                     token=receiver._secret,
                     cells=tcp_frames.NO_CELLS,
@@ -76,8 +76,8 @@ def dial(receiver: TcpReceiver, *, greet: bool) -> socket.socket:
 
 def test_a_hello_in_drops_does_not_hold_a_connection(tcp) -> None:
     _target, receiver = tcp
-    hello = tcp_frames.Header(
-        kind=tcp_frames.Kind.HELLO, write_id=0, token=receiver._secret, cells=tcp_frames.NO_CELLS, payload_bytes=0
+    hello = tcp_frames.FrameHeader(
+        kind=tcp_frames.FrameKind.HELLO, write_id=0, token=receiver._secret, cells=tcp_frames.NO_CELLS, payload_bytes=0
     )
     with dial(receiver, greet=False) as sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -110,8 +110,8 @@ def test_a_crowd_of_strangers_does_not_close_the_door() -> None:
 
 def frame(token: bytes, payload_bytes: int, num_units: int = 1, num_layers: int = 1) -> bytes:
     return tcp_frames.pack_header(
-        tcp_frames.Header(
-            kind=tcp_frames.Kind.WRITE,
+        tcp_frames.FrameHeader(
+            kind=tcp_frames.FrameKind.WRITE,
             write_id=1,
             token=token,
             cells=box(0, num_units, num_layers=num_layers),
@@ -185,8 +185,8 @@ def test_a_known_sender_that_is_dropped_is_always_logged(tcp, caplog: pytest.Log
 
 def test_what_was_left_out_is_told_with_the_next_line() -> None:
     budget = stranger_log.LineBudget(burst=2, every_s=10.0)
-    assert [budget.take(now_s) for now_s in (0.0, 0.0, 1.0, 2.0, 9.9, 10.0, 10.0)] == [0, 0, None, None, None, 3, None]
-    assert [budget.take(1000.0) for _ in range(4)] == [1, 0, None, None], "silence saves up no more than the burst"
+    assert [budget.spend(now_s) for now_s in (0.0, 0.0, 1.0, 2.0, 9.9, 10.0, 10.0)] == [0, 0, None, None, None, 3, None]
+    assert [budget.spend(1000.0) for _ in range(4)] == [1, 0, None, None], "silence saves up no more than the burst"
 
 
 def test_a_frame_for_a_revoked_grant_is_read_past(tcp) -> None:
@@ -201,7 +201,7 @@ def test_a_frame_for_a_revoked_grant_is_read_past(tcp) -> None:
         target.buffer[:] = bytes(target.buffer.nbytes)
         sock.sendall(b"x" * (size - size // 2))
         answer = sock.recv(tcp_frames.ANSWER_BYTES, socket.MSG_WAITALL)
-        assert tcp_frames.unpack_answer(answer) == (tcp_frames.Kind.REFUSED, 1)
+        assert tcp_frames.unpack_answer(answer) == (tcp_frames.FrameKind.REFUSED, 1)
         assert not any(target.buffer)
 
 

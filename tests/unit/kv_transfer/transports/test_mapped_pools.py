@@ -72,8 +72,8 @@ def ends(request: pytest.FixtureRequest, pieces: None) -> Iterator[Ends]:
             SharedPool(POOL_TOKENS // kv.block_size * kv.worker_block_bytes)
             for kv in (pairing.source, pairing.destination)
         ]
-        source = KVRegion.of(pools[0].buffer, pairing.source, fd=pools[0].fd)
-        target = KVRegion.of(pools[1].buffer, pairing.destination, fd=pools[1].fd)
+        source = KVRegion.from_buffer(pools[0].buffer, pairing.source, fd=pools[0].fd)
+        target = KVRegion.from_buffer(pools[1].buffer, pairing.destination, fd=pools[1].fd)
         source.array()[:] = np.random.default_rng(1).integers(1, 256, source.array().size)
         fabric = MemoryFabric()
         [receiver] = open_receivers(target, choice=request.param, fabric=fabric)
@@ -114,7 +114,7 @@ def box(pairing: Pairing, **changes: int) -> CellRange:
 )
 def test_unequal_workers_hand_over_what_numpy_would(ends: Ends, source_kv: KVLayout, target_kv: KVLayout) -> None:
     rng = random.Random(3)
-    pairing = Pairing.of(source_kv, target_kv, wire_dtype="bfloat16")
+    pairing = Pairing.from_layouts(source_kv, target_kv, wire_dtype="bfloat16")
     source, target, receiver, writer = ends(pairing)
     read = pairing.at_source(0, 0, blocks(source_kv, rng), source.num_blocks)
     placed = pairing.at_destination(0, blocks(target_kv, rng), target.num_blocks)
@@ -139,7 +139,7 @@ def test_unequal_workers_hand_over_what_numpy_would(ends: Ends, source_kv: KVLay
 def test_nothing_lands_or_is_read_after_a_proof_in_a_storm(ends: Ends) -> None:
     """Two hand-offs at a time, one revoked and one cancelled at any moment; their blocks are then somebody else's."""
     kv, rng = layout(1, 16, head_dim=128), random.Random(4)
-    pairing = Pairing.of(kv, kv, wire_dtype=kv.dtype)
+    pairing = Pairing.from_layouts(kv, kv, wire_dtype=kv.dtype)
     source, target, receiver, writer = ends(pairing)
     quiet: dict[TransferKey, threading.Event] = {}
     receiver.listen_quiet(lambda key: quiet[key].set())
@@ -174,7 +174,7 @@ def test_nothing_lands_or_is_read_after_a_proof_in_a_storm(ends: Ends) -> None:
 
 def test_a_cancel_does_not_wait_for_all_that_is_queued(ends: Ends) -> None:
     kv, rng = layout(1, 16), random.Random(5)
-    pairing = Pairing.of(kv, kv, wire_dtype=kv.dtype)
+    pairing = Pairing.from_layouts(kv, kv, wire_dtype=kv.dtype)
     source, target, receiver, writer = ends(pairing)
     read = pairing.at_source(0, 0, blocks(kv, rng), source.num_blocks)
     placed = pairing.at_destination(0, blocks(kv, rng), target.num_blocks)

@@ -7,7 +7,7 @@ import pytest
 
 from kv_transfer.transports.catalogue import open_receivers
 from kv_transfer.transports.one_sided import wire as one_sided_wire
-from kv_transfer.transports.one_sided.wire import Kind
+from kv_transfer.transports.one_sided.wire import ClaimKind
 from kv_transfer.transports.shm import wire as shm_wire
 from kv_transfer.transports.torch_dist import wire as torch_dist_wire
 from kv_transfer.transports.torch_dist.receiver import TorchDistReceiver
@@ -19,8 +19,8 @@ WAIT_S = 20.0
 TOKEN = bytes(range(16))
 
 
-@pytest.mark.parametrize("kind", Kind)
-def test_no_flipped_bit_makes_another_claim(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", ClaimKind)
+def test_no_flipped_bit_makes_another_claim(kind: ClaimKind) -> None:
     data = one_sided_wire.pack(kind, TOKEN)
     assert one_sided_wire.unpack(data) == (kind, TOKEN)
     for bit in range(8 * len(data)):
@@ -54,7 +54,7 @@ def test_a_receiver_that_goes_while_it_passes_its_memory_leaves_no_descriptor() 
     ours, theirs = socket.socketpair(socket.AF_UNIX)
     with ours, theirs:
         ours.settimeout(0.05)
-        socket.send_fds(theirs, [one_sided_wire.pack(Kind.REGION)], [target.fd])
+        socket.send_fds(theirs, [one_sided_wire.pack(ClaimKind.REGION)], [target.fd])
         with pytest.raises(TimeoutError):
             shm_wire.receive_region(ours)
     assert open_files() <= before
@@ -75,20 +75,20 @@ def test_no_flipped_bit_makes_another_blob() -> None:
                 one_sided_wire.receive_blob(ours)
 
 
-@pytest.mark.parametrize("echo", [torch_dist_wire.Kind.WRITE, torch_dist_wire.Kind.RENEW])
-def test_a_header_out_of_turn_ends_a_torch_dist_connection(echo: torch_dist_wire.Kind) -> None:
+@pytest.mark.parametrize("echo", [torch_dist_wire.MessageKind.WRITE, torch_dist_wire.MessageKind.RENEW])
+def test_a_header_out_of_turn_ends_a_torch_dist_connection(echo: torch_dist_wire.MessageKind) -> None:
     """gloo ends the process whose posted receive is smaller than what is sent to it."""
     target = make_region(seed=0)
     [receiver] = open_receivers(target, choice="torch_dist")
     assert isinstance(receiver, TorchDistReceiver)
     with socket.create_connection(receiver._server.getsockname(), WAIT_S) as sock:
-        sock.sendall(one_sided_wire.pack(Kind.HELLO, receiver._secret))
+        sock.sendall(one_sided_wire.pack(ClaimKind.HELLO, receiver._secret))
         one_sided_wire.receive_blob(sock)
-        header = torch_dist_wire.Header(kind=torch_dist_wire.Kind.WRITE, number=1, token=TOKEN)
+        header = torch_dist_wire.MessageHeader(kind=torch_dist_wire.MessageKind.WRITE, number=1, token=TOKEN)
         sock.sendall(torch_dist_wire.pack_header(header))
         answer = sock.recv(torch_dist_wire.ANSWER_BYTES, socket.MSG_WAITALL)
-        assert torch_dist_wire.unpack_answer(answer) == (torch_dist_wire.Kind.REFUSED, 1)
-        sock.sendall(torch_dist_wire.pack_header(torch_dist_wire.Header(kind=echo, number=1, token=TOKEN)))
+        assert torch_dist_wire.unpack_answer(answer) == (torch_dist_wire.MessageKind.REFUSED, 1)
+        sock.sendall(torch_dist_wire.pack_header(torch_dist_wire.MessageHeader(kind=echo, number=1, token=TOKEN)))
         assert sock.recv(1) == b"", "hung up on"
     receiver.close()
     os.close(target.fd)

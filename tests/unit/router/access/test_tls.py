@@ -20,7 +20,7 @@ from router.grpc.server import GrpcServer, build_server
 from router.http.app import create_app
 from router.http.server.connection_limits import ConnectionLimits
 from router.http.server.http_server import HttpServer
-from tandem.config.access import DoorTls
+from tandem.config.access import RouterTls
 from tandem.config.cluster import RouterConfig
 from tandem.errors import ConfigError
 from tandem.v1 import inference_pb2 as pb
@@ -53,14 +53,14 @@ def authority() -> Authority:
 
 
 @pytest.fixture
-def tls(authority: Authority, tmp_path: Path) -> DoorTls:
+def tls(authority: Authority, tmp_path: Path) -> RouterTls:
     files = authority.issue(tmp_path, name=LOCAL)
-    return DoorTls(cert=str(files.cert), key=str(files.key))
+    return RouterTls(cert=str(files.cert), key=str(files.key))
 
 
 @asynccontextmanager
 async def opened(
-    tls: DoorTls, limits: ConnectionLimits = LIMITS
+    tls: RouterTls, limits: ConnectionLimits = LIMITS
 ) -> AsyncIterator[tuple[AccessControl, HttpServer, GrpcServer]]:
     config = RouterConfig(tls=tls)
     parts = fakes.make_doors(fakes.make_tokenizer(), config)
@@ -111,7 +111,7 @@ async def shown(port: int, context: ssl.SSLContext) -> bytes:
     return found
 
 
-async def test_answers_and_streams_come_in_tls(tls: DoorTls, tmp_path: Path) -> None:
+async def test_answers_and_streams_come_in_tls(tls: RouterTls, tmp_path: Path) -> None:
     async with opened(tls) as (_, http, rpc):
         async with asking(http.port, believing(tmp_path)) as client:
             for _ in range(3):
@@ -122,7 +122,7 @@ async def test_answers_and_streams_come_in_tls(tls: DoorTls, tmp_path: Path) -> 
         assert await models(rpc.port, tmp_path) == [fakes.MODEL]
 
 
-async def test_a_request_right_behind_the_handshake_is_not_lost(tls: DoorTls, tmp_path: Path) -> None:
+async def test_a_request_right_behind_the_handshake_is_not_lost(tls: RouterTls, tmp_path: Path) -> None:
     ask = b"GET /health HTTP/1.1\r\nHost: r\r\nConnection: close\r\n\r\n"
     context = believing(tmp_path)
 
@@ -151,7 +151,7 @@ async def test_a_request_right_behind_the_handshake_is_not_lost(tls: DoorTls, tm
             assert (await asyncio.to_thread(talk, http.port)).startswith(b"HTTP/1.1 200")
 
 
-async def test_who_speaks_no_tls_or_an_old_one_is_not_answered(tls: DoorTls, tmp_path: Path) -> None:
+async def test_who_speaks_no_tls_or_an_old_one_is_not_answered(tls: RouterTls, tmp_path: Path) -> None:
     async with opened(tls) as (_, http, rpc):
         reader, writer = await asyncio.open_connection(LOCAL, http.port)
         writer.write(b"GET /v1/models HTTP/1.1\r\nHost: r\r\n\r\n")
@@ -170,7 +170,7 @@ async def test_who_speaks_no_tls_or_an_old_one_is_not_answered(tls: DoorTls, tmp
 
 
 async def test_new_certificates_are_shown_to_who_comes_and_nobody_is_cut_off(
-    tls: DoorTls, authority: Authority, tmp_path: Path
+    tls: RouterTls, authority: Authority, tmp_path: Path
 ) -> None:
     stranger = tmp_path / "stranger"
     stranger.mkdir()
@@ -201,7 +201,7 @@ async def test_new_certificates_are_shown_to_who_comes_and_nobody_is_cut_off(
 
 
 async def test_with_an_authority_of_clients_nobody_else_comes_in(
-    tls: DoorTls, authority: Authority, tmp_path: Path
+    tls: RouterTls, authority: Authority, tmp_path: Path
 ) -> None:
     one, other = tmp_path / "one", tmp_path / "other"
     for folder, issuer in ((one, authority), (other, Authority())):
@@ -231,7 +231,7 @@ async def test_with_an_authority_of_clients_nobody_else_comes_in(
         assert [await served(client) for client in (None, one, other)] == [[False] * 2, [False] * 2, [True] * 2]
 
 
-async def test_handshakes_are_bounded_in_time_and_number(tls: DoorTls, tmp_path: Path) -> None:
+async def test_handshakes_are_bounded_in_time_and_number(tls: RouterTls, tmp_path: Path) -> None:
     limits = ConnectionLimits(most=2, head_timeout_s=1.0, keep_alive_s=WAIT_S, write_timeout_s=WAIT_S)
     async with opened(tls, limits) as (_, http, _rpc):
         silent = [await asyncio.open_connection(LOCAL, http.port) for _ in range(4)]
@@ -264,7 +264,7 @@ def test_files_that_no_client_could_trust_stop_the_start(what: str, authority: A
         "absent": ({"key": tmp_path / "absent"}, "router.tls.key: .*No such file"),
     }
     update, told = changed[what]
-    made = DoorTls.model_validate(
+    made = RouterTls.model_validate(
         {"cert": str(files.cert), "key": str(files.key)} | {name: str(path) for name, path in update.items()}
     )
     with pytest.raises(ConfigError, match=told):

@@ -13,7 +13,7 @@ from router.metrics.objectives import RequestVerdict
 from router.metrics.router_metrics import RouterMetrics
 from router.types.requests import ChoiceFinish
 from router.types.worker_view import WorkerLoad
-from tandem.config.objectives import ObjectivesConfig
+from tandem.config.telemetry import ObjectivesConfig
 from tandem.errors import Overloaded, Unavailable
 from tandem.protocol.session_versions import SPOKEN
 from tandem.values.outputs import FinishReason

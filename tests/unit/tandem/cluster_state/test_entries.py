@@ -13,8 +13,8 @@ from tandem.cluster_state.entries import (
     SMALL_BYTES,
     TAG_BYTES,
     BadEntry,
-    BoardCodec,
     Changes,
+    ClusterStateCodec,
     Footprint,
     Notice,
     Process,
@@ -27,7 +27,7 @@ from tandem.values.ids import BlockHash, Incarnation, WorkerId
 from tandem.values.roles import WorkerRole
 
 SECRET = b"a secret of the cluster"
-CODEC = BoardCodec(SECRET, "c")
+CODEC = ClusterStateCodec(SECRET, "c")
 ME = Process(WorkerId("decode-0"), Incarnation(7))
 OTHER = Process(WorkerId("decode-0"), Incarnation(8))
 NAMES = [BlockHash(i.to_bytes(16, "big")) for i in range(100)]
@@ -49,7 +49,7 @@ def test_every_entry_comes_back_as_it_was() -> None:
     assert [name for part in state.slices(33) for name in part] == NAMES
 
 
-def openers(codec: BoardCodec, process: Process):
+def openers(codec: ClusterStateCodec, process: Process):
     return (
         (CODEC.seal_notice(NOTICE), lambda data: codec.open_notice(data, process)),
         (CODEC.seal_head(ME, FOOTPRINT), lambda data: codec.open_head(data, process)),
@@ -58,8 +58,10 @@ def openers(codec: BoardCodec, process: Process):
     )
 
 
-@pytest.mark.parametrize("codec", [BoardCodec(b"another secret of it", "c"), BoardCodec(SECRET, "another")])
-def test_another_clusters_entries_are_bad(codec: BoardCodec) -> None:
+@pytest.mark.parametrize(
+    "codec", [ClusterStateCodec(b"another secret of it", "c"), ClusterStateCodec(SECRET, "another")]
+)
+def test_another_clusters_entries_are_bad(codec: ClusterStateCodec) -> None:
     for data, open_ in openers(codec, ME):
         with pytest.raises(BadEntry, match="forged"):
             open_(data)

@@ -15,11 +15,11 @@ from worker.cluster_state.publisher import make_publisher
 
 
 def test_no_url_is_no_board() -> None:
-    assert ClusterConfig().redis.board_settings() is None
+    assert ClusterConfig().redis.redis_settings() is None
 
 
 def test_everything_in_the_url_counts() -> None:
-    settings = RedisConfig(url="rediss://me:p%40ss@[::1]:7000/3", cluster="x", ca="ca.pem").board_settings()
+    settings = RedisConfig(url="rediss://me:p%40ss@[::1]:7000/3", cluster="x", ca="ca.pem").redis_settings()
     assert settings is not None
     assert (settings.host, settings.port, settings.database) == ("::1", 7000, 3)
     assert (settings.username, settings.password, settings.tls) == ("me", "p@ss", True)
@@ -29,7 +29,7 @@ def test_everything_in_the_url_counts() -> None:
 
 
 def test_a_password_of_its_own_is_taken_as_it_is() -> None:
-    settings = RedisConfig(url="redis://host", password="a%20b").board_settings()
+    settings = RedisConfig(url="redis://host", password="a%20b").redis_settings()
     assert settings is not None
     assert (settings.password, settings.port, settings.database, settings.tls) == ("a%20b", 6379, 0, False)
 
@@ -75,6 +75,6 @@ def test_a_certificate_needs_tls() -> None:
 def test_the_processes_of_tandem_up_are_handed_the_url(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text(dump(load(None, {"redis.url": "redis://:hush@host"})), encoding="utf-8")
-    settings = load(path).redis.board_settings()
+    settings = load(path).redis.redis_settings()
     assert settings is not None
     assert settings.password == "hush"

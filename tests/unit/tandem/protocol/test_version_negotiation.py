@@ -6,10 +6,10 @@ from typing import Any
 import grpc
 import pytest
 
-from kv_transfer.protocol.messages import Abort, CommitAck, Envelope, Hello, TransferKey
+from kv_transfer.protocol.messages import Abort, CommitAck, HandoffEnvelope, Hello, TransferKey
 from kv_transfer.protocol.versions import KINDS, handoff_dialect
 from kv_transfer.protocol.versions import SPOKEN as HANDOFF_SPOKEN
-from kv_transfer.session.link import Outbox
+from kv_transfer.session.link import LinkOutbox
 from kv_transfer.session.receiver_link import refuses
 from router.fleet.session_wire import ProtocolError, hello_from_pb, hello_to_pb
 from router.fleet.worker_session import SessionSettings, WorkerSession
@@ -152,12 +152,12 @@ def test_workers_without_a_common_version_are_not_paired() -> None:
 
 
 async def test_a_peer_is_told_nothing_that_its_version_lacks() -> None:
-    outbox = Outbox()
+    outbox = LinkOutbox()
     assert outbox.dialect == handoff_dialect(HANDOFF_SPOKEN.newest)
     outbox.dialect = Dialect(2, KINDS | {"commit_ack": 3})
     key = TransferKey(transfer_id=TransferId("x"), attempt=1)
     for body in (CommitAck(), Abort(reason="no")):
-        outbox.put(Envelope(incarnation=Incarnation(1), addressee=Incarnation(2), key=key, body=body))
+        outbox.enqueue(HandoffEnvelope(incarnation=Incarnation(1), addressee=Incarnation(2), key=key, body=body))
     outbox.close()
     sent = []
     while (envelope := await outbox.get()) is not None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.config.cluster import TelemetryConfig
+from tandem.config.telemetry import TelemetryConfig
 from tandem.telemetry.setup import open_tracer
 from tandem.telemetry.tracing import (
     MAX_EVENTS,

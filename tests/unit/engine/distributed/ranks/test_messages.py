@@ -77,7 +77,7 @@ def test_a_hand_off_finds_every_ranks_layers_in_the_shared_pool(num_kv_heads: in
     layout, num_blocks = replace(LAYOUT, num_kv_heads=num_kv_heads), 5
     plan = PoolPlan(layout=layout, num_blocks=num_blocks)
     memory = memoryview(bytearray(plan.rank_bytes * layout.tp_size))
-    region = KVRegion.of(memory, layout)
+    region = KVRegion.from_buffer(memory, layout)
     assert region.num_blocks == num_blocks
     for rank in range(layout.tp_size):
         part = memory[rank * plan.rank_bytes :][: plan.rank_bytes]
@@ -85,7 +85,7 @@ def test_a_hand_off_finds_every_ranks_layers_in_the_shared_pool(num_kv_heads: in
         cache = torch.frombuffer(part, dtype=torch.float32).view(3, num_blocks, 2, layout.num_local_kv_heads, 4, 8)
         cache[1, 4] = 10.0 * (rank + 1)
     cells = CellRange(first_layer=0, num_layers=3, first_unit=0, num_units=2, first_head=0, num_heads=num_kv_heads)
-    pairing = Pairing.of(layout, layout, wire_dtype=layout.dtype)
+    pairing = Pairing.from_layouts(layout, layout, wire_dtype=layout.dtype)
     source = pairing.at_source(0, 0, (BlockId(0), BlockId(4)), num_blocks)
     views = [torch.frombuffer(view, dtype=torch.float32) for view in region.views(source.reads(cells))]
     assert [float(view[0]) for view in views] == found

@@ -20,7 +20,7 @@ from kv_transfer.transports.nixl import sender as nixl_sender
 from kv_transfer.transports.nixl.receiver import _POOL
 from kv_transfer.transports.nixl.sender import NixlWriter
 from kv_transfer.transports.one_sided import wire as one_sided_wire
-from kv_transfer.transports.one_sided.wire import Kind
+from kv_transfer.transports.one_sided.wire import ClaimKind
 from tandem.errors import TransferError
 from tests.unit.kv_transfer.transports.test_conversions import KEY, POOL_BLOCKS, SOURCES, TARGETS, cells, layout, region
 
@@ -60,7 +60,7 @@ class LateAgent:
 
 class Ends:
     def __init__(self, here: str, wire: str, there: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.pairing = Pairing.of(layout(here), layout(there), wire_dtype=wire)
+        self.pairing = Pairing.from_layouts(layout(here), layout(there), wire_dtype=wire)
         self.source, self.target = region(self.pairing.source, 1), region(self.pairing.destination, 0)
         agents: list[LateAgent] = []
 
@@ -80,8 +80,8 @@ class Ends:
     def _grant(self) -> None:
         with suppress(OSError, TransferError):
             while (message := one_sided_wire.receive(self.theirs)) is not None:
-                if message[0] is Kind.CLAIM:
-                    one_sided_wire.send(self.theirs, Kind.CLAIMED, message[1])
+                if message[0] is ClaimKind.CLAIM:
+                    one_sided_wire.send(self.theirs, ClaimKind.CLAIMED, message[1])
 
     def order(self) -> WriteOrder:
         grant = one_sided_wire.pack_grant(TOKEN, TARGETS)
@@ -90,7 +90,7 @@ class Ends:
 
     def expected(self) -> tuple[bytes, int]:
         """The target's bytes, and the checksum of what travels."""
-        other = KVRegion.of(memoryview(bytearray(self.target.buffer.nbytes)), self.pairing.destination)
+        other = KVRegion.from_buffer(memoryview(bytearray(self.target.buffer.nbytes)), self.pairing.destination)
         payload = Departure(self.source, self.pairing).convert(self.order().source, cells())
         placed = self.pairing.at_destination(0, TARGETS, POOL_BLOCKS)
         at = 0

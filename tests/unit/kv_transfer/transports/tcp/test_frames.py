@@ -19,8 +19,8 @@ from kv_transfer.memory.landing import Landing
 from kv_transfer.memory.region import KVRegion
 from kv_transfer.protocol.messages import TransferKey
 from kv_transfer.transports.tcp import frames as tcp_frames
-from kv_transfer.transports.tcp.frames import ANSWER_BYTES, Header, Kind
-from kv_transfer.transports.tcp.pieces import MAX_VIEWS, pieces, take
+from kv_transfer.transports.tcp.frames import ANSWER_BYTES, FrameHeader, FrameKind
+from kv_transfer.transports.tcp.pieces import MAX_VIEWS, drop_moved, pieces
 from kv_transfer.transports.tcp.receiver import TcpReceiver
 from kv_transfer.transports.tcp.sender import TcpSender
 from kv_transfer.transports.tcp.settings import TcpSettings
@@ -48,7 +48,7 @@ def receiver() -> Iterator[TcpReceiver]:
 
 
 def write(token: bytes, number: int, cells: CellRange) -> bytes:
-    header = Header(kind=Kind.WRITE, write_id=number, token=token, cells=cells, payload_bytes=len(PAYLOAD))
+    header = FrameHeader(kind=FrameKind.WRITE, write_id=number, token=token, cells=cells, payload_bytes=len(PAYLOAD))
     return tcp_frames.pack_header(header)
 
 
@@ -58,13 +58,15 @@ def one_layer(layer: int) -> CellRange:
 
 def dial(receiver: TcpReceiver) -> socket.socket:
     sock = socket.create_connection(receiver._address, WAIT_S)
-    hello = Header(kind=Kind.HELLO, write_id=0, token=receiver._secret, cells=tcp_frames.NO_CELLS, payload_bytes=0)
+    hello = FrameHeader(
+        kind=FrameKind.HELLO, write_id=0, token=receiver._secret, cells=tcp_frames.NO_CELLS, payload_bytes=0
+    )
     sock.sendall(tcp_frames.pack_header(hello))
-    assert answer(sock) == (Kind.DONE, 0)
+    assert answer(sock) == (FrameKind.DONE, 0)
     return sock
 
 
-def answer(sock: socket.socket) -> tuple[Kind, int]:
+def answer(sock: socket.socket) -> tuple[FrameKind, int]:
     return tcp_frames.unpack_answer(sock.recv(ANSWER_BYTES, socket.MSG_WAITALL))
 
 
@@ -86,15 +88,15 @@ def test_every_flipped_bit_of_a_header_is_found() -> None:
 
 
 def test_every_flipped_bit_of_an_answer_is_found() -> None:
-    for damaged in flips(tcp_frames.pack_answer(Kind.DONE, 3)):
+    for damaged in flips(tcp_frames.pack_answer(FrameKind.DONE, 3)):
         with pytest.raises(TransferError):
             tcp_frames.unpack_answer(damaged)
 
 
 def test_frames_are_no_answers_nor_answers_frames() -> None:
     with pytest.raises(TransferError, match="not an answer"):
-        tcp_frames.unpack_answer(tcp_frames.pack_answer(Kind.WRITE, 1))
-    header = Header(kind=Kind.DONE, write_id=1, token=bytes(16), cells=one_layer(0), payload_bytes=0)
+        tcp_frames.unpack_answer(tcp_frames.pack_answer(FrameKind.WRITE, 1))
+    header = FrameHeader(kind=FrameKind.DONE, write_id=1, token=bytes(16), cells=one_layer(0), payload_bytes=0)
     with pytest.raises(TransferError, match="not a frame"):
         tcp_frames.unpack_header(tcp_frames.pack_header(header))
 
@@ -127,7 +129,7 @@ def test_frames_count_once_and_in_order(
             for layer, number in enumerate(numbers):
                 sock.sendall(write(token, number, one_layer(layer)) + PAYLOAD)
         for number in range(1, num_taken + 1):
-            assert answer(sock) == (Kind.DONE, number)
+            assert answer(sock) == (FrameKind.DONE, number)
         with suppress(OSError):
             sock.shutdown(socket.SHUT_WR)
         assert_hung_up(sock)
@@ -143,8 +145,10 @@ def test_a_payload_of_another_size_than_its_cells_is_refused(receiver: TcpReceiv
     assert not any(target.buffer)
 
 
-@pytest.mark.parametrize("answers", [[(Kind.DONE, 2)], [(Kind.DONE, 1), (Kind.DONE, 1)], [(Kind.NEEDS_TLS, 0)]])
-def test_a_sender_takes_answers_once_and_in_order(answers: list[tuple[Kind, int]]) -> None:
+@pytest.mark.parametrize(
+    "answers", [[(FrameKind.DONE, 2)], [(FrameKind.DONE, 1), (FrameKind.DONE, 1)], [(FrameKind.NEEDS_TLS, 0)]]
+)
+def test_a_sender_takes_answers_once_and_in_order(answers: list[tuple[FrameKind, int]]) -> None:
     source = make_region(seed=3)
     with socket.create_server(("127.0.0.1", 0)) as server:
         offer = TcpReceiver()
@@ -157,7 +161,7 @@ def test_a_sender_takes_answers_once_and_in_order(answers: list[tuple[Kind, int]
         def greet() -> None:
             sock, _ = server.accept()
             header = tcp_frames.unpack_header(sock.recv(tcp_frames.HEADER_BYTES, socket.MSG_WAITALL))
-            sock.sendall(tcp_frames.pack_answer(Kind.DONE, header.write_id))
+            sock.sendall(tcp_frames.pack_answer(FrameKind.DONE, header.write_id))
             accepted.append(sock)
 
         thread = threading.Thread(target=greet)
@@ -169,7 +173,7 @@ def test_a_sender_takes_answers_once_and_in_order(answers: list[tuple[Kind, int]
         for kind, number in answers:
             accepted[0].sendall(tcp_frames.pack_answer(kind, number))
         assert_hung_up(accepted[0])
-        assert (future.exception(WAIT_S) is None) is (answers[0] == (Kind.DONE, 1))
+        assert (future.exception(WAIT_S) is None) is (answers[0] == (FrameKind.DONE, 1))
         assert writer.closed
         accepted[0].close()
         writer.close()
@@ -205,7 +209,7 @@ def test_what_is_taken_from_pieces_is_checksummed_once() -> None:
         value = 0
         for piece in pieces(views, rng.choice([50, 97, 500, 4000])):
             while piece:
-                value = take(piece, rng.randint(1, sum(map(len, piece))), value)
+                value = drop_moved(piece, rng.randint(1, sum(map(len, piece))), value)
         assert value == zlib.crc32(data)
 
 

@@ -11,7 +11,7 @@ import pytest
 from kv_transfer.memory.region import KVRegion
 from kv_transfer.protocol.messages import TransferKey
 from kv_transfer.transports.tcp import frames as tcp_frames
-from kv_transfer.transports.tcp.frames import Header, Kind
+from kv_transfer.transports.tcp.frames import FrameHeader, FrameKind
 from kv_transfer.transports.tcp.receiver import TcpReceiver
 from tandem.values.ids import TransferId
 from tests.support.kv_transfer.transport_peer import LAYOUT, block_views, box, landing, make_region
@@ -34,7 +34,7 @@ def stream(receiver: TcpReceiver, name: int, index: int) -> socket.socket:
     hello = tcp_frames.hello(receiver._secret, name, index)
     sock = socket.create_connection(receiver._address, WAIT_S)
     sock.sendall(tcp_frames.pack_header(hello))
-    assert tcp_frames.unpack_answer(sock.recv(tcp_frames.ANSWER_BYTES, socket.MSG_WAITALL)) == (Kind.DONE, name)
+    assert tcp_frames.unpack_answer(sock.recv(tcp_frames.ANSWER_BYTES, socket.MSG_WAITALL)) == (FrameKind.DONE, name)
     return sock
 
 
@@ -42,12 +42,14 @@ def stream(receiver: TcpReceiver, name: int, index: int) -> socket.socket:
 def test_a_frame_counts_on_its_own_stream_only(tcp, name: int, index: int) -> None:
     target, receiver = tcp
     token, payload = receiver.open_grant(KEY, landing(target, 3)), os.urandom(SIZE)
-    header = Header(kind=Kind.WRITE, write_id=1, token=token, cells=box(0, 1, num_layers=1), payload_bytes=SIZE)
+    header = FrameHeader(
+        kind=FrameKind.WRITE, write_id=1, token=token, cells=box(0, 1, num_layers=1), payload_bytes=SIZE
+    )
     frame = tcp_frames.pack_header(header, tcp_frames.seed_of(7, 0))
     with stream(receiver, 7, 0) as first, stream(receiver, name, index) as second:
         first.sendall(frame + payload)
         answer = first.recv(tcp_frames.ANSWER_BYTES, socket.MSG_WAITALL)
-        assert tcp_frames.unpack_answer(answer) == (Kind.DONE, 1)
+        assert tcp_frames.unpack_answer(answer) == (FrameKind.DONE, 1)
         assert receiver.verify(KEY, header.cells, crc32(payload))
         landed = b"".join(block_views(target, [3]))
         with suppress(ConnectionResetError, BrokenPipeError):

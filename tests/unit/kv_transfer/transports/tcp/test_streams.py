@@ -11,11 +11,11 @@ import pytest
 from kv_transfer.memory import landing as landing_module
 from kv_transfer.memory.mover import load_mover
 from kv_transfer.memory.region import KVRegion
-from kv_transfer.memory.socket_stream import CellStream, Progress
+from kv_transfer.memory.socket_stream import CellStream, StreamProgress
 from kv_transfer.protocol.messages import TransferKey
 from kv_transfer.transports.tcp import receiver as tcp_receiver
 from kv_transfer.transports.tcp import sender as tcp_sender
-from kv_transfer.transports.tcp.pieces import ViewsParcel
+from kv_transfer.transports.tcp.pieces import ViewsPart
 from kv_transfer.transports.tcp.receiver import TcpReceiver
 from kv_transfer.transports.tcp.sender import TcpSender, TcpWriter
 from kv_transfer.transports.tcp.settings import MAX_STREAMS, TcpSettings
@@ -132,8 +132,8 @@ def test_nothing_lands_once_another_stream_has_ended(ends: Ends) -> None:
 def slow_down(monkeypatch: pytest.MonkeyPatch, landing_now: threading.Event, go_on: threading.Event) -> None:
     """Whichever parcel lands waits in the middle of a call: that of compiled code, or of views."""
 
-    def slow(advance: Callable[[object], Progress]) -> Callable[[object], Progress]:
-        def waiting(parcel: object) -> Progress:
+    def slow(advance: Callable[[object], StreamProgress]) -> Callable[[object], StreamProgress]:
+        def waiting(parcel: object) -> StreamProgress:
             if threading.current_thread().name == "kv-tcp-peer":
                 landing_now.set()
                 assert go_on.wait(WAIT_S)
@@ -141,7 +141,7 @@ def slow_down(monkeypatch: pytest.MonkeyPatch, landing_now: threading.Event, go_
 
         return waiting
 
-    for kind in (CellStream, ViewsParcel):
+    for kind in (CellStream, ViewsPart):
         monkeypatch.setattr(kind, "advance", slow(kind.advance))
 
 

@@ -256,8 +256,12 @@ def knock(receiver: TcpReceiver) -> socket.socket:
 
 def hello(receiver: TcpReceiver) -> bytes:
     return tcp_frames.pack_header(
-        tcp_frames.Header(
-            kind=tcp_frames.Kind.HELLO, write_id=0, token=receiver._secret, cells=tcp_frames.NO_CELLS, payload_bytes=0
+        tcp_frames.FrameHeader(
+            kind=tcp_frames.FrameKind.HELLO,
+            write_id=0,
+            token=receiver._secret,
+            cells=tcp_frames.NO_CELLS,
+            payload_bytes=0,
         )
     )
 
@@ -276,7 +280,7 @@ def answer_to_hello(receiver: TcpReceiver, context: ssl.SSLContext) -> bytes:
 def test_the_receiver_takes_a_certificate_of_its_authority(secured: TcpReceiver, files: TlsFiles) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.load_cert_chain(files.cert, files.key)
-    assert tcp_frames.unpack_answer(answer_to_hello(secured, context)) == (tcp_frames.Kind.DONE, 0)
+    assert tcp_frames.unpack_answer(answer_to_hello(secured, context)) == (tcp_frames.FrameKind.DONE, 0)
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,13 @@ from kv_transfer.transports.torch_dist.device_to_device import entrance, goes_di
 from kv_transfer.transports.torch_dist.nccl import NcclCommunicator, over_nccl
 from kv_transfer.transports.torch_dist.receiver import TorchDistReceiver
 from kv_transfer.transports.torch_dist.sender import TorchDistSender
-from kv_transfer.transports.torch_dist.wire import Header, Kind, Meeting, pack_header, unpack_meeting
+from kv_transfer.transports.torch_dist.wire import (
+    MessageHeader,
+    MessageKind,
+    RendezvousOffer,
+    pack_header,
+    unpack_rendezvous,
+)
 from tandem.errors import TransferError
 from tandem.values.ids import TransferId
 from tests.support.kv_transfer.device_fakes import on_device
@@ -50,7 +56,7 @@ from tests.support.kv_transfer.transport_peer import LAYOUT, PAIRING, block_view
 CPU = torch.device("cpu")
 LIMIT_S = 0.5
 WAIT_S = 20.0
-INT8 = Pairing.of(LAYOUT, replace(LAYOUT, dtype="int8"), wire_dtype="int8")
+INT8 = Pairing.from_layouts(LAYOUT, replace(LAYOUT, dtype="int8"), wire_dtype="int8")
 
 
 class Named(TorchPool):
@@ -95,7 +101,7 @@ def test_which_pools_are_joined_directly(
     own: str, theirs: str, isolated: tuple[bool, bool], pairing: Pairing, direct: bool
 ) -> None:
     ours, others = isolated
-    meeting = Meeting(store_port=1, prefix="p", device=entrance(pool_on(theirs), isolated_network=others))
+    meeting = RendezvousOffer(store_port=1, prefix="p", device=entrance(pool_on(theirs), isolated_network=others))
     assert goes_direct(pool_on(own), pairing, meeting, isolated_network=ours) is direct
 
 
@@ -216,7 +222,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Fakes:
 
 
 def rendezvous(store: distributed.Store, rank: int) -> Rendezvous:
-    meeting = Meeting(store_port=store.port, prefix="p", device="cuda b")
+    meeting = RendezvousOffer(store_port=store.port, prefix="p", device="cuda b")
     return Rendezvous(store=store, meeting=meeting, number=0, rank=rank, address="127.0.0.1", limit_s=LIMIT_S)
 
 
@@ -351,9 +357,9 @@ def test_a_way_that_was_not_offered_ends_the_connection() -> None:
     target = make_region(seed=0)
     receiver = TorchDistReceiver(target, stall_s=LIMIT_S)
     with socket.create_connection(receiver._server.getsockname(), WAIT_S) as sock:
-        sock.sendall(one_sided_wire.pack(one_sided_wire.Kind.HELLO, receiver._secret))
-        assert unpack_meeting(one_sided_wire.receive_blob(sock)).device == ""
-        sock.sendall(pack_header(Header(kind=Kind.RENEW_DIRECT, number=0)))
+        sock.sendall(one_sided_wire.pack(one_sided_wire.ClaimKind.HELLO, receiver._secret))
+        assert unpack_rendezvous(one_sided_wire.receive_blob(sock)).device == ""
+        sock.sendall(pack_header(MessageHeader(kind=MessageKind.RENEW_DIRECT, number=0)))
         assert sock.recv(1) == b"", "hung up on"
     receiver.close()
     os.close(target.fd)

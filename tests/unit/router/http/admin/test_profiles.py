@@ -16,7 +16,7 @@ from router.http.app import OptionalRoutes, create_app
 from router.types.worker_view import WorkerKey
 from tandem.config.admission import ApiKey
 from tandem.config.cluster import RouterConfig
-from tandem.config.profiling import ProfilingConfig
+from tandem.config.telemetry import ProfilingConfig
 from tandem.rpc.cluster_grpc import ClusterAuth, listen, make_server
 from tandem.v1 import profiling_pb2 as pb
 from tandem.v1.profiling_pb2_grpc import ProfilerServicer, add_ProfilerServicer_to_server
