@@ -63,6 +63,7 @@ class EngineSection(PinnedShares):
     """A worker ends, to be restarted, when its engine hangs in one step for so long, or for eight times as long as it
     expects of a step so large, whichever is more; null: it is not looked for."""
     max_running_requests: PositiveInt = 256
+    """Requests in one worker's batch at a time."""
     max_waiting_requests: PositiveInt = 1024
     """Beyond it new requests are refused with a Retry-After."""
     eviction: Literal["lru", "lfu", "prefix"] = "lru"
