@@ -8,7 +8,7 @@ from cluster.control.wire import RestartAsked, ScaleAsked
 from tandem.client.aio import AsyncClient
 from tandem.client.options import Options
 from tests.e2e.failures.test_router_takeover import second_router
-from tests.support.e2e.emitted import is_of_planner, unknown
+from tests.support.e2e.emitted import is_of_files, is_of_planner, unknown
 from tests.support.monitoring_files import Said, expressions
 from tests.support.redis_server import RedisServer
 from tests.support.running_cluster import running
@@ -107,8 +107,8 @@ async def test_boards_and_alarms_name_what_this_cluster_tells(cluster, oracle):
         return len(await cluster.figures("tandem_quality_loss_nats")) == 2
 
     await cluster.until(read_by_both)
-    # What a planner tells is held against one that runs: test_autoscale.py.
-    said = [one for one in expressions() if not is_of_planner(one)]
+    # What a planner tells is held against one that runs: test_autoscale.py; of files: test_access_control.py.
+    said = [one for one in expressions() if not is_of_planner(one) and not is_of_files(one)]
     exposition = (await cluster.http.get("/metrics")).text
     assert unknown(said, exposition) == []
     misspelt = [Said("x", one) for one in ("sum by (rle) (tandem_ready)", 'tandem_workers{role="cook"}', "tandem_redy")]

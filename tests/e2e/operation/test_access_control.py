@@ -14,6 +14,8 @@ from tandem.v1 import inference_pb2 as pb
 from tandem.v1.inference_pb2_grpc import InferenceStub
 from tandem.values.api_key import entry_of
 from tests.support.certificates import Authority
+from tests.support.e2e.emitted import is_of_files, unknown
+from tests.support.monitoring_files import expressions
 from tests.support.running_cluster import WAIT_S, body, running
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -115,6 +117,13 @@ async def test_new_certificates_are_shown_by_all_processes(cluster, folder):
     async with httpx.AsyncClient(base_url=cluster.local.http_url, verify=before, trust_env=False) as http:
         with pytest.raises(httpx.ConnectError):
             await http.get("/health")
+
+
+async def test_alarms_of_files_name_what_a_router_that_follows_files_tells(cluster):
+    said = [one for one in expressions() if is_of_files(one)]
+    assert said
+    answer = await cluster.http.get("/metrics", headers={"Authorization": "Bearer second-key"})
+    assert unknown(said, answer.text) == []
 
 
 async def test_both_wrote_who_came(cluster, folder):

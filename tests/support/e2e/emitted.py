@@ -36,6 +36,11 @@ def is_of_planner(said: Said) -> bool:
     return any(selector.name.startswith("tandem_planner_") for selector in named(said.expr).selectors)
 
 
+def is_of_files(said: Said) -> bool:
+    """Whether it names what only a router that follows files tells."""
+    return any(selector.name.startswith("tandem_file_") for selector in named(said.expr).selectors)
+
+
 def unknown(said: Iterable[Said], exposition: str) -> list[str]:
     """What expressions name and the cluster does not tell: metrics, labels, and values of labels."""
     metrics = told(exposition)
