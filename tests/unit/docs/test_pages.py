@@ -121,6 +121,13 @@ def test_every_configuration_key_is_described() -> None:
     assert [name for name, description in keys.items() if not description] == []
 
 
+def test_map_of_the_move_leads_to_modules_that_exist() -> None:
+    page = (DOCS / "extend/moved.md").read_text(encoding="utf-8")
+    now = re.findall(r"^\| `[^`]+` \| `([^`]+)` \|$", page, re.MULTILINE)
+    assert len(now) > 700
+    assert [path for path in now if not (ROOT / path).is_file()] == []
+
+
 def test_configuration_page_states_type_bounds_and_default() -> None:
     page = configuration.render()
     assert "| `lease_s` | number (≥ 0.5, ≤ 3,600) | `2.0` |" in page
