@@ -46,7 +46,8 @@ def unforced(grammar: str) -> str:
 
     Before each mask it follows the bytes that must come next, to allow their usual tokens alone: for ever where no
     other byte can ever come, as after `/a+/ "a"`, whose first lexeme takes every `a`. Without that, each token costs
-    what its own bytes do, within the limits above, and the model chooses among all tokens that fit.
+    what its own bytes do, and the model chooses among all tokens that fit. A highly ambiguous grammar still costs more
+    with each token of the answer.
     """
     try:
         said = json.loads(grammar)
