@@ -58,3 +58,18 @@ async def test_a_history_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
         shown.press("/exit\r")
         await shown.ends(0)
     assert other.read_text() == "not ours"
+
+
+async def test_what_begins_with_a_slash_and_is_no_command_is_not_sent_to_the_model(tmp_path: Path) -> None:
+    async with (
+        fake_router(lambda _: answer_events("yes")) as router,
+        terminal("chat", "--url", router.url, HOME=str(tmp_path)) as shown,
+    ):
+        await shown.shows("fake-model at")
+        await shown.shows(ASKS)
+        shown.press("/foo bar\r")
+        await shown.shows("unknown command /foo")
+        await shown.shows(ASKS)
+        shown.press("/exit\r")
+        await shown.ends(0)
+    assert router.requests == []

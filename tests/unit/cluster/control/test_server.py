@@ -183,6 +183,24 @@ async def test_a_planner_makes_room_for_an_operator_and_not_the_other_way_round(
         await waits
 
 
+async def test_the_last_prefill_worker_is_flipped_only_with_yes(folder):
+    async with make(folder, prefill=2) as cluster, ControlSocket(cluster, tell=[].append) as control:
+        where = ("--socket", str(control.path))
+        done = await run("flip", "decode", *where)
+        assert done.exit_code == 0, done.output
+        [last] = [view.name for view in cluster.workers if view.name.startswith("prefill")]
+        refused = await run("flip", "decode", *where)
+        assert refused.exit_code == 1
+        assert refused.output.startswith(f"warning: {last} is the last prefill worker")
+        assert "--yes" in refused.output
+        assert last in [view.name for view in cluster.workers]
+        done = await run("flip", "decode", "--yes", *where)
+        assert done.exit_code == 0, done.output
+        assert [view.name for view in cluster.workers] == ["decode-0", "decode-1", "decode-2"]
+        refused = await run("flip", "decode", *where)
+        assert (refused.exit_code, refused.output) == (1, "not done: there is no prefill worker to spare\n")
+
+
 async def test_what_makes_no_sense_displaces_no_planners_change(folder):
     counts = {"prefill": 0, "modes": {"decode-1": "slow"}}
     async with make(folder, **counts) as cluster, ControlSocket(cluster, tell=[].append) as control:
@@ -200,7 +218,8 @@ async def test_who_interrupts_the_command_is_told_how_to_take_the_change_back(mo
 
     monkeypatch.setattr("cluster.control.client.ask", interrupted)
     told = await run("restart")
-    assert (told.exit_code, told.output) == (130, "the change goes on; `tandem abort` takes it back\n")
+    said = "Interrupting the command does not cancel the change; `tandem abort` does.\n"
+    assert (told.exit_code, told.output) == (130, said)
 
 
 async def test_a_change_that_cannot_be_written_down_is_told_so_and_ends(folder):
