@@ -63,7 +63,7 @@ class Departure:
 def split_for_conversion(cells: CellRange, payload: Payload, num_bytes: int) -> Iterator[CellRange]:
     """`cells` cut so that the slabs' payloads, one after another, are that of `cells` (see the order in mapping.py).
 
-    At most MAX_SLAB_BYTES each, or the least that can be converted: one unit of one range of heads in one layer.
+    At most MAX_CONVERTED_BYTES each, or the least that can be converted: one unit of one range of heads in one layer.
     """
     layer_bytes = num_bytes // cells.num_layers
     end_layer, end_unit = cells.first_layer + cells.num_layers, cells.first_unit + cells.num_units

@@ -4,6 +4,7 @@ import io
 import json
 import shlex
 import socket
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -73,9 +74,17 @@ def test_contradictions_are_refused(decode, message):
         make_effective(ClusterConfig(router=FREE, decode=decode))
 
 
+def first_of_two_free_ports() -> int:
+    for _ in range(100):
+        with hold("127.0.0.1", 0) as held, suppress(OSError, ConfigError):
+            port: int = held.getsockname()[1]
+            with hold("127.0.0.1", port + 1):
+                return port
+    raise AssertionError("no two ports in a row are free")
+
+
 def test_two_workers_that_listen_for_ranks_at_one_port_are_refused_before_anything_starts():
-    with hold("127.0.0.1", 0) as held:
-        port = held.getsockname()[1]
+    port = first_of_two_free_ports()
     spread = {"tensor_parallel_size": 2, "nodes": 2}
     prefill = PoolConfig(replicas=2, rank_port=port, **spread)
     with pytest.raises(ConfigError, match=rf"decode.rank_port: cannot listen on 127.0.0.1:{port + 1}"):

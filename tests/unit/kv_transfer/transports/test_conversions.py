@@ -96,7 +96,7 @@ class Ends:
 @pytest.fixture(params=WAYS, ids=lambda way: " to ".join(way))
 def ends(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
     # Several slabs in a chunk, cut within a layer.
-    monkeypatch.setattr(departure, "MAX_SLAB_BYTES", 1000)
+    monkeypatch.setattr(departure, "MAX_CONVERTED_BYTES", 1000)
     here, wire, there = request.param
     pairing = Pairing.from_layouts(layout(here, tp=2), layout(there), wire_dtype=wire)
     source, target = region(pairing.source, 1), region(pairing.destination, 0)
@@ -192,7 +192,7 @@ def test_sources_outside_the_pool_are_refused_before_anything_is_sent(ends: Ends
 @pytest.mark.parametrize("limit", [1, 200, 1000, 5000, 1 << 20])
 @pytest.mark.parametrize("tps", [(1, 1), (2, 1), (1, 4), (4, 2)])
 def test_slabs_are_the_payload_in_its_order(monkeypatch: pytest.MonkeyPatch, tps: tuple[int, int], limit: int) -> None:
-    monkeypatch.setattr(departure, "MAX_SLAB_BYTES", limit)
+    monkeypatch.setattr(departure, "MAX_CONVERTED_BYTES", limit)
     pairing = Pairing.from_layouts(layout("bfloat16", tps[0]), layout("int8", tps[1]), wire_dtype="int8")
     leaving = Departure(region(pairing.source, 3), pairing)
     source = pairing.at_source(0, 0, SOURCES, POOL_BLOCKS)

@@ -102,11 +102,13 @@ def test_a_cancel_is_proven_when_the_device_has_read(from_device: tuple[Pair, Bu
     under_way, grant = begin(pair, busy)
     queued = pair.writer.write(order(KEY, grant, box(1, 1), [6]))
     assert loop(lambda: pair.writer.cancel(KEY)) is False
-    with pytest.raises(TransferError, match="cancelled"):
+    # Over tcp a cancel within a frame ends the connection: whichever thread sees that first says why the write ended.
+    ended = "cancelled|the receiver has gone"
+    with pytest.raises(TransferError, match=ended):
         queued.result(WAIT_S)
     assert not under_way.done(), "its sources are being read"
     busy.let_go()
-    with pytest.raises(TransferError, match="cancelled"):
+    with pytest.raises(TransferError, match=ended):
         under_way.result(WAIT_S)
     assert loop(lambda: pair.writer.cancel(KEY)) is True
     assert not pair.writer.closed, "others go on"

@@ -109,7 +109,7 @@ class Ends:
     params=[("bfloat16", "int8", "int8"), ("float32", "int8", "int8"), ("bfloat16", "fp8_e4m3", "fp8_e4m3")]
 )
 def ends(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
-    monkeypatch.setattr(departure, "MAX_SLAB_BYTES", 1000)  # several slabs in a chunk, cut within a layer
+    monkeypatch.setattr(departure, "MAX_CONVERTED_BYTES", 1000)  # several slabs in a chunk, cut within a layer
     monkeypatch.setattr(nixl_sender, "PIECE_BYTES", 1000)
     monkeypatch.setattr(nixl_sender, "BOUNCE_BYTES", 8000)  # the ring goes round many times
     made = Ends(*request.param, monkeypatch)
