@@ -2,9 +2,9 @@
 
 import re
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from router.api.prompts import MAX_MESSAGES
 from router.api.request.beam_search_options import parse_beam_search
@@ -338,33 +338,6 @@ class DetokenizeBody(StrictBody):
 
     model: str | None = None
     tokens: list[Any]
-
-
-_B = TypeVar("_B", bound=StrictBody)
-_BRANCHES = (("str",), ("int",), ("bool",))
-"""Last parts of the places of errors in unions."""
-_UNKNOWN = "extra_forbidden"
-_WORDS = {_UNKNOWN: "unknown field", "model_type": "Input should be an object"}
-"""For errors whose own name a class of ours, or say little."""
-
-
-def validate(body: type[_B], data: dict[str, Any]) -> _B:
-    """The typed body. Raises InvalidRequest that names the first wrong field and quotes nothing of it."""
-    try:
-        return body.model_validate(data)
-    except ValidationError as error:
-        first, *others = error.errors(include_url=False, include_context=False, include_input=False)
-        outer = first["loc"][:-1]
-        if first["loc"][-1:] in _BRANCHES and first["type"] != _UNKNOWN:
-            # Of a union's branches that which could read most of it was meant.
-            branches = [other for other in others if other["loc"][: len(outer)] == outer]
-            first = max((first, *branches), key=lambda one: len(one["loc"]))
-            first["loc"] = (*outer, *first["loc"][len(outer) + 1 :])
-        # Branches add their type to the place; only names and indices of the client's are shown.
-        place = [str(part)[:100] for part in first["loc"] if isinstance(part, int) or "[" not in part]
-        name = place[0] if place else None
-        what = _WORDS.get(first["type"], first["msg"][:200])
-        raise InvalidRequest(f"{'.'.join(place)}: {what}", param=name) from None
 
 
 def _token_keys(bias: dict[str, float]) -> dict[int, float]:

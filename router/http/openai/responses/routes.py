@@ -7,9 +7,10 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import orjson
+from fastapi import APIRouter, Depends
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -20,14 +21,17 @@ from router.api.answer.usage import CallUsage
 from router.api.request.client_request import PreparedRequest
 from router.http.body.client_link import WhileConnected
 from router.http.body.errors import error_object
+from router.http.body.json_body import JsonBody
 from router.http.body.sse import EventStream, SseResponse
 from router.http.openai.generation import IDS_HEADER, TIMING_HEADER, trace_and_time
 from router.http.openai.logprobs import Logprobs
 from router.http.openai.prompt_logprobs import SLICE_VALUES
 from router.http.openai.responses.items import ResponseEvent, ResponseItems
+from router.http.openai.responses.objects import RESPONSE_EVENTS, ResponseObject
 from router.http.openai.responses.schemas import ResponsesBody
-from router.http.openai.schemas import validate
 from router.http.openai.whole_answer import WholeResponse
+from router.http.openapi.event_streams import typed_events
+from router.http.routing.access import ClientAccess
 from router.http.routing.generation_calls import GenerationContext
 from router.text.tokenizer import Tokenizer
 from router.types.stream_ids import LAST_EVENT_ID
@@ -38,20 +42,32 @@ _FIELD_OF = {"messages": "input", "prompt": "input", "max_tokens": "max_output_t
 """Where a fault that the frontend names stands here."""
 
 
+RESPONSES_PATH = "/v1/responses"
+
+
 class ResponsesRoutes:
-    """The handler of the route."""
+    """The path operation of /v1/responses."""
 
     def __init__(self, answering: GenerationContext) -> None:
         self._answering = answering
         self._frontend = answering.frontend
 
-    async def create(self, request: Request) -> Response:
-        """One response, whole or as events."""
-        data = await self._answering.read_object(request)
+    def router(self, access: ClientAccess) -> APIRouter:
+        router = APIRouter(dependencies=[Depends(access)])
+        events = typed_events(RESPONSE_EVENTS)
+        router.add_api_route(
+            RESPONSES_PATH, self.create, methods=["POST"], response_model=ResponseObject, responses={200: events}
+        )
+        return router
+
+    async def create(
+        self, request: Request, body: Annotated[ResponsesBody, Depends(JsonBody(ResponsesBody))]
+    ) -> Response:
+        """Create a response to items, whole or as a stream of typed events."""
+        data: dict[str, Any] = request.state.json_object
         for header in (LAST_EVENT_ID, IDS_HEADER):
             if header in request.headers:
                 raise InvalidRequest(f"{header}: streams of this route cannot be continued", param=header)
-        body = validate(ResponsesBody, data)
         prepare = partial(self._prepare, body, request)
         has_timing = request.headers.get(TIMING_HEADER) == "1"
 
