@@ -106,7 +106,7 @@ def _document_router(document: OpenApiDocument, guard: AccessGuard) -> APIRouter
     router = APIRouter(dependencies=[Depends(PageAccess(guard, OperatorPage.OPENAPI))])
 
     async def get_document() -> Response:
-        """Return this document."""
+        """Return the OpenAPI document of this router."""
         return Response(orjson.dumps(document.render()), media_type="application/json")
 
     router.add_api_route("/openapi.json", get_document, methods=["GET"], response_model=dict[str, Any])

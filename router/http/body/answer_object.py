@@ -34,6 +34,6 @@ class ErrorFields(ExactObject):
 
 
 class ErrorObject(ExactObject):
-    """OpenAI's error."""
+    """An error in OpenAI's words."""
 
     error: ErrorFields

@@ -84,7 +84,7 @@ class OnlyTypes:
     served: frozenset[str]
 
     def check(self, data: dict[str, Any]) -> None:
-        """Raises InvalidRequest."""
+        """Raise InvalidRequest for data of another type."""
         kind = data.get("type")
         if isinstance(kind, str) and kind not in self.served:
             only = ", ".join(sorted(self.served))

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
@@ -55,7 +55,7 @@ async def read_upload(request: Request, content: Path, *, max_bytes: int) -> Upl
 class _Form:
     """Takes the parts of one form as the parser finds them."""
 
-    def __init__(self, file: BinaryIO, boundary: bytes, max_bytes: int) -> None:
+    def __init__(self, file: IO[bytes], boundary: bytes, max_bytes: int) -> None:
         self._file = file
         self._max_bytes = max_bytes
         self._num_file_bytes = self._num_frame_bytes = self._num_parts = 0

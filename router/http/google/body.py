@@ -28,8 +28,6 @@ class GooglePart(StrictBody):
 
 
 class GoogleContent(StrictBody):
-    """One turn."""
-
     parts: Annotated[list[GooglePart], at_most(_MAX_PARTS), Field(min_length=1)]
     role: Literal["user", "model"] | None = None
 
@@ -63,8 +61,6 @@ class CacheExpiry(StrictBody):
 
 
 class CreateBody(CacheExpiry):
-    """POST /v1beta/cachedContents."""
-
     model: str
     contents: Annotated[list[GoogleContent], at_most(MAX_MESSAGES)] | None = None
     systemInstruction: GoogleContent | None = None

@@ -146,7 +146,7 @@ class BatchRoutes:
         return _page(query, wanted if query.order == "desc" else wanted[::-1], StoredFile.shown)
 
     async def get_file(self, request: Request, file_id: _Id) -> dict[str, Any]:
-        """Describe a file."""
+        """Describe a file of the tenant's own."""
         return (await asyncio.to_thread(self._store.file, request.state.tenant, file_id)).shown()
 
     async def get_content(self, request: Request, file_id: _Id) -> Response:
@@ -194,7 +194,7 @@ class BatchRoutes:
         return _page(query, await asyncio.to_thread(self._store.batches, request.state.tenant), self._shown)
 
     async def get_batch(self, request: Request, batch_id: _Id) -> dict[str, Any]:
-        """Describe a batch."""
+        """Describe a batch of the tenant's own."""
         return self._shown(await asyncio.to_thread(self._store.batch, request.state.tenant, batch_id))
 
     async def cancel(self, request: Request, batch_id: _Id) -> dict[str, Any]:

@@ -101,7 +101,7 @@ class EmbeddingRoutes:
 
 
 def _base64(vector: "array[float]") -> str:
-    """Of little-endian float32."""
+    """Encode the vector as little-endian float32."""
     if sys.byteorder == "big":
         vector = vector[:]
         vector.byteswap()

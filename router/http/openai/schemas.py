@@ -212,8 +212,6 @@ _Turns: TypeAlias = Annotated[list[ChatTurn], Field(min_length=1, max_length=MAX
 
 
 class ChatBody(GenerationBody):
-    """POST /v1/chat/completions."""
-
     messages: _Turns
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -232,7 +230,6 @@ class ChatBody(GenerationBody):
 
     @property
     def wants_logprobs(self) -> bool:
-        """See GenerationBody."""
         return bool(self.logprobs)
 
     def chat_fields(self, tenant: str) -> ClientRequest:
@@ -273,8 +270,6 @@ class ChatBody(GenerationBody):
 
 
 class CompletionBody(GenerationBody):
-    """POST /v1/completions."""
-
     prompt: Any
     """Text, texts, token ids or lists of them; the frontend reads it."""
     suffix: str | None = None
@@ -285,7 +280,6 @@ class CompletionBody(GenerationBody):
 
     @property
     def wants_logprobs(self) -> bool:
-        """See GenerationBody."""
         return self.logprobs is not None
 
     def completion_fields(self, tenant: str) -> ClientRequest:
@@ -305,7 +299,6 @@ class CompletionBody(GenerationBody):
         return replace(fields, suffix=self.suffix) if self.suffix else fields
 
     def scores_shown(self) -> PromptLogprobOptions:
-        """See GenerationBody."""
         return PromptLogprobOptions(prompt_logprobs=self.prompt_logprobs, echoed=self.logprobs if self.echo else None)
 
 
@@ -334,8 +327,6 @@ class TokenizeBody(StrictBody):
 
 
 class DetokenizeBody(StrictBody):
-    """POST /detokenize."""
-
     model: str | None = None
     tokens: list[Any]
 

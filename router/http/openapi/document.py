@@ -83,8 +83,9 @@ class OpenApiDocument:
         made = self._made = self._made or self._make()
         for route in iter_route_contexts(self._api.routes):
             if route.include_in_schema:
-                security = [{access_of(route).scheme_name: []}] if self._guard.needs_key(access_of(route).page) else []
-                _operation(made, route)["security"] = security
+                access = access_of(route)
+                scheme: dict[str, list[str]] = {access.scheme_name: []}
+                _operation(made, route)["security"] = [scheme] if self._guard.needs_key(access.page) else []
         return made
 
     def _make(self) -> dict[str, Any]:
@@ -110,7 +111,7 @@ class OpenApiDocument:
 
 
 def _operation(document: dict[str, Any], route: RouteContext) -> dict[str, Any]:
-    (method,) = route.methods or ()
+    (method,) = route.methods or set()
     found: dict[str, Any] = document["paths"][route.path_format][method.lower()]
     return found
 
@@ -121,8 +122,7 @@ def _bodies_of(route: RouteContext) -> Iterable[type[StrictBody]]:
 
 def _refusals(shape: ErrorShape) -> dict[str, Any]:
     # Whatever is refused before it is known what is asked for is refused in OpenAI's words.
-    models = [_ERRORS[shape], ErrorObject] if shape in _ERRORS else [ErrorObject]
-    schemas = [ref(model) for model in models]
+    schemas = [ref(_ERRORS[shape]), ref(ErrorObject)] if shape in _ERRORS else [ref(ErrorObject)]
     content = {"application/json": {"schema": schemas[0] if len(schemas) == 1 else {"anyOf": schemas}}}
     found: dict[str, Any] = {status: {"description": why, "content": content} for status, why in _REFUSALS.items()}
     for status in ("429", "503"):

@@ -19,10 +19,10 @@ _DONE: Schema = {"type": "object", "required": ["data"], "properties": {"data": 
 
 def named_event(name: str, /, **fields: Any) -> type[NamedEvent]:
     """The model of a typed event's data; `fields`: type annotations."""
-    required = {field: (annotation, ...) for field, annotation in fields.items()}
+    required: dict[str, Any] = {field: (annotation, ...) for field, annotation in fields.items()}
+    required["type"] = (Literal[name], ...)
     class_name = "".join(word.title() for word in name.replace(".", "_").split("_")) + "Event"
-    made: type[NamedEvent] = create_model(class_name, __base__=NamedEvent, type=(Literal[name], ...), **required)
-    return made
+    return create_model(class_name, __base__=NamedEvent, **required)
 
 
 def ref(model: type[BaseModel]) -> Schema:

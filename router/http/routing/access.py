@@ -7,6 +7,7 @@ each path, and what is spelled otherwise is no route, for which a key is asked l
 from enum import Enum
 
 from fastapi import FastAPI
+from fastapi.dependencies.models import Dependant
 from fastapi.openapi.models import HTTPBearer
 from fastapi.routing import RouteContext, iter_route_contexts
 from fastapi.security.base import SecurityBase
@@ -90,12 +91,12 @@ class PageAccess(ClientAccess):
 
 def access_of(route: RouteContext) -> ClientAccess:
     """The one dependency that says for whom a route is. Raises TypeError for a route without it."""
-    dependant = getattr(route, "dependant", None)
-    found = [one.call for one in dependant.dependencies if isinstance(one.call, ClientAccess)] if dependant else []
-    if len(found) != 1 or dependant.dependencies[0].call is not found[0]:
+    dependant: Dependant | None = getattr(route, "dependant", None)
+    calls = [] if dependant is None else [one.call for one in dependant.dependencies]
+    found: list[ClientAccess] = [call for call in calls if isinstance(call, ClientAccess)]
+    if len(found) != 1 or calls[0] is not found[0]:
         raise TypeError(f"{route.path}: the first dependency of a route must say for whom it is")
-    access: ClientAccess = found[0]
-    return access
+    return found[0]
 
 
 def check_access(api: FastAPI) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import iter_route_contexts
+from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -73,7 +74,7 @@ class MissingRoutes:
         if not isinstance(error, RequestValidationError):
             raise InternalError("internal error") from error
         # Where it stands, in the query or in the path, is left out.
-        errors = [{**one, "loc": one["loc"][1:]} for one in error.errors()]
+        errors: list[ErrorDetails] = [one | {"loc": one["loc"][1:]} for one in error.errors()]
         if unknown := next((one for one in errors if one["type"] == "extra_forbidden"), None):
             name = str(unknown["loc"][0])[:40]
             raise InvalidRequest(f"{name!r} is no parameter of this path", param=name)

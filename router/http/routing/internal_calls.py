@@ -33,7 +33,6 @@ class InternalCalls:
     """Answers a tenant's body as its endpoint does."""
 
     def __init__(self, endpoints: Mapping[str, InternalEndpoint], bounds: BodyBounds) -> None:
-        """`endpoints`: by path."""
         self._endpoints = endpoints
         self._bounds = bounds
 

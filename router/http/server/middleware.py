@@ -17,7 +17,7 @@ from tandem.errors import InvalidRequest, Unavailable
 from tandem.telemetry.logs import REQUEST_ID, X_REQUEST_ID
 
 _CLIENT_LEFT = 499
-"""What is counted where nobody was left to answer."""
+"""Status that is counted where nobody was left to answer."""
 _AGAIN_S = 1.0
 _log = logging.getLogger(__name__)
 _PARAMETER = re.compile(r"\{[^}]*\}")
@@ -33,7 +33,6 @@ class RequestMiddleware:
         self._audit = audit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Wrap one connection."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -59,7 +58,7 @@ class RequestMiddleware:
                 return
             await self._app(scope, receive, enveloped)
         except asyncio.CancelledError:
-            # Nobody but the door does that, when the time to drain is over; the task has nothing left to do.
+            # The server alone cancels, when the time to drain is over; the task has nothing left to do.
             if status == _CLIENT_LEFT:
                 ended = Unavailable("the router has ended before its answer", retry_after_s=_AGAIN_S)
                 await error_response(ended)(scope, receive, enveloped)

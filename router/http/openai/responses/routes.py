@@ -140,7 +140,7 @@ class ResponseLogprobs:
 
 
 class _Answer:
-    """One response: the object as it stands, and what tells of its growth."""
+    """One response: the object as it stands, and the events of its growth."""
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class _Answer:
         return self._object("in_progress")
 
     def ended(self) -> dict[str, Any]:
-        """After the last."""
+        """Return the object after its last item."""
         whole = self._object("incomplete" if self._is_cut else "completed")
         whole |= {"output": self._items.items, "usage": _usage_object(self._usage)}
         whole |= {"incomplete_details": {"reason": "max_output_tokens"}} if self._is_cut else {}
@@ -275,7 +275,6 @@ class _ResponseStream:
         return self._written([{"type": "response.failed", "response": self._answer.failed(error)}])
 
     def on_delta(self, delta: TextDelta) -> bool:
-        """See TextSink."""
         if self._answer is None:
             return False
         events_made: list[ResponseEvent] = []
@@ -286,7 +285,6 @@ class _ResponseStream:
         return bool(events_made) and self._events.write(self._written(events_made))
 
     async def ready(self) -> None:
-        """See TextSink."""
         await self._events.ready()
 
     def _written(self, events_made: Iterable[ResponseEvent]) -> bytes:
