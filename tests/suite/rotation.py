@@ -1,11 +1,15 @@
 """Long tests take turns: what is marked `turn(n)` runs in one of `TURNS` runs of `make test`, and in every nightly.
 
+A test with parameters that is marked `in_turns` has its cases dealt out among the turns, in their order.
+
 The turn changes with the day, so that a run can be repeated; `TANDEM_TURN=n` chooses one, `TANDEM_TURN=all` runs all,
 `TANDEM_TURN=none` leaves all of them to the nightly, which sets it.
 """
 
+import collections
 import datetime
 import os
+import zlib
 from collections.abc import Iterable, Mapping
 
 import pytest
@@ -39,11 +43,21 @@ def leave_to_nightly(items: Iterable[pytest.Item]) -> None:
         pytest.UsageError: a test names a turn that there is not, or TANDEM_TURN does.
     """
     chosen = chosen_turns(os.environ, datetime.datetime.now(tz=datetime.UTC).date())
+    num_cases: collections.Counter[str] = collections.Counter()
     for item in items:
-        mark = item.get_closest_marker("turn")
-        if mark is None:
-            continue
+        turn = _turn_of(item, num_cases)
+        if turn is not None and turn not in chosen:
+            item.add_marker(pytest.mark.slow)
+
+
+def _turn_of(item: pytest.Item, num_cases: collections.Counter[str]) -> int | None:
+    if (mark := item.get_closest_marker("turn")) is not None:
         if len(mark.args) != 1 or mark.args[0] not in range(TURNS):
             raise pytest.UsageError(f"{item.nodeid}: turn must be one of 0 to {TURNS - 1}, got {mark.args}")
-        if mark.args[0] not in chosen:
-            item.add_marker(pytest.mark.slow)
+        return int(mark.args[0])
+    if item.get_closest_marker("in_turns") is None or item.get_closest_marker("slow") is not None:
+        return None
+    function = item.nodeid.partition("[")[0]
+    turn = (zlib.crc32(function.encode()) + num_cases[function]) % TURNS
+    num_cases[function] += 1
+    return turn

@@ -58,3 +58,24 @@ def test_turn_decides_whether_a_test_runs_now_or_in_the_nightly(
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", f"{chosen} and not gpu"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert outcome in done.stdout, done.stdout
+
+
+def test_cases_in_turns_run_once_in_all_turns_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow: long\n    in_turns: in turns\n")
+    (tmp_path / "conftest.py").write_text(
+        "import pytest\nfrom tests.suite import rotation\n\n@pytest.hookimpl(tryfirst=True)\n"
+        "def pytest_collection_modifyitems(items):\n    rotation.leave_to_nightly(items)\n"
+    )
+    (tmp_path / "test_it.py").write_text(
+        "import pytest\n\n@pytest.mark.in_turns\n"
+        "@pytest.mark.parametrize('n', [0, 1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])\n"
+        "def test_long(n):\n    pass\n"
+    )
+    ran: list[str] = []
+    for turn in range(rotation.TURNS):
+        monkeypatch.setenv(rotation.VARIABLE, str(turn))
+        command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-m", "not slow"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        ran += [line.split()[0] for line in done.stdout.splitlines() if "PASSED" in line]
+    assert sorted(ran) == [f"test_it.py::test_long[{n}]" for n in range(4)]
