@@ -11,7 +11,6 @@ from starlette.responses import PlainTextResponse, Response
 
 from router.http.body.answer_object import AnswerObject, AnyObject
 from router.http.routing.access import AccessGuard, ClientAccess, OperatorPage, PageAccess
-from router.metrics.exposition import only_tenant
 from router.metrics.router_metrics import RouterMetrics
 from router.tenants.usage import TenantUsage
 from tandem.errors import Unavailable
@@ -130,9 +129,33 @@ class OperatorRoutes:
         """Return the metrics as Prometheus reads them; to a tenant's key its own series alone."""
         text = await self._scrape()
         if not request.state.sees_all:
-            text = only_tenant(text, self._metrics.tenants.label(request.state.tenant))
+            text = _only_tenant(text, self._metrics.tenants.label(request.state.tenant))
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def version(self) -> dict[str, Any]:
         """Return the installed version."""
         return {"version": installed_version()}
+
+
+def _only_tenant(text: bytes, label: str) -> bytes:
+    """Return the series of an exposition that carry `tenant="label"`, below the heads of their families.
+
+    An unescaped quote ends a label's value, so what is looked for cannot stand inside of one.
+    """
+    marks = [f'{before}tenant="{_escaped(label)}"' for before in ("{", ",")]
+    kept: list[str] = []
+    head: list[str] = []
+    for line in text.decode().split("\n"):
+        if line.startswith("#"):
+            # HELP begins a family's head, and TYPE follows.
+            head = [line] if line.startswith("# HELP ") else [*head, line]
+        elif any(mark in line for mark in marks):
+            kept += [*head, line]
+            head = []
+    return "".join([f"{line}\n" for line in kept]).encode()
+
+
+def _escaped(value: str) -> str:
+    if "\\" in value or "\n" in value or '"' in value:
+        return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+    return value

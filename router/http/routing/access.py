@@ -93,10 +93,10 @@ def access_of(route: RouteContext) -> ClientAccess:
     """The one dependency that says for whom a route is. Raises TypeError for a route without it."""
     dependant: Dependant | None = getattr(route, "dependant", None)
     calls = [] if dependant is None else [one.call for one in dependant.dependencies]
-    found: list[ClientAccess] = [call for call in calls if isinstance(call, ClientAccess)]
-    if len(found) != 1 or calls[0] is not found[0]:
+    found = [(place, call) for place, call in enumerate(calls) if isinstance(call, ClientAccess)]
+    if [place for place, _ in found] != [0]:
         raise TypeError(f"{route.path}: the first dependency of a route must say for whom it is")
-    return found[0]
+    return found[0][1]
 
 
 def check_access(api: FastAPI) -> None:
