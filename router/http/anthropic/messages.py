@@ -58,7 +58,7 @@ class MessagesRoutes:
         fields = trace_and_time(body.fields(request.state.tenant), request)
         talk = body.conversation()
         if body.stream:
-            return SseResponse(partial(self._stream, talk, fields), show_error=error_event, closing=b"")
+            return SseResponse(partial(self._stream, talk, fields), format_error=error_event, closing=b"")
         async with WhileConnected(request.scope, request.receive):
             content = await self._whole(talk, fields)
         return WholeResponse(orjson.dumps(content))

@@ -26,7 +26,7 @@ def error_object(error: ServingError) -> dict[str, Any]:
     return {"error": {"message": error.message, "type": error.kind, "param": error.param, "code": error.word()}}
 
 
-def error_response(error: ServingError, show: ErrorShape = error_object) -> Response:
+def error_response(error: ServingError, shape: ErrorShape = error_object) -> Response:
     """The whole answer, with Retry-After where coming back helps."""
     headers = {}
     if error.retry_after_s is not None or error.http_status in (429, 503):
@@ -38,7 +38,7 @@ def error_response(error: ServingError, show: ErrorShape = error_object) -> Resp
         headers["WWW-Authenticate"] = "Bearer"
     if isinstance(error, MethodNotAllowed):
         headers["Allow"] = error.allowed
-    return _json(show(error), error.http_status, headers)
+    return _json(shape(error), error.http_status, headers)
 
 
 def _json(content: dict[str, Any], status: int, headers: dict[str, str]) -> Response:

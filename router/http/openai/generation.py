@@ -59,10 +59,10 @@ TIMEOUT_HEADER = "X-Tandem-Timeout"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Call:
-    """How to prepare and show one call, and what its answer carries besides."""
+    """How one call is prepared and answered, and what its answer carries besides."""
 
     prepare: Callable[[], Awaitable[list[PreparedRequest]]]
-    show: Callable[[list[PreparedRequest]], AnswerFormat]
+    make_answer: Callable[[list[PreparedRequest]], AnswerFormat]
     extras: StreamExtras
     ids: StreamIds | None
     seen: StreamPosition | None
@@ -115,14 +115,14 @@ class GenerationRoutes:
         async def prepare() -> list[PreparedRequest]:
             return [await prepare_named(self._frontend, self._named, body.cached_content, messages, fields)]
 
-        def show(prepared: list[PreparedRequest]) -> AnswerFormat:
+        def make_answer(prepared: list[PreparedRequest]) -> AnswerFormat:
             head = _head(body, "chatcmpl", prepared[0], seen, self._frontend.model.name)
             tokenizer = self._frontend.tokenizer
             if prepared[0].calling is None and prepared[0].reasoning is None:
                 return ChatAnswer(head, prepared, tokenizer)
             return CallingChatAnswer(head, prepared, tokenizer, is_older_form=bool(body.functions))
 
-        return await self._respond(request, body, prepare, show, seen)
+        return await self._respond(request, body, prepare, make_answer, seen)
 
     async def completions(
         self, request: Request, body: Annotated[CompletionBody, Depends(COMPLETION_BODY)]
@@ -135,11 +135,11 @@ class GenerationRoutes:
         async def prepare() -> list[PreparedRequest]:
             return await self._frontend.prepare_prompts(prompts, fields)
 
-        def show(prepared: list[PreparedRequest]) -> AnswerFormat:
+        def make_answer(prepared: list[PreparedRequest]) -> AnswerFormat:
             head = _head(body, "cmpl", prepared[0], seen, self._frontend.model.name)
             return CompletionAnswer(head, prepared, self._frontend.tokenizer)
 
-        return await self._respond(request, body, prepare, show, seen)
+        return await self._respond(request, body, prepare, make_answer, seen)
 
     def _seen(self, request: Request, body: GenerationBody) -> StreamPosition | None:
         if body.request_id is not None:
@@ -152,7 +152,7 @@ class GenerationRoutes:
         request: Request,
         body: GenerationBody,
         prepare: Callable[[], Awaitable[list[PreparedRequest]]],
-        show: Callable[[list[PreparedRequest]], AnswerFormat],
+        make_answer: Callable[[list[PreparedRequest]], AnswerFormat],
         seen: StreamPosition | None,
     ) -> Response:
         options = body.stream_options
@@ -163,7 +163,7 @@ class GenerationRoutes:
         )
         call = _Call(
             prepare=prepare,
-            show=show,
+            make_answer=make_answer,
             extras=extras,
             ids=self._frontend.stream_ids if _wants_ids(request) else None,
             seen=seen,
@@ -175,8 +175,8 @@ class GenerationRoutes:
         async with WhileConnected(request.scope, request.receive):
             return await self._whole(call)
 
-    async def _read_text(self, prepared: list[PreparedRequest], show: TextSink) -> None:
-        await read_text(self._generator, prepared, self._frontend.tokenizer, self._meter, show)
+    async def _read_text(self, prepared: list[PreparedRequest], sink: TextSink) -> None:
+        await read_text(self._generator, prepared, self._frontend.tokenizer, self._meter, sink)
 
     def _meter(self, one: PreparedRequest) -> RequestMeter:
         return RequestMeter.for_request(one.request, self._metrics, self._frontend.clock)
@@ -195,7 +195,7 @@ class GenerationRoutes:
         selected = await select(ask, prepared, choices, self._patterns)
         readings = renumbered(ask, text.readings)
         scores = PromptLogprobs(call.scores, selected.prepared, readings, self._frontend.tokenizer)
-        content = await whole_content(call.show(selected.prepared), selected.choices, scores)
+        content = await whole_content(call.make_answer(selected.prepared), selected.choices, scores)
         if ask is not None:
             _add_votes(content, selected, ask.candidates)
         content["usage"] = usage_object(usage)
@@ -211,7 +211,7 @@ class GenerationRoutes:
         cursor = StreamCursor(prepared, call.ids, call.seen)
         if cursor.has_all:
             return
-        stream = SseAnswerStream(events, call.show(prepared), cursor, self._usage(prepared), call.extras)
+        stream = SseAnswerStream(events, call.make_answer(prepared), cursor, self._usage(prepared), call.extras)
         await self._read_text(prepared, stream)
         stream.end()
 

@@ -71,18 +71,18 @@ class ResponsesRoutes:
         prepare = partial(self._prepare, body, request)
         has_timing = request.headers.get(TIMING_HEADER) == "1"
 
-        def show(prepared: PreparedRequest) -> _Answer:
+        def make_answer(prepared: PreparedRequest) -> _Answer:
             usage = CallUsage([prepared], self._frontend.clock, self._answering.metrics.usage.prices)
             logprobs = ResponseLogprobs(prepared, self._frontend.tokenizer)
             return _Answer(data, prepared, usage, logprobs, model=self._frontend.model.name, has_timing=has_timing)
 
         if body.stream:
-            stream = _ResponseStream(self._answering, prepare, show)
-            return SseResponse(stream.run, show_error=stream.failed, closing=b"")
+            stream = _ResponseStream(self._answering, prepare, make_answer)
+            return SseResponse(stream.run, format_error=stream.failed, closing=b"")
         async with WhileConnected(request.scope, request.receive):
             prepared, text = await prepare(), TextCollector()
             await self._answering.read_text([prepared], text)
-            answer = show(prepared)
+            answer = make_answer(prepared)
             for delta in text.choices():
                 answer.on_delta(delta, await answer.all_logprobs(delta))
         return WholeResponse(orjson.dumps(answer.ended()), headers=answer.headers())
@@ -251,18 +251,18 @@ class _ResponseStream:
         self,
         answering: GenerationContext,
         prepare: Callable[[], Awaitable[PreparedRequest]],
-        show: Callable[[PreparedRequest], _Answer],
+        make_answer: Callable[[PreparedRequest], _Answer],
     ) -> None:
         self._answering = answering
         self._prepare = prepare
-        self._show = show
+        self._make_answer = make_answer
         self._answer: _Answer | None = None
         self._number = 0
 
     async def run(self, events: EventStream) -> None:
         """Nothing is written before the first token, so that earlier errors keep their HTTP status."""
         prepared = await self._prepare()
-        self._answer = answer = self._show(prepared)
+        self._answer = answer = self._make_answer(prepared)
         self._events = events
         await self._answering.read_text([prepared], self)
         whole = answer.ended()
