@@ -45,8 +45,6 @@ class Hub(Protocol):
 
 
 class HubClient:
-    """Hugging Face's."""
-
     def files(self, hub_id: str, revision: str | None) -> Listing:
         """One request, whatever the number of files."""
         from huggingface_hub import HfApi

@@ -21,7 +21,6 @@ from tandem_bench.transfer import options as transfer_options
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options."""
     made = argparse.ArgumentParser(
         prog="tandem bench",
         description="Measure Tandem and print the figures.",

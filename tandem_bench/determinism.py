@@ -40,8 +40,6 @@ _GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is timed."""
-
     batches: Sequence[int] = (1, 4, 16)
     prompt_tokens: int = 512
     rounds: int = 5

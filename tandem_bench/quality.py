@@ -105,7 +105,6 @@ def rows(
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options."""
     made = argparse.ArgumentParser(prog="python -m tandem_bench.quality", description="What lower precision costs.")
     every = (TRANSFORMERS, *SETTINGS)
     made.add_argument("--settings", nargs="+", choices=every, default=list(every))

@@ -61,11 +61,9 @@ class Setup:
 
     @property
     def block_bytes(self) -> int:
-        """In bfloat16."""
         return 2 * 2 * BLOCK_TOKENS * self.shape.num_layers * self.shape.num_kv_heads * self.shape.head_dim
 
     def prompts(self) -> list[Tokens]:
-        """They share nothing."""
         draw = random.Random(7)
         return [
             tuple(draw.randrange(3, self.shape.vocab_size) for _ in range(self.prompt_tokens))

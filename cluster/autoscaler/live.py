@@ -51,8 +51,6 @@ class LiveOptions:
 
 
 class LivePlanner:
-    """One cluster's planner."""
-
     def __init__(self, options: LiveOptions, scaler: Scaler | None, say: Callable[[str], None]) -> None:
         """`scaler`: None: what routers know of workers is the fleet, and it cannot be changed. Raises ConfigError."""
         if scaler is None and not options.is_dry_run:

@@ -59,7 +59,6 @@ class Account:
 
 
 def words(turn: Turn) -> str:
-    """One line."""
     sizes = "?:?" if turn.sizes is None else str(turn.sizes)
     what = _WORDS[turn.outcome]
     if turn.decision is not None and turn.decision.actions:
@@ -80,7 +79,6 @@ _WORDS = {
 
 
 def as_json(turn: Turn) -> dict[str, Any]:
-    """One object."""
     told: dict[str, Any] = {"at": _now(), "outcome": turn.outcome.value, "why": list(turn.why)}
     if turn.sizes is not None:
         told["sizes"] = _sizes(turn.sizes)
@@ -135,7 +133,6 @@ class PlannerMetrics:
             self.orders.labels(outcome_of_order)
 
     def show(self, turn: Turn) -> None:
-        """One turn."""
         self._turns.labels(turn.outcome.value).inc()
         for role in WorkerRole:
             if turn.sizes is not None:

@@ -98,7 +98,6 @@ class _Thought:
         self._is_open = False
 
     def show(self, text: str) -> None:
-        """More of it."""
         if self._err.is_terminal:
             self._is_open = True
             self._err.print(Text(without_controls(text), style="dim italic"), end="", soft_wrap=True)

@@ -30,8 +30,6 @@ class Smoothing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """For one moment."""
-
     value: float
     error: float
     """Standard error of `value`."""

@@ -57,7 +57,6 @@ class _LateShare:
         self._num_late = self._num_first = 0.0
 
     def add(self, seen: Observation) -> None:
-        """One more period."""
         self._num_late = self._kept * self._num_late + seen.num_late
         self._num_first = self._kept * self._num_first + seen.num_first
 

@@ -142,7 +142,6 @@ def read_figures(text: str) -> RouterFigures:
 
 
 def _smallest_of_decode(kv_tokens: Mapping[str, int], roles: Mapping[str, str]) -> int | None:
-    """Both by worker."""
     pools = (tokens for worker, tokens in kv_tokens.items() if roles.get(worker) == WorkerRole.DECODE.value)
     return min(pools, default=None)
 

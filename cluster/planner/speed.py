@@ -21,8 +21,6 @@ _Steps = dict[tuple[str, str, str], StepCounts]
 
 
 class SpeedWatch:
-    """Both pools'."""
-
     def __init__(self, model: WorkerModel) -> None:
         """`model`: by the profile."""
         self._model = model
@@ -33,7 +31,6 @@ class SpeedWatch:
 
     @property
     def prefill_worker(self) -> WorkerModel:
-        """For prompts."""
         return self._model.scaled(self.factor(WorkerRole.PREFILL))
 
     @property

@@ -132,7 +132,6 @@ class WorkerHost:
         return self._outbox.take()
 
     async def send(self, signum: int) -> None:
-        """Signal the worker."""
         if self._child is not None:
             self._child.send(signal.Signals(signum))
 

@@ -58,7 +58,6 @@ class RayLauncher:
 
     @property
     def config_path(self) -> Path:
-        """What routers read."""
         return self._local.config_path
 
     def open(self, config: ClusterConfig) -> None:

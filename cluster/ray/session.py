@@ -51,12 +51,10 @@ class HostHandle:
         await self._call("configure", config)
 
     async def listen(self) -> list[tuple[str, Any]]:
-        """What has happened."""
         words: list[tuple[str, Any]] = await self._call("listen")
         return words
 
     async def send(self, signum: int) -> None:
-        """Signal its worker."""
         await self._call("send", signum)
 
     async def _call(self, method: str, *arguments: Any) -> Any:

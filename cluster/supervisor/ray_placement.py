@@ -117,7 +117,6 @@ class Placement:
         self._homes[name] = _Home(role=role, node_id=node_id, bundle=bundle)
 
     def leave(self, name: str) -> None:
-        """It has ended."""
         self._homes.pop(name, None)
 
     def lost(self, name: str, now: float) -> None:

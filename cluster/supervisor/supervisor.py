@@ -84,7 +84,6 @@ class ProcessPlan:
 
     @property
     def stage(self) -> Stage:
-        """When it starts."""
         return Stage.ROUTER if self.role is Role.ROUTER else Stage.WORKERS
 
 
@@ -127,8 +126,6 @@ class Send:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """Tell the user."""
-
     name: str
     text: str
     is_error: bool = False
@@ -191,7 +188,6 @@ class Supervisor:
         return self._processes[name].state
 
     def start(self, now: float) -> list[Action]:
-        """Launch the workers."""
         return self._launch_pending(now)
 
     def add(self, plan: ProcessPlan, now: float, *, is_needed: bool = False) -> list[Action]:

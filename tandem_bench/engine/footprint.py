@@ -71,7 +71,6 @@ class Watch:
         self.peak = NOTHING
 
     def look(self, pids: Iterable[int]) -> None:
-        """Take a sample."""
         self.peak = self.peak.joined(footprint(pids))
 
     @asynccontextmanager

@@ -240,8 +240,6 @@ def _cells(first: int, count: int) -> CellRange:
 
 
 class _Receiving:
-    """The other process."""
-
     def __init__(self, receiver: KVReceiver, pool: _Pool) -> None:
         self._receiver = receiver
         self._pool = pool

@@ -17,7 +17,6 @@ from tandem_bench.incidents.scene import Incident
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options."""
     made = argparse.ArgumentParser(prog="python -m tandem_bench.incidents", description=__doc__)
     made.add_argument("name", choices=[*INCIDENTS], help="which one of docs/operate/walkthroughs.md")
     made.add_argument("--seconds", type=float, default=40.0, help="of load in each phase")
@@ -54,7 +53,6 @@ def lines(report: Report) -> list[str]:
 
 
 def main() -> int:
-    """Parse, reproduce, print."""
     options = parser().parse_args()
     try:
         return asyncio.run(_main(INCIDENTS[options.name](), options.seconds, options.picture))

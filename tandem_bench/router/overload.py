@@ -63,7 +63,6 @@ class Answered:
 
     @property
     def is_good(self) -> bool:
-        """Whether it counts."""
         tpot_s = (self.last_s - self.first_s) / (ANSWER_TOKENS - 1)
         return self.status == 200 and self.first_s <= TTFT_S and tpot_s <= TPOT_S
 

@@ -285,8 +285,7 @@ async def _known_again_s(begin: _Deed, end: _Deed) -> float:
         await server.kill()
 
 
-async def _nothing(_: _Server) -> None:
-    """Well."""
+async def _nothing(_: _Server) -> None: ...
 
 
 _FAULTS = {

@@ -162,7 +162,6 @@ def rows(*, num_steps: int = 200) -> list[Row]:
 
 
 def main() -> None:
-    """Print the table."""
     parser = argparse.ArgumentParser(
         prog="python -m tandem_bench.scheduler.step_cost", description="Scheduling overhead per step."
     )

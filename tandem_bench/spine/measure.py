@@ -39,7 +39,6 @@ class Scale:
 
     @classmethod
     def quick(cls) -> "Scale":
-        """A sample."""
         return cls(
             num_prompts=8,
             num_tokens=24,

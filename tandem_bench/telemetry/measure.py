@@ -44,7 +44,6 @@ Part = Callable[[AsyncExitStack, dict[str, Any]], Awaitable[Started]]
 
 
 async def measure(given: argparse.Namespace, rows: list[Row], *, out: Console, err: Console) -> None:
-    """Measure and show."""
     parts = given.only or list(PARTS)
     for part in parts:
         turns: Rounds = {(load, kind): [] for load in LOADS for kind in (OFF, *KINDS)}

@@ -40,7 +40,6 @@ OFF = Kind(name="off", is_watched=False)
 
 
 async def switch(processes: Mapping[str, psutil.Process], kind: Kind) -> None:
-    """From now on."""
     for path in {_config(process) for process in processes.values()}:
         kind.rewrite(path)
     for process in processes.values():

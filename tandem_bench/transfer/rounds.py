@@ -35,7 +35,6 @@ class Turn:
 
     @property
     def bytes_per_s(self) -> float:
-        """Of payload."""
         return self.num_bytes / self.seconds
 
 

@@ -28,8 +28,6 @@ _BAR = 60
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phases:
-    """One prompt's."""
-
     prefill_s: float
     exposed_s: float
     first_token_s: float
