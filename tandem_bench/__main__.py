@@ -98,7 +98,7 @@ async def _spine(options: argparse.Namespace, rows: list[Row], err: Console) -> 
         async for part in measure(scale, options.only or (QUICK_PARTS if options.quick else PARTS), err):
             rows += part
     finally:
-        report.show(_out(), rows)
+        report.print_table(_out(), rows)
 
 
 async def _engine(options: argparse.Namespace, rows: list[Row], err: Console) -> None:

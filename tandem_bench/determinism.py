@@ -146,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     folder = cached_model(SHAPES[given.shape], dtype=given.dtype, note=lambda text: print(text, file=sys.stderr))
     found = rows(folder, options, Plan(rounds=given.rounds))
-    report.show(Console(highlight=False, width=120), found)
+    report.print_table(Console(highlight=False, width=120), found)
     if given.json is not None:
         report.write_json(given.json, found)
     return 0

@@ -95,7 +95,7 @@ class LivePlanner:
         told = await routers.ask()
         fleet = await self._fleet(told)
         now_s = asyncio.get_running_loop().time()
-        seen = self._watch.look(now_s, told)
+        seen = self._watch.observe(now_s, told)
         self._staffing.worker = self._speed.decode_worker
         turn = self._controller.turn(now_s, seen, fleet)
         self._account.turn(turn)

@@ -19,7 +19,7 @@ class Histogram:
     total: float = 0.0
 
     @classmethod
-    def of(cls, cumulative: dict[float, float], total: float) -> "Histogram":
+    def from_cumulative(cls, cumulative: dict[float, float], total: float) -> "Histogram":
         """From the text format: by upper end, how many are at most that. ValueError for what no histogram says."""
         bounds = tuple(sorted(cumulative))
         reached = [0.0, *(cumulative[bound] for bound in bounds)]

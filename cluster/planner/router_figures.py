@@ -123,7 +123,7 @@ def read_figures(text: str) -> RouterFigures:
         raise ValueError(f"a metric lacks its label {error}") from None
     if not all(buckets.values()):
         raise ValueError("histograms of requests are not among its metrics: no router of this version answers there")
-    made = {name: Histogram.of(found, sums.get(f"{name}_sum", 0.0)) for name, found in buckets.items()}
+    made = {name: Histogram.from_cumulative(found, sums.get(f"{name}_sum", 0.0)) for name, found in buckets.items()}
     return RouterFigures(
         prompts=made[_PROMPTS],
         answers=made[_ANSWERS],

@@ -18,7 +18,7 @@ class Sizes:
     def total(self) -> int:
         return self.prefill + self.decode
 
-    def of(self, role: WorkerRole) -> int:
+    def size_of(self, role: WorkerRole) -> int:
         return self.prefill if role is WorkerRole.PREFILL else self.decode
 
     def changed(self, role: WorkerRole, by: int) -> "Sizes":

@@ -158,7 +158,7 @@ def _fits(bundle: Resources, room: Resources) -> bool:
     return all(room.get(resource, 0.0) + _EPSILON >= amount for resource, amount in bundle.items())
 
 
-def told(resources: Resources) -> str:
+def render_resources(resources: Resources) -> str:
     """In words: `2 CPU, 1 GPU`."""
     return ", ".join(f"{_amount(name, amount)}" for name, amount in sorted(resources.items()))
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from rich.console import Console
 
 from tandem_bench.report import Row
-from tandem_bench.report import show as show_rows
+from tandem_bench.report import print_table as show_rows
 from tandem_bench.router import cost_rows, options, overload, placement, prefix_map, redis
 
 

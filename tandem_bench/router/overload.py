@@ -291,7 +291,7 @@ def main() -> int:
     except (CannotMeasure, OSError) as error:
         err.print(str(error), style="red", soft_wrap=True)
         return 2
-    report.show(Console(highlight=False, width=120), found)
+    report.print_table(Console(highlight=False, width=120), found)
     if options.json is not None:
         report.write_json(options.json, found, about=report.circumstances([sys.executable, *sys.argv]))
     return 1 if report.num_missed(found) else 0

@@ -214,7 +214,7 @@ def compare(trace: Trace, *, name: str, pools: Sequence[int] | None = None) -> l
     ]
 
 
-def show(console: Console, trace: Trace, rates: Sequence[HitRate]) -> None:
+def print_rates(console: Console, trace: Trace, rates: Sequence[HitRate]) -> None:
     console.print(f"{rates[0].trace}: {len(trace)} requests, {sum(map(len, trace))} blocks", style="bold")
     sizes = list(dict.fromkeys(rate.num_blocks for rate in rates))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -231,7 +231,7 @@ def rows(console: Console, folder: Path = TRACES) -> list[Row]:
     found: list[Row] = []
     for name, trace in traces(folder):
         rates = compare(trace, name=name)
-        show(console, trace, rates)
+        print_rates(console, trace, rates)
         for rate in rates:
             label = f"eviction.{rate.trace}.{rate.policy}.{rate.num_blocks}".replace(" ", "_")
             found.append(figure(label, 100 * rate.rate, "% of blocks found"))

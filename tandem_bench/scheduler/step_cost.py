@@ -167,7 +167,7 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=200, help="steps per figure")
     options = parser.parse_args()
-    report.show(Console(highlight=False, width=110), rows(num_steps=options.steps))
+    report.print_table(Console(highlight=False, width=110), rows(num_steps=options.steps))
 
 
 if __name__ == "__main__":

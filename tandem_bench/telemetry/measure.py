@@ -21,7 +21,7 @@ from rich.console import Console
 
 from tandem_bench.clusters import Setup, running
 from tandem_bench.errors import CannotMeasure
-from tandem_bench.report import Row, figure, show
+from tandem_bench.report import Row, figure, print_table
 from tandem_bench.router import costs as router_costs
 from tandem_bench.telemetry.receiver import span_counter
 from tandem_bench.telemetry.switch import OFF, Kind, switch
@@ -50,7 +50,7 @@ async def measure(given: argparse.Namespace, rows: list[Row], *, out: Console, e
         await _sit(PARTS[part], turns, given.seconds / len(parts), given.turn)
         err.print(f"{part}: {len(turns[LOADS[0], OFF])} rounds")
         found = [row for load in LOADS for row in _rows(turns, load, part)]
-        show(out, found)
+        print_table(out, found)
         rows += found
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from tandem_bench.errors import CannotMeasure
 from tandem_bench.report import Row, figure
-from tandem_bench.report import show as show_rows
+from tandem_bench.report import print_table as show_rows
 from tandem_bench.transfer import checksums, contestants, figures, options, plot, tables
 from tandem_bench.transfer.cases import Case, make_cases, pool_bytes
 from tandem_bench.transfer.clusters import overlap, pull
@@ -70,7 +70,7 @@ async def _rates(
         contest = Contest(cases=cases, num_rounds=given.rounds or options.ROUNDS, limit_s=limit_s, note=note)
         done = await field.run(contest)
     absent += field.absent
-    tables.show(out, done)
+    tables.print_turns(out, done)
     found = _rate_rows(done, names, field.absent)
     show_rows(out, [row for row in found if not row.name.startswith(("rate.", "cpu."))])
     rows += found
