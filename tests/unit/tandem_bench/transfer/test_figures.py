@@ -11,7 +11,7 @@ from tandem_bench.shapes import REFERENCE
 from tandem_bench.transfer import contestants, figures, options
 from tandem_bench.transfer.cases import GEOMETRIES, Geometry, make_cases, pool_bytes
 from tandem_bench.transfer.contestants import COPY, PLAIN, SHM, SHM_BARE, TCP, TCP_BARE
-from tandem_bench.transfer.plot import draw
+from tandem_bench.transfer.measure import draw
 from tandem_bench.transfer.pools import Pools, WrongBytes
 from tandem_bench.transfer.rounds import Absence, Turn, describe
 
