@@ -81,7 +81,7 @@ class StatusObject(AnswerObject):
 
 
 class StatusRoutes:
-    """Path operations of the status; a key is asked for where there are keys, and never taken from the address."""
+    """Path operations of the status; a key is required where there are keys, and never read from the address."""
 
     def __init__(self, feed: StatusFeed, *, write_timeout_s: float) -> None:
         self._feed = feed

@@ -1,7 +1,7 @@
-"""GET /openapi.json: what FastAPI makes of the routes, with what it cannot know of them.
+"""GET /openapi.json: what FastAPI makes of the routes, and what it cannot know of them.
 
-That are the bodies, which dependencies read (`router.http.body.json_body`), events of streams, refusals, and whether
-keys are asked for. What a schema cannot say (which fields exclude each other) is refused with 400 all the same.
+It does not see bodies, which dependencies read (`router.http.body.json_body`), events of streams, refusals, and whether
+keys are required. What a schema cannot say (which fields exclude each other) is refused with 400 all the same.
 """
 
 from collections.abc import Iterable, Sequence
@@ -69,10 +69,10 @@ def operation_id(route: Any) -> str:
 
 
 class OpenApiDocument:
-    """Describes one application. It is made once, but for whether keys are asked for, which may change."""
+    """Describes one application. It is made once, but for whether keys are required, which may change."""
 
     def __init__(self, api: FastAPI, guard: AccessGuard, model: ModelInfo) -> None:
-        """`api`: with all of its routes by the time somebody asks."""
+        """`api`: all of its routes are there by the first call of `render`."""
         self._api = api
         self._guard = guard
         self._model = model
@@ -121,7 +121,7 @@ def _bodies_of(route: RouteContext) -> Iterable[type[StrictBody]]:
 
 
 def _refusals(shape: ErrorShape) -> dict[str, Any]:
-    # Whatever is refused before it is known what is asked for is refused in OpenAI's words.
+    # What is refused before its route is known, such as a long header, is refused in OpenAI's words.
     schemas = [ref(_ERRORS[shape]), ref(ErrorObject)] if shape in _ERRORS else [ref(ErrorObject)]
     content = {"application/json": {"schema": schemas[0] if len(schemas) == 1 else {"anyOf": schemas}}}
     found: dict[str, Any] = {status: {"description": why, "content": content} for status, why in _REFUSALS.items()}

@@ -1,7 +1,7 @@
 """For whom a route is: FastAPI dependencies that ask for keys. No application is made of routes that do not say it.
 
 A path is matched as it was sent: only the value of a path parameter may be percent-encoded. So there is one spelling of
-each path, and what is spelled otherwise is no route, for which a key is asked like for any other.
+each path, and what is spelled otherwise is no route, which needs a key like any other.
 """
 
 from enum import Enum
@@ -33,7 +33,7 @@ class OperatorPage(Enum):
 
 
 class AccessGuard:
-    """Checks the key of a request against what its route asks for."""
+    """Checks the key of a request against what its route requires."""
 
     def __init__(self, keys: ApiKeyStore, config: RouterAccess) -> None:
         self._keys = keys

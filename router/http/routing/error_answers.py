@@ -1,4 +1,4 @@
-"""How what is raised, by a route or because there is none, becomes an answer in the words of the API that was asked."""
+"""How what is raised, by a route or because there is none, becomes an answer in the words of the requested API."""
 
 import logging
 from collections.abc import Mapping

@@ -73,7 +73,7 @@ class ConnectionWatch:
         return gone is not connection
 
     def close_idle(self, least_s: float) -> None:
-        """Part with those who have asked nothing for so long."""
+        """Close the connections without a request for so long."""
         for connection in self.table.idle(self.now_s(), least_s):
             connection.leave_if_idle()
 
@@ -124,7 +124,7 @@ class Connection(HttpToolsProtocol):
             transport.close()
 
     def close_behind_answer(self) -> None:
-        """What the answer was the last of; its client may not have sent all that it asked."""
+        """What the answer was the last of; its client may not have sent all of its request."""
         if self.is_ending:
             return
         if self._is_receiving or _has_come(self.transport):
@@ -180,7 +180,7 @@ class Connection(HttpToolsProtocol):
         self.flow.resume_reading()
 
     def end_behind_answer(self) -> None:
-        """The answer that is under way is the last over this connection: its client asks elsewhere next."""
+        """The answer that is under way is the last over this connection; a next request goes to another process."""
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete and not self.pipeline:
             cycle.keep_alive = False
@@ -197,7 +197,7 @@ class Connection(HttpToolsProtocol):
             self.transport.abort()
 
     def pause_writing(self) -> None:
-        """The client does not take what it asked for: a clock runs."""
+        """The client does not read its answer: a clock runs."""
         super().pause_writing()
         self._table.unread(self, self._watch.now_s(), self.transport.get_write_buffer_size())
 
@@ -259,7 +259,7 @@ class Connection(HttpToolsProtocol):
         """The answer's last byte has been handed to the transport."""
         self._links = tuple(link for link in self._links if not link.answered())
         if self._most_behind is not None:
-            # What was asked behind the last answer gets none.
+            # Requests behind the last answer get none.
             self.pipeline.clear()
             self._lose_clients()
         goes_on = bool(self.pipeline)

@@ -15,7 +15,7 @@ from tandem.config.servers import ConnectionsConfig
 from tandem.errors import ConfigError
 
 _MOST_FILES = 65_536
-"""More are not asked for: some bounds of the kernel are of a whole machine."""
+"""No more are requested: some bounds of the kernel are of a whole machine."""
 _LEAST_RESERVE = 64
 
 ConnectionT = TypeVar("ConnectionT", bound=Hashable)

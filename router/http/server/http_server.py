@@ -139,7 +139,7 @@ class HttpServer:
         await self.stop(self._grace_s)
 
     async def hand_over(self, *, idle_s: float, most_s: float, is_inherited: bool = False) -> None:
-        """Leave what is new to the other processes, and serve who is connected until they have asked nothing for
+        """Leave what is new to the other processes, and serve who is connected until they have sent no request for
         `idle_s`, at most for `most_s`. `is_inherited`: another process has the very socket.
         """
         if self._socket is None or self._watch is None:
