@@ -290,7 +290,7 @@ def test_probes_allow_each_phase_its_time(release: Rendered) -> None:
         startup = container["startupProbe"]
         assert startup["periodSeconds"] * startup["failureThreshold"] >= release.values[role]["startupSeconds"]
         if role == "router":
-            assert container["readinessProbe"]["httpGet"]["path"] == "/readyz"
+            assert container["readinessProbe"]["httpGet"]["path"] == "/readyz?exclude=workers"
             assert container["livenessProbe"]["httpGet"]["path"] == "/health"
         else:
             assert container["readinessProbe"]["grpc"] == {"port": release.values[role]["port"]}
