@@ -73,6 +73,10 @@ browser: ## A Chromium for the tests of the status page (skipped when there is o
 	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null \
 	  || { echo "No Chromium, and it cannot be installed here: sudo make browser, or CHROMIUM=/path/to/one"; exit 1; }; }
 
+.PHONY: screenshots
+screenshots: setup browser ## Take the pictures in docs/use anew: the status page and tandem top (three minutes)
+	@$(BIN)/python -m tests.browser.screenshots $(ARGS)
+
 .PHONY: promtool
 promtool: ## Prometheus' rule checker, for the tests of alarms (skipped when there is one; else apt-get, as root)
 	@test -n "$${PROMTOOL:-}" || command -v promtool >/dev/null || { \
