@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import orjson
+from PIL import Image
 from playwright.async_api import Page, async_playwright, expect
 from rich.console import Console
 
@@ -23,11 +24,12 @@ from tests.browser.watched_page import tab
 from tests.support.running_cluster import RunningCluster, running
 
 DOCS = Path(__file__).parents[2] / "docs" / "use"
-DESK, LAPTOP, PHONE, TERMINAL = (1440, 1000), (1024, 800), (390, 844), (1060, 600)
+DESK, LAPTOP, PHONE, TERMINAL = (1440, 1280), (1024, 800), (390, 844), (1060, 600)
 NUM_STEPS = 30
 """Of five seconds, that the charts are to show."""
 NUM_CLIENTS = 3
 _TOP_WIDTH = 84
+_COLOURS = 128
 _ANSWER_MS = 120_000
 
 
@@ -66,6 +68,12 @@ async def picture_of_page(page: Page, url: str, path: Path, *, whole: bool) -> N
     await expect(page.locator("#ask-state")).to_contain_text("Done: ", timeout=_ANSWER_MS)
     await page.evaluate("window.scrollTo(0, 0)")
     await page.screenshot(path=path, full_page=whole)
+    shrink(path)
+
+
+def shrink(path: Path) -> None:
+    """Few colours do for a page without photographs, in a third of the bytes."""
+    Image.open(path).convert("RGB").quantize(_COLOURS, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
 async def picture_of_top(page: Page, status: bytes, path: Path) -> None:
@@ -74,6 +82,7 @@ async def picture_of_top(page: Page, status: bytes, path: Path) -> None:
     console.print(View(status=ClusterStatus.read(orjson.loads(status))))
     await page.set_content(f"<body style='margin:0'>{console.export_svg(title='tandem top')}</body>")
     await page.locator("svg.rich-terminal").screenshot(path=path)
+    shrink(path)
 
 
 async def take(folder: Path, *, num_steps: int, every_width: bool) -> None:
