@@ -3,9 +3,9 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from importlib import metadata
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter, Depends, Query
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
@@ -72,8 +72,11 @@ class UsageRoutes:
 class ReadinessSource(Protocol):
     """Whether this router can answer."""
 
-    def not_ready_reason(self) -> str | None:
-        """None once a decode worker has answered; until then, what is missing."""
+    def not_ready_reason(self, *, exclude_workers: bool = False) -> str | None:
+        """None once a decode worker has answered; until then, what is missing.
+
+        `exclude_workers`: look at the router alone.
+        """
         ...
 
 
@@ -119,9 +122,9 @@ class OperatorRoutes:
         """Answer that the process is alive."""
         return {"status": "alive"}
 
-    async def readyz(self) -> dict[str, Any]:
-        """Answer whether requests can be served; 503 says what is missing."""
-        if (reason := self._readiness.not_ready_reason()) is not None:
+    async def readyz(self, exclude: Annotated[list[Literal["workers"]] | None, Query()] = None) -> dict[str, Any]:
+        """Answer whether requests can be served; 503 says what is missing. `exclude=workers`: of the router alone."""
+        if (reason := self._readiness.not_ready_reason(exclude_workers=bool(exclude))) is not None:
             raise Unavailable(f"not ready: {reason}", retry_after_s=1.0)
         return {"status": "ready"}
 
