@@ -16,7 +16,7 @@ from router.access.audit_file import AuditFile
 from router.access.audit_log import NO_AUDIT, AuditLog
 from router.access.tls import ServerIdentity, ServerTlsState, read_identity
 from router.access.watched_files import FileWatcher, WatchedFile
-from router.tenants.shared_rate_limits import SharedRateLimits
+from router.admission.shared_rate_limits import SharedRateLimits
 from tandem.config.access import read_keys
 from tandem.config.cluster import RouterConfig
 

@@ -3,7 +3,7 @@
 An id can be sent any number of times, to any router, also of a stream that ended well; who has it no more computes the
 whole answer again. So a router keeps the promise once for each stream, and for as many streams at a time as it runs
 requests. Whatever comes besides takes its turn, within its key's limits, like a request that is new. All of them are
-counted for their key (`router.tenants.rate_limits`).
+counted for their key (`router.admission.rate_limits`).
 """
 
 from collections.abc import Callable

@@ -16,10 +16,10 @@ from router.admission.counts import AdmissionCounts, Rejection
 from router.admission.fair_queue import FairQueue, Ticket
 from router.admission.fair_share import VirtualCounters
 from router.admission.queue_limits import select_victims
+from router.admission.rate_limits import RateLimiter
 from router.admission.turn_rule import CapacityWatch, TurnRule
 from router.admission.types import AdmissionEntry, AdmissionPolicy, AdmissionRequest, AdmissionResult, QueuedTotals
 from router.admission.wait_forecast import WaitForecast
-from router.tenants.rate_limits import RateLimiter
 from router.workers.columns import ClusterView
 from tandem.errors import DeadlineExceeded, Overloaded, ServingError, Unavailable
 

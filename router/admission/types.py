@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from router.admission.cluster_capacity import CapacityPolicy
 from router.admission.fair_queue import Ticket
-from router.tenants.rate_limits import RateLimitGrant
+from router.admission.rate_limits import RateLimitGrant
 from tandem.errors import ServingError
 
 

@@ -7,16 +7,17 @@ from router.admission.cluster_capacity import CapacityPolicy
 from router.admission.concurrency_limit import Admission
 from router.admission.continuations import Continuations
 from router.admission.fair_admission import FairAdmission
+from router.admission.rate_limits import RateLimiter
+from router.admission.shared_rate_limits import SharedRateLimits, tenant_tags
 from router.admission.types import AdmissionPolicy
 from router.dispatch.admission_queue import AdmissionQueue
 from router.dispatch.choices.context import HedgingSettings
 from router.dispatch.dispatcher import Dispatcher
+from router.host_peers.rate_limits import RateLimitFile
 from router.metrics.admission import AdmissionMetrics
 from router.metrics.router_metrics import RouterMetrics
 from router.metrics.worker_health import HealthMetrics
 from router.placement.costs import CostModel
-from router.tenants.rate_limits import RateLimiter
-from router.tenants.shared_rate_limits import SharedRateLimits, tenant_tags
 from router.workers.registry import WorkerRegistry
 from tandem.config.cluster import ClusterConfig, RouterConfig
 
@@ -52,10 +53,15 @@ def hedging_settings(config: RouterConfig) -> HedgingSettings | None:
     return None if asked is None else HedgingSettings(quantile=asked.quantile, budget=asked.budget)
 
 
-def make_limits(config: RouterConfig, secret: bytes, clock: Callable[[], float]) -> SharedRateLimits:
-    """The accounts of all tenants that there are."""
-    limiter = RateLimiter(config.limits, clock=clock)
-    return SharedRateLimits(limiter, tenants=ApiKeyStore(config.api_keys).tenants, tag_of=tenant_tags(secret))
+def make_limits(
+    config: RouterConfig, secret: bytes, clock: Callable[[], float], account: RateLimitFile | None = None
+) -> SharedRateLimits:
+    """Limits of all tenants; `account`: that of the router processes of this host, None for a router that is alone."""
+    tag_of, tenants = tenant_tags(secret), ApiKeyStore(config.api_keys).tenants
+    if account is None:
+        return SharedRateLimits(RateLimiter(config.limits, clock=clock), tenants=tenants, tag_of=tag_of)
+    limiter = RateLimiter(config.limits, clock=clock, usage_of=lambda tenant: account.usage_of(tag_of(tenant)))
+    return SharedRateLimits(limiter, tenants=tenants, tag_of=tag_of, host=account)
 
 
 def make_gate(

@@ -15,6 +15,7 @@ from typing import Any
 import grpc.aio
 
 from router.admission.concurrency_limit import Admission
+from router.admission.shared_rate_limits import SharedRateLimits
 from router.cluster_state.redis_tasks import RouterClusterState
 from router.dispatch.choices.context import DispatchSettings
 from router.dispatch.dispatcher import Dispatcher
@@ -23,7 +24,6 @@ from router.fleet.worker_session import SessionSettings
 from router.placement.costs import CostModel
 from router.placement.placer import Placer
 from router.process.admission_setup import make_limits
-from router.tenants.shared_rate_limits import SharedRateLimits
 from router.workers.prefix_map import PrefixMap
 from router.workers.registry import WorkerRegistry
 from tandem.backoff import Backoff

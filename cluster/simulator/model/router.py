@@ -16,12 +16,12 @@ from cluster.simulator.model.finished import FinishedRequests
 from cluster.simulator.model.request import SimRequest
 from router.admission.concurrency_limit import Admission
 from router.admission.fair_admission import FairAdmission
+from router.admission.rate_limits import RateLimiter
 from router.admission.types import AdmissionPolicy
 from router.dispatch.choices.retry import RetryBudget, RetryReason, is_full
 from router.dispatch.choices.waiting_choices import WaitingChoices
 from router.placement.place import NoDecodeWorker
 from router.placement.placer import Placer
-from router.tenants.rate_limits import RateLimiter
 from router.types.worker_view import WorkerSnapshot
 from router.workers.registry import FAILURE_PENALTY_S
 from tandem.config.admission import LimitsConfig

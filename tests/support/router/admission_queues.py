@@ -8,9 +8,9 @@ from dataclasses import replace
 from router.admission.cluster_capacity import CapacityPolicy
 from router.admission.continuations import Continuations
 from router.admission.fair_admission import FairAdmission
+from router.admission.rate_limits import RateLimiter
 from router.admission.types import AdmissionPolicy
 from router.dispatch.admission_queue import AdmissionQueue
-from router.tenants.rate_limits import RateLimiter
 from router.types.requests import RoutedRequest
 from tandem.config.admission import LimitsConfig
 from tests.support.fake_worker import FakeWorker

@@ -2,8 +2,8 @@
 
 from router.admission.cluster_capacity import CapacityPolicy
 from router.admission.fair_admission import FairAdmission
+from router.admission.rate_limits import RateLimiter
 from router.admission.types import AdmissionPolicy, AdmissionRequest
-from router.tenants.rate_limits import RateLimiter
 from tandem.config.admission import LimitsConfig
 from tests.support.router.overload_world import snapshot
 from tests.support.router.worker_views import view_of

@@ -11,8 +11,8 @@ from functools import cache
 from itertools import count
 
 from router.admission.fair_admission import FairAdmission
+from router.admission.rate_limits import RateLimiter
 from router.admission.types import AdmissionEntry, AdmissionPolicy, AdmissionRequest
-from router.tenants.rate_limits import RateLimiter
 from router.types.worker_view import WorkerInfo, WorkerKey, WorkerLoad, WorkerSnapshot
 from tandem.config.admission import LimitsConfig
 from tandem.errors import ServingError

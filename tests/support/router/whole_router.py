@@ -13,6 +13,7 @@ from random import Random
 from typing import Any
 
 from router.admission.concurrency_limit import Admission
+from router.admission.rate_limits import RateLimiter
 from router.dispatch.choices.context import DispatchSettings, HedgingSettings
 from router.dispatch.dispatcher import Dispatcher
 from router.fleet.readiness import ReadinessCheck
@@ -22,7 +23,6 @@ from router.placement.place import CostModel
 from router.placement.placer import Placer
 from router.placement.prefix_replication import ReplicationPolicy
 from router.process.admission_setup import make_gate
-from router.tenants.rate_limits import RateLimiter
 from router.types.requests import ChoiceDelta, RoutedRequest
 from router.types.session_events import (
     AttemptFinished,

@@ -9,7 +9,7 @@ import pytest
 
 from router.api.request.named_caches import NamedCache, NamedCaches
 from router.api.request.shared_named_caches import NamedCacheUpdate, SharedNamedCaches
-from router.siblings.named_caches import NamedCacheExchange, _decoded, _encoded
+from router.host_peers.named_caches import NamedCacheExchange, _decoded, _encoded
 from router.text.conversation import Message
 from router.text.tools import AssistantToolCall
 from router.types.worker_view import WorkerKey
@@ -168,8 +168,8 @@ async def test_told_to_all_before_the_client_is_answered(processes: list[Process
 async def test_one_that_hangs_is_told_again(
     processes: list[Process], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.siblings.named_caches.ANSWER_S", 0.05)
-    monkeypatch.setattr("router.siblings.named_caches._AGAIN_S", 0.01)
+    monkeypatch.setattr("router.host_peers.named_caches.ANSWER_S", 0.05)
+    monkeypatch.setattr("router.host_peers.named_caches._AGAIN_S", 0.01)
     goes_on, hanging = asyncio.Event(), NamedCacheExchange(tmp_path, index=1, names=processes[1].names)
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -20,7 +20,7 @@ MAX_BYTES = 16 << 20
 _log = logging.getLogger(__name__)
 
 
-class SiblingExchange:
+class HostPeerExchange:
     """One process's place among them, for one thing that they tell; an async context manager."""
 
     def __init__(self, folder: Path, *, index: int, render: Callable[[], bytes], name: str = "router") -> None:
