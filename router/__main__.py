@@ -14,7 +14,6 @@ from starlette.types import ASGIApp
 
 from router.access.access_control import AccessControl
 from router.access.tls import ServerTlsState
-from router.admission.concurrency_limit import Admission
 from router.admission.shared_rate_limits import SharedRateLimits
 from router.api.frontend import Frontend
 from router.api.request.client_request import ModelInfo
@@ -93,9 +92,8 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         lifetime.on_reread(OneAtATime(ConfiguredPoolSizes(place.config_path, config, metrics.stated_workers).read))
         peers = await _join_host_peers(stack, place, metrics)
         decisions = DecisionLog(config.router.decisions_kept, clock=time.monotonic)
-        admission = Admission(max_inflight=config.router.max_inflight_requests, clock=time.monotonic)
-        dispatcher = make_dispatcher(config, registry, metrics, secret, decisions, admission)
-        gate = make_gate(config, dispatcher, admission, registry, time.monotonic, limits.limiter, metrics)
+        dispatcher = make_dispatcher(config, registry, metrics, secret, decisions)
+        gate = make_gate(config, dispatcher, registry, time.monotonic, limits.limiter, metrics)
         frontend = Frontend(model=model, tokenizer=tokenizer, config=config.router, secret=secret, tracer=tracer)
         _complete(stack, frontend, config, await _kept_prompts(stack, config, registry, place))
         canary = Canary(registry, dispatcher, hash_root=frontend.hash_root(CANARY_SALT))
@@ -350,7 +348,6 @@ def make_dispatcher(
     metrics: RouterMetrics,
     secret: bytes,
     decisions: DecisionLog,
-    admission: Admission,
 ) -> Dispatcher:
     """The core of the router over its live workers."""
     settings = config.router
@@ -364,7 +361,6 @@ def make_dispatcher(
     )
     return Dispatcher(
         placer=placer,
-        admission=admission,
         hasher=BlockHasher(secret),
         clock=time.monotonic,
         rng=SystemRandom(),

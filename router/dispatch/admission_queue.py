@@ -69,6 +69,7 @@ class AdmissionQueue:
                 while self.admission.num_inflight:
                     self._ended.clear()
                     await self._ended.wait()
+        self.admission.ended = True
         await self._inner.drain(most_s=max(0.0, ends_s - loop.time()))
 
     async def generate(self, request: RoutedRequest) -> AsyncGenerator[ChoiceDelta, None]:

@@ -3,7 +3,7 @@
 A file mapped into each of them, in the folder that only their user can enter. A lock on its first byte is held for the
 few microseconds in which a request is counted in; a lock on another byte, for as long as a process lives, says that it
 does: the kernel gives both up when it dies, however that happens. Each process counts its requests in flight in a
-column of its own, which the others read, so those of a process that has died are told from the rest and dropped.
+column of its own, which the others read, so that those of a process that has died can be dropped.
 
     header:  number of columns in use · number of records · a router incarnation for each column
     record:  tenant tag · requests bucket · tokens bucket · requests in flight for each column

@@ -1,10 +1,9 @@
-"""From the configuration to a gate before dispatch."""
+"""Admission from the configuration: limits, policy, and the queue before dispatch."""
 
 from collections.abc import Callable
 
 from router.access.api_keys import ApiKeyStore
 from router.admission.cluster_capacity import CapacityPolicy
-from router.admission.concurrency_limit import Admission
 from router.admission.continuations import Continuations
 from router.admission.fair_admission import FairAdmission
 from router.admission.rate_limits import RateLimiter
@@ -23,7 +22,7 @@ from tandem.config.cluster import ClusterConfig, RouterConfig
 
 
 def cost_model(config: RouterConfig) -> CostModel:
-    """What placement predicts with, and the gate by what it will do."""
+    """Costs by which placement decides, and admission predicts what placement will do."""
     return CostModel(
         local_prefill_tokens=config.local_prefill_tokens, max_local_prefill_tokens=config.max_local_prefill_tokens
     )
@@ -33,6 +32,7 @@ def admission_policy(config: RouterConfig, *, max_running: int) -> AdmissionPoli
     """`max_running`: what a worker runs at once where the router's own bound is left open."""
     queue = config.queue
     return AdmissionPolicy(
+        max_inflight=config.max_inflight_requests,
         max_requests=queue.max_requests,
         max_tokens=queue.max_tokens,
         max_queue_s=config.max_queue_s,
@@ -48,9 +48,9 @@ def admission_policy(config: RouterConfig, *, max_running: int) -> AdmissionPoli
 
 
 def hedging_settings(config: RouterConfig) -> HedgingSettings | None:
-    """None: off."""
-    asked = config.hedging
-    return None if asked is None else HedgingSettings(quantile=asked.quantile, budget=asked.budget)
+    """Settings of hedging; None when it is off."""
+    hedging = config.hedging
+    return None if hedging is None else HedgingSettings(quantile=hedging.quantile, budget=hedging.budget)
 
 
 def make_limits(
@@ -67,20 +67,15 @@ def make_limits(
 def make_gate(
     config: ClusterConfig,
     dispatcher: Dispatcher,
-    admission: Admission,
     registry: WorkerRegistry,
     clock: Callable[[], float],
     limiter: RateLimiter,
     metrics: RouterMetrics,
 ) -> AdmissionQueue:
-    """The gate of one router; `admission`: that of `dispatcher`, whose places bound what runs.
-
-    What it and `dispatcher` know is shown in `metrics` from now on.
-    """
-
+    """The queue before `dispatcher`. What both know is shown in `metrics` from now on."""
     fair = FairAdmission(
         view=registry.view,
-        places=admission.num_free,
+        num_running=lambda: dispatcher.num_inflight,
         num_refused=lambda: dispatcher.num_waiting_for_room,
         limiter=limiter,
         policy=admission_policy(config.router, max_running=config.engine.max_running_requests),

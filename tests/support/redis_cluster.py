@@ -14,7 +14,6 @@ from typing import Any
 
 import grpc.aio
 
-from router.admission.concurrency_limit import Admission
 from router.admission.shared_rate_limits import SharedRateLimits
 from router.cluster_state.redis_tasks import RouterClusterState
 from router.dispatch.choices.context import DispatchSettings
@@ -237,7 +236,6 @@ async def router(
         placer = Placer(registry=registry, model=CostModel(), rng=Random(number), clock=time.monotonic)
         dispatcher = Dispatcher(
             placer=placer,
-            admission=Admission(max_inflight=1000, clock=time.monotonic),
             hasher=BlockHasher(SECRET),
             settings=DispatchSettings(),
             clock=time.monotonic,

@@ -188,10 +188,12 @@ async def test_one_request_at_a_time_is_never_refused_whichever_process_answers(
 
 async def test_second_request_at_a_time_is_refused_whichever_process_is_asked(cluster):
     headers, asked = {"Authorization": "Bearer key-of-one"}, body((300, 301), LONG, stream=True)
-    async with httpx.AsyncClient(base_url=cluster.local.http_url, timeout=WAIT_S, trust_env=False) as http:
-        async with http.stream("POST", "/v1/completions", json=asked, headers=headers) as answer:
-            assert answer.status_code == 200
-            others = await asyncio.gather(*(post(cluster, (300, 301), 1, key="key-of-one") for _ in range(LOOKS)))
+    async with (
+        httpx.AsyncClient(base_url=cluster.local.http_url, timeout=WAIT_S, trust_env=False) as http,
+        http.stream("POST", "/v1/completions", json=asked, headers=headers) as answer,
+    ):
+        assert answer.status_code == 200
+        others = await asyncio.gather(*(post(cluster, (300, 301), 1, key="key-of-one") for _ in range(LOOKS)))
     assert [other.status_code for other in others] == [429] * LOOKS
     assert min(int(other.headers["retry-after"]) for other in others) >= 1
 

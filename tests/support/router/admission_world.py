@@ -8,6 +8,8 @@ from tandem.config.admission import LimitsConfig
 from tests.support.router.overload_world import snapshot
 from tests.support.router.worker_views import view_of
 
+MAX_INFLIGHT = 10**6
+
 
 class Desk:
     """Admission over a cluster that a test sets."""
@@ -15,15 +17,15 @@ class Desk:
     def __init__(self, *, limits: LimitsConfig | None = None, **policy: float) -> None:
         self.now_s = 100.0
         self.workers = [snapshot()]
-        self.places = 10**6
+        self.places = MAX_INFLIGHT
         self.num_refused = 0
         self.is_due = False
         room = CapacityPolicy(worker_backlog_s=0.1, max_running_per_worker=8)
         self.admission = FairAdmission(
             view=lambda: view_of(self.workers),
-            places=lambda _: self.places,
+            num_running=lambda: MAX_INFLIGHT - self.places,
             limiter=RateLimiter(limits or LimitsConfig(), clock=lambda: self.now_s),
-            policy=AdmissionPolicy(**{"room": room, "max_queue_s": 10.0, **policy}),
+            policy=AdmissionPolicy(max_inflight=MAX_INFLIGHT, **{"room": room, "max_queue_s": 10.0, **policy}),
             clock=lambda: self.now_s,
             num_refused=lambda: self.num_refused,
             is_due=lambda: self.is_due,

@@ -6,7 +6,7 @@ requests. Admission sees it as it sees a real one: by columns.
 
 import heapq
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import count
 
@@ -97,9 +97,9 @@ class World:
         self.idle_with_queue_s = 0.0
         self.admission = FairAdmission(
             view=lambda: view_of(self._snapshots()),
-            places=lambda _: 10**6,
+            num_running=int,
             limiter=RateLimiter(limits or LimitsConfig(), clock=lambda: self.now_s),
-            policy=policy,
+            policy=replace(policy, max_inflight=10**6),
             clock=lambda: self.now_s,
         )
 

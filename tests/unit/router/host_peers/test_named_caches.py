@@ -180,20 +180,20 @@ async def test_one_that_hangs_is_told_again(
         server = await asyncio.start_unix_server(answer, tmp_path / "named-1.sock")
         processes[0].make("a")
         await first.publish("t", "a")
-        assert first._owed
+        assert first._unsent
         processes[0].caches.remove("t", "a")
         processes[0].make("b")
         await first.publish("t", "b")
         goes_on.set()
         async with asyncio.timeout(WAIT_S):
-            while first._owed:  # noqa: ASYNC110 - nobody is told when it is taken
+            while first._unsent:  # noqa: ASYNC110 - nobody is told when it is taken
                 await asyncio.sleep(0.01)
         assert [cache.name for cache in processes[1].caches.all("t")] == ["b"]
         assert ("t", "a", None) in processes[1].caches.all_entries()
         server.close()
         (tmp_path / "named-1.sock").unlink()
         await first.publish("t", "b")
-        assert not first._owed, "nobody is there any more"
+        assert not first._unsent, "nobody is there any more"
 
 
 async def test_nonsense_changes_nothing(processes: list[Process], tmp_path: Path) -> None:
