@@ -42,7 +42,7 @@ from router.http.server.http_server import HttpServer
 from router.metrics.router_metrics import RouterMetrics
 from router.placement.decision_log import DecisionLog
 from router.placement.placer import Placer
-from router.process.admission_setup import cost_model, hedging_settings, make_gate, make_limits
+from router.process.admission_setup import cost_model, hedging_settings, make_admission_queue, make_limits
 from router.process.batch_setup import open_batches
 from router.process.drain import PortTakeover, drain
 from router.process.listener_handover import ListenerHandover, RunningRouter, wait_for_workers
@@ -93,7 +93,7 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         peers = await _join_host_peers(stack, place, metrics)
         decisions = DecisionLog(config.router.decisions_kept, clock=time.monotonic)
         dispatcher = make_dispatcher(config, registry, metrics, secret, decisions)
-        gate = make_gate(config, dispatcher, registry, time.monotonic, limits.limiter, metrics)
+        gate = make_admission_queue(config, dispatcher, registry, time.monotonic, limits.limiter, metrics)
         frontend = Frontend(model=model, tokenizer=tokenizer, config=config.router, secret=secret, tracer=tracer)
         _complete(stack, frontend, config, await _kept_prompts(stack, config, registry, place))
         canary = Canary(registry, dispatcher, hash_root=frontend.hash_root(CANARY_SALT))

@@ -168,7 +168,6 @@ class FileWatcher:
             await watch.check()
 
     def collect(self) -> Iterator[Metric]:
-        """For the registry."""
         reloads = CounterMetricFamily(
             "tandem_file_reloads", "Changed files that were read again", labels=("file", "result")
         )

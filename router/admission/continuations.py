@@ -21,8 +21,8 @@ class Continuations:
         self._most = most
         self._remembered_s = remembered_s
         self._clock = clock
+        # The oldest first.
         self._begun_s: dict[RequestId, float] = {}
-        """The oldest first."""
         self._num_under_way = 0
 
     def is_promised(self, stream: RequestId) -> bool:

@@ -19,7 +19,7 @@ class Ticket:
     tenant: str
     priority: int
     num_tokens: int
-    """Prompt tokens."""
+    """Tokens of its prompt."""
     work_tokens: float
     """Those of them that are expected to be computed."""
     output_tokens: float

@@ -150,7 +150,7 @@ class _Account:
         return bucket
 
     def tokens_bucket(self, now_s: float) -> TokenBucket | None:
-        """As `requests_bucket`."""
+        """That of the limit in force; None without one."""
         if (per_minute := self.limits.tokens_per_minute) is None:
             return None
         self.usage.tokens = bucket = _fitted(self.usage.tokens, per_minute, now_s)

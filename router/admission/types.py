@@ -42,9 +42,9 @@ class AdmissionRequest:
     tenant: str
     priority: int
     num_tokens: int
-    """Of its prompt."""
+    """Tokens of its prompt."""
     max_output_tokens: int
-    """Over all choices."""
+    """Tokens that its answer may have, over all choices."""
     deadline_s: float | None
     promised: bool = False
     """A stream that goes on: it is counted, and does not wait."""

@@ -143,7 +143,7 @@ class RateLimitFile:
         self._is_locked = False
 
     def load(self, at: int, usage: LimitUsage) -> None:
-        """Read a record."""
+        """Read a record into `usage`. The caller holds the lock, unless it could not be had."""
         if self._map is None:
             return
         values = _BUCKETS.unpack_from(self._map, at + _BUCKETS_AT)
@@ -157,7 +157,7 @@ class RateLimitFile:
         usage.num_inflight_beside = sum(inflight) - inflight[self._column]
 
     def store(self, at: int, usage: LimitUsage) -> None:
-        """Write what this process may change of a record."""
+        """Write the buckets, and this process's requests in flight. The caller holds the lock, as for `load`."""
         if self._map is not None:
             values = (*_values(usage.requests), *_values(usage.tokens))
             _BUCKETS.pack_into(self._map, at + _BUCKETS_AT, *values)

@@ -64,7 +64,7 @@ def make_limits(
     return SharedRateLimits(limiter, tenants=tenants, tag_of=tag_of, host=account)
 
 
-def make_gate(
+def make_admission_queue(
     config: ClusterConfig,
     dispatcher: Dispatcher,
     registry: WorkerRegistry,

@@ -45,7 +45,7 @@ class TenantUsage:
         return self.render() if self._others is None else merge([self.render(), *await self._others()])
 
     def render(self) -> bytes:
-        """For `merge`."""
+        """Serialise the book, for `merge` and `object`."""
         return orjson.dumps({"since_s": self.since_s, "tenants": {name: asdict(s) for name, s in self._spent.items()}})
 
     def object(self, text: bytes, *, only: str | None) -> dict[str, Any]:

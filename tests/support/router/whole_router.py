@@ -21,7 +21,7 @@ from router.placement.decision_log import DecisionLog
 from router.placement.place import CostModel
 from router.placement.placer import Placer
 from router.placement.prefix_replication import ReplicationPolicy
-from router.process.admission_setup import make_gate
+from router.process.admission_setup import make_admission_queue
 from router.types.requests import ChoiceDelta, RoutedRequest
 from router.types.session_events import (
     AttemptFinished,
@@ -243,7 +243,7 @@ class WholeRouter:
         config = ClusterConfig(
             router=RouterConfig(max_inflight_requests=MAX_INFLIGHT, queue=QueueConfig(max_running_per_worker=8))
         )
-        self.gate = make_gate(config, self.dispatcher, self.registry, self.clock, self.limiter, self.metrics)
+        self.gate = make_admission_queue(config, self.dispatcher, self.registry, self.clock, self.limiter, self.metrics)
         self.readiness = ReadinessCheck(self.registry, self.metrics, lambda _: True)
         self.workers = [PortWorker(f"d{i}", self) for i in range(num_decode)]
         self.workers += [PortWorker(f"p{i}", self) for i in range(num_prefill)]
