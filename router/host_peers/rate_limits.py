@@ -70,18 +70,18 @@ class RateLimitFile:
     def __enter__(self) -> Self:
         """Raises OSError when the folder is not to be written to."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._descriptor = os.open(self._path, flags, 0o600)
+        self._descriptor = descriptor = os.open(self._path, flags, 0o600)
         self.lock()
         try:
-            if not any(map(self._is_alive, range(_MAX_COLUMNS))):
-                os.ftruncate(self._descriptor, 0)  # of earlier lives
-            self._claim(_RECORDS_AT)
-            os.ftruncate(self._descriptor, _FILE_BYTES)
-            self._map = mmap.mmap(self._descriptor, _FILE_BYTES)
+            self._map_file(descriptor)
             self._column = self._take_column()
             self._read_header()
             self._clear_column(self._column)
-            _INCARNATION.pack_into(self._map, _INCARNATIONS_AT + self._column * _INCARNATION.size, self._router)
+            _INCARNATION.pack_into(self._mapped, _INCARNATIONS_AT + self._column * _INCARNATION.size, self._router)
+        except BaseException:
+            os.close(descriptor)  # which gives all locks back
+            self._map = self._descriptor = None
+            raise
         finally:
             self.unlock()
         return self
@@ -174,6 +174,13 @@ class RateLimitFile:
             is_counted = not self._incarnation(column) & _ENDED
             if is_counted and column != self._column and not self._is_alive(column):
                 self._drop(column)
+
+    def _map_file(self, descriptor: int) -> None:
+        if not any(map(self._is_alive, range(_MAX_COLUMNS))):
+            os.ftruncate(descriptor, 0)  # of earlier lives
+        self._claim(_RECORDS_AT)
+        os.ftruncate(descriptor, _FILE_BYTES)
+        self._map = mmap.mmap(descriptor, _FILE_BYTES)
 
     def _drop(self, column: int) -> None:
         self._clear_column(column)

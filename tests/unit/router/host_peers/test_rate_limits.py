@@ -290,6 +290,18 @@ def test_first_of_the_living_counts_for_other_hosts_and_all_are_known_by_name(pe
         assert file.routers() == {1, 2, 77}
 
 
+def test_account_that_cannot_be_opened_leaves_no_descriptor_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with RateLimitFile(tmp_path, router=Incarnation(1)):
+        pass
+    before = os.listdir("/proc/self/fd")
+    monkeypatch.setattr("router.host_peers.rate_limits._MAX_COLUMNS", 0)
+    with pytest.raises(OSError, match="more than 0 router processes"), RateLimitFile(tmp_path, router=Incarnation(2)):
+        pass
+    assert os.listdir("/proc/self/fd") == before
+
+
 def test_account_that_was_closed_still_ends_requests(tmp_path: Path) -> None:
     with RateLimitFile(tmp_path, router=Incarnation(1)) as file:
         limiter = limiter_over(file, {"default": {"concurrent_requests": 1, "tokens_per_minute": 50}}, lambda: NOW_S)
