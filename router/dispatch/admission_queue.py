@@ -75,7 +75,10 @@ class AdmissionQueue:
     async def generate(self, request: RoutedRequest) -> AsyncGenerator[ChoiceDelta, None]:
         """See `router.types.requests.Generator`. Raises Overloaded or Unavailable, with a time to come back, as
         well."""
-        async with self._inside(request) as visit, aclosing(self._inner.generate(visit.request, visit.on_taken)) as deltas:
+        async with (
+            self._inside(request) as visit,
+            aclosing(self._inner.generate(visit.request, visit.on_taken)) as deltas,
+        ):
             async for delta in deltas:
                 self._note(visit, (delta,))
                 yield delta
