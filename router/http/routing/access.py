@@ -47,7 +47,7 @@ class AccessGuard:
 
     def needs_key(self, page: OperatorPage | None) -> bool:
         """Whether a request for it is refused without a key now; None: of clients' routes."""
-        return self._keys.are_asked_for and (page is None or page not in self._open)
+        return self._keys.are_required and (page is None or page not in self._open)
 
     def admit(self, request: Request, page: OperatorPage | None = None) -> None:
         """Put the caller's tenant into the request's state. Raises Unauthenticated, NotAllowed."""
