@@ -85,7 +85,7 @@ class PrefillScheduled:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillProgress:
+class KVComputed:
     """KV of the first `num_computed_tokens` tokens is in `blocks` (the whole table, held prefix included).
 
     While a step is under way that will have computed `coming_tokens` tokens, what it has done of them is in the blocks
@@ -154,7 +154,7 @@ SenderEvent = (
     Submitted
     | SubmitRefused
     | PrefillScheduled
-    | PrefillProgress
+    | KVComputed
     | FirstTokenSampled
     | PrefillFinished
     | PrefillFailed

@@ -23,11 +23,11 @@ from kv_transfer.protocol.actions import (
 from kv_transfer.protocol.events import (
     FirstTokenSampled,
     HandoffCancelled,
+    KVComputed,
     LinkLost,
     PeerFaulted,
     PrefillFailed,
     PrefillFinished,
-    PrefillProgress,
     PrefillScheduled,
     SenderEvent,
     SubmitRefused,
@@ -192,7 +192,7 @@ class Sender:
         match event:
             case PrefillScheduled():
                 return self._on_scheduled(event, now)
-            case PrefillProgress():
+            case KVComputed():
                 return self._on_progress(event)
             case FirstTokenSampled():
                 return () if self.plan.job.resume else (SendMessage(body=event.first_token),)
@@ -274,7 +274,7 @@ class Sender:
         self._move(HandoffState.RESERVED)
         return self._advance()
 
-    def _on_progress(self, event: PrefillProgress) -> Actions:
+    def _on_progress(self, event: KVComputed) -> Actions:
         # A preempted prompt is computed again into other blocks: those told first are pinned, whole and equal.
         ready = self._told_blocks(event.num_computed_tokens, event.blocks)
         coming = max(ready, self._told_blocks(event.coming_tokens, event.blocks))

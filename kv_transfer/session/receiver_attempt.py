@@ -128,7 +128,7 @@ class ReceiverAttempt(Attempt[Receiver, ReceiverEvent]):
         self._num_quarantined = 0
 
     def _begin(self) -> Actions:
-        return self.machine.start(self.link.pairing.mapping.unit)
+        return self.machine.start(self.link.pairing.mapping.unit_tokens)
 
     def _on_closed(self) -> None:
         self._user.closed(self)

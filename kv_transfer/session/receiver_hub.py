@@ -193,7 +193,7 @@ class ReceiverHub:
 
     def _begin(self, ladder: HandoffRetry, route: Route) -> None:
         now = self._reaper.now()
-        self._rates.asked(route.address, route.incarnation, now)
+        self._rates.on_request(route.address, route.incarnation, now)
         machine = ladder.begin(route.attempt, route.incarnation, now)
         trace = begin_trace(self._tracer, "tandem.handoff", machine.plan.key, machine.plan.job)
         attempt = ReceiverAttempt(machine, self._link(route.address), self._context, self, trace)

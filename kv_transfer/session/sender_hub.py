@@ -19,11 +19,11 @@ from kv_transfer.protocol import guards
 from kv_transfer.protocol.events import (
     FirstTokenSampled,
     HandoffCancelled,
+    KVComputed,
     LinkLost,
     PeerFaulted,
     PrefillFailed,
     PrefillFinished,
-    PrefillProgress,
     PrefillScheduled,
     SenderEvent,
 )
@@ -190,7 +190,7 @@ class SenderHub:
         num_tokens = len(block_ids) * self._local.layout.block_size // whole * whole
         tail_hash = names[num_tokens // HASH_BLOCK_TOKENS - 1] if num_tokens else None
         attempt.on_event(PrefillScheduled(queue_s=0.0, tail_hash=tail_hash, num_tokens=num_tokens))
-        attempt.on_event(PrefillProgress(num_computed_tokens=num_tokens, blocks=tuple(block_ids)))
+        attempt.on_event(KVComputed(num_computed_tokens=num_tokens, blocks=tuple(block_ids)))
         attempt.on_event(PrefillFinished(cached_tokens=num_tokens, times=PhaseTimes(), tail_hash=tail_hash))
 
     def progress(
@@ -206,7 +206,7 @@ class SenderHub:
 
         While a step is under way that will have computed `coming_tokens`, those are there in the first `num_layers`.
         """
-        progress = PrefillProgress(
+        progress = KVComputed(
             num_computed_tokens=num_computed_tokens,
             blocks=tuple(block_ids),
             coming_tokens=coming_tokens,
@@ -342,7 +342,7 @@ class SenderHub:
             peer=link.peer,
             job=body.job,
             block_size=layout.block_size,
-            unit_tokens=pairing.mapping.unit,
+            unit_tokens=pairing.mapping.unit_tokens,
             whole_tokens=max(layout.block_size, pairing.destination.block_size),
             cells=HandoffSize(
                 num_layers=layout.num_layers,

@@ -57,7 +57,7 @@ class Scale:
     limit_s: float | None
 
     @classmethod
-    def of(cls, given: argparse.Namespace) -> "Scale":
+    def from_options(cls, given: argparse.Namespace) -> "Scale":
         """Quick without flags; with peers the issue's workload; `--full` adds lengths."""
         is_quick = not (given.full or given.peer)
         num_tokens = QUICK_TOKENS if is_quick else OUTPUT_TOKENS
@@ -112,7 +112,7 @@ async def measure(given: argparse.Namespace, rows: list[Row], *, out: Console, e
 
 async def _model(given: argparse.Namespace, rows: list[Row], *, out: Console, note: Callable[[str], None]) -> None:
     """The parts that ask engines to continue prompts."""
-    scale = Scale.of(given)
+    scale = Scale.from_options(given)
     subject = make_subject(given, scale, note)
     box = TimeBox(scale.limit_s)
     best = ceilings.measure(subject.device, getattr(torch, given.dtype), subject.stage.num_threads)
@@ -180,7 +180,7 @@ def make_subject(given: argparse.Namespace, scale: Scale, note: Callable[[str], 
     return Subject(
         stage=stage,
         config=config,
-        cost=ModelCost.of(config, given.dtype),
+        cost=ModelCost.from_config(config, given.dtype),
         device=torch.device("cuda" if has_cuda else "cpu"),
         is_judged=given.model is None and given.shape == REFERENCE and given.dtype == "bfloat16" and not has_cuda,
     )
@@ -243,7 +243,7 @@ async def _engines(
     else:
         worker_done = []
     summaries = figures.summarize([*done, *worker_done], subject.cost)
-    tables.show(out, summaries)
+    tables.print_tables(out, summaries)
     rows += figures.speed_rows(summaries, judged=subject.is_judged)
     rest = [
         *figures.step_rows(done, judged=subject.is_judged),
@@ -276,11 +276,11 @@ async def _compete(
             stack.push_async_callback(contestant.stop)
             started[contestant.name] = await contestant.start()
             about = started[contestant.name].about.items()
-            told = [
+            times = [
                 f"ready after {started[contestant.name].ready_s:.1f} s",
                 *(f"{key} {value}" for key, value in about),
             ]
-            plan.note(f"{contestant.name}: {', '.join(told)}")
+            plan.note(f"{contestant.name}: {', '.join(times)}")
             await warm_up(contestant, plan.vocab_size, concurrency=max(cell.concurrency for cell in plan.cells))
         done = await run_rounds(plan, contestants, box, known=known)
         entries = {

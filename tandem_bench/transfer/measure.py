@@ -44,8 +44,8 @@ async def measure(given: argparse.Namespace, rows: list[Row], *, out: Console, e
     for part in options.parts(given):
         await _PARTS[part](given, rows, absent, out, note)
     if absent:
-        told = "; ".join(f"{peer.name}: {peer.reason}" for peer in absent)
-        raise PeersAbsent(f"peers not measured, so their goals are neither met nor missed: {told}")
+        reasons = "; ".join(f"{peer.name}: {peer.reason}" for peer in absent)
+        raise PeersAbsent(f"peers not measured, so their goals are neither met nor missed: {reasons}")
 
 
 async def _rates(
@@ -70,7 +70,7 @@ async def _rates(
         contest = Contest(cases=cases, num_rounds=given.rounds or options.ROUNDS, limit_s=limit_s, note=note)
         done = await field.run(contest)
     absent += field.absent
-    tables.show(out, done)
+    tables.print_tables(out, done)
     found = _rate_rows(done, names, field.absent)
     show_rows(out, [row for row in found if not row.name.startswith(("rate.", "cpu."))])
     rows += found

@@ -11,7 +11,7 @@ from tandem_bench.transfer.figures import medians
 from tandem_bench.transfer.rounds import Turn
 
 
-def show(console: Console, done: Sequence[Turn]) -> None:
+def print_tables(console: Console, done: Sequence[Turn]) -> None:
     """Print the tables, in the order in which contestants and cases first ran."""
     rates = medians(done, lambda turn: turn.bytes_per_s / 1e9)
     _print(console, "GB/s, median over rounds", {key: f"{rate:.2f}" for key, rate in rates.items()})

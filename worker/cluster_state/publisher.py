@@ -38,7 +38,7 @@ KEEP_LEASES = 20
 """How many leases a dead worker's cache stays readable: nobody believes in it, but it takes room."""
 
 
-class BoardPublisher:
+class ClusterStatePublisher:
     """Of one worker process; an async context manager. Hears events like a session's port does."""
 
     def __init__(
@@ -208,20 +208,20 @@ class SnapshotSource(Protocol):
         ...
 
 
-async def publish(stack: AsyncExitStack, publisher: BoardPublisher | None, source: SnapshotSource) -> None:
+async def publish(stack: AsyncExitStack, publisher: ClusterStatePublisher | None, source: SnapshotSource) -> None:
     """Put the worker on the board, until `stack` is left; no-op without Redis."""
     if publisher is not None:
         source.send_snapshot(publisher)
         await stack.enter_async_context(publisher)
 
 
-def make_publisher(config: "RedisConfig", secret: bytes, identity: WorkerIdentity) -> BoardPublisher | None:
+def make_publisher(config: "RedisConfig", secret: bytes, identity: WorkerIdentity) -> ClusterStatePublisher | None:
     """A worker's publisher; None without Redis. Raises ConfigError when its client is not installed."""
     settings = config.redis_settings()
     if settings is None:
         return None
     process = Process(identity.worker_id, identity.incarnation)
-    return BoardPublisher(
+    return ClusterStatePublisher(
         Notice(process=process, role=identity.role, address=identity.address),
         settings,
         ClusterStateCodec(secret, settings.cluster),

@@ -14,7 +14,7 @@ from typing import Any
 from engine.scheduler.scheduler import Scheduler
 from tandem.errors import InvalidRequest
 from tandem.v1 import session_pb2 as pb
-from worker.decisions.migration_plan import MigrationPlan, plan_migration
+from worker.decisions.migration_plan import FetchPlan, plan_fetch
 from worker.engine_host import EngineHost
 from worker.kv_exchange.fetch import Declined
 from worker.kv_exchange.fetcher import Fetcher
@@ -86,9 +86,9 @@ class MigrationTarget:
         for task in self._tasks:
             task.cancel()
 
-    def _plan_of(self, order: pb.Inherit) -> MigrationPlan | None:
+    def _plan_of(self, order: pb.Inherit) -> FetchPlan | None:
         try:
-            return plan_migration(
+            return plan_fetch(
                 order,
                 own_block_size=self._host.parts.layout.block_size,
                 own_max_tokens=self._host.parts.config.max_model_len - 1,
@@ -124,13 +124,13 @@ class MigrationTarget:
 class _Migration:
     """Fetches what one plan offers."""
 
-    def __init__(self, host: EngineHost, fetcher: Fetcher, plan: MigrationPlan) -> None:
+    def __init__(self, host: EngineHost, fetcher: Fetcher, plan: FetchPlan) -> None:
         self._fetcher = fetcher
         self._plan = plan
         self._spare_blocks = host.parts.config.num_blocks // 4
         self._room = 0
         """Blocks that may still be taken."""
-        self._runs: list[asyncio.Task[str]] = []
+        self._fetches: list[asyncio.Task[str]] = []
         self._num_names: list[int] = []
         """Of each run so far, those that are fetched, or left for other reasons than room."""
         self._num_failures = 0
@@ -138,7 +138,7 @@ class _Migration:
 
     def counts(self) -> Counter[str]:
         """Blocks by outcome; of what was not come to, too."""
-        rest = range(len(self._num_names), len(self._plan.runs))
+        rest = range(len(self._num_names), len(self._plan.chains))
         num_left = sum(self._plan.num_blocks(index) for index in rest)
         return self._counts + Counter({FAILED if self._has_failed else NO_TIME: num_left})
 
@@ -151,12 +151,12 @@ class _Migration:
         self._room = room
         gate = asyncio.Semaphore(_MAX_FETCHES)
         async with asyncio.TaskGroup() as group:
-            for index in range(len(self._plan.runs)):
+            for index in range(len(self._plan.chains)):
                 await gate.acquire()
                 if self._has_failed:
                     return
-                self._runs.append(group.create_task(self._fetch(index)))
-                self._runs[-1].add_done_callback(lambda _: gate.release())
+                self._fetches.append(group.create_task(self._fetch(index)))
+                self._fetches[-1].add_done_callback(lambda _: gate.release())
 
     async def _fetch(self, index: int) -> str:
         """What became of a run of blocks, or of most of it."""
@@ -185,11 +185,11 @@ class _Migration:
 
     async def _before(self, index: int) -> str:
         """What became of the blocks that a run follows, which were begun earlier: this cannot go in circles."""
-        run = self._plan.runs[index]
-        if run.parent is None:
+        chain = self._plan.chains[index]
+        if chain.parent is None:
             return HELD
-        outcome = await self._runs[run.parent]
-        return NO_ROOM if run.position > self._num_names[run.parent] else outcome
+        outcome = await self._fetches[chain.parent]
+        return NO_ROOM if chain.position > self._num_names[chain.parent] else outcome
 
     async def _adopt(self, index: int, num_blocks: int) -> tuple[str, int]:
         """What became of the first blocks of a run, and how many came."""

@@ -12,7 +12,7 @@ import numpy as np
 from engine.distributed.links.channel import ChannelKind, RankChannel
 from engine.distributed.ranks.messages import PoolPlan
 from engine.distributed.wire.mirror_state import MirrorBook
-from engine.distributed.wire.mirrored_blocks import Planes, content, encode_blocks, put
+from engine.distributed.wire.mirrored_blocks import Planes, encode_blocks, read_blocks, write_blocks
 from engine.types.request import Batch
 from engine.types.step_inputs import IntArray, StepInputs
 
@@ -43,7 +43,7 @@ class Mirror:
         """Take there what this step reads and does not know yet. Raises RankLost."""
         for blocks in self._portions(self._book.step(inputs)):
             for rank, channel in self._channels.items():
-                channel.send(ChannelKind.PLACE, encode_blocks(blocks) + content(self._planes[rank], blocks))
+                channel.send(ChannelKind.PLACE, encode_blocks(blocks) + read_blocks(self._planes[rank], blocks))
 
     def after(self, batch: Batch) -> None:
         """Bring what this batch has computed for others: they read it as soon as they hear of it. Raises RankLost."""
@@ -64,7 +64,7 @@ class Mirror:
                 channel.send(ChannelKind.FETCH, encode_blocks(portion))
             for rank, channel in self._channels.items():
                 payload, _ = channel.expect(ChannelKind.BLOCKS)
-                put(self._planes[rank], portion, payload)
+                write_blocks(self._planes[rank], portion, payload)
 
     def _portions(self, blocks: IntArray) -> Iterator[IntArray]:
         for begin in range(0, len(blocks), self._most_blocks):

@@ -36,12 +36,12 @@ def decode_blocks(data: memoryview, *, num_blocks: int) -> tuple[IntArray, memor
     return blocks, data[end:]
 
 
-def content(planes: Planes, blocks: IntArray) -> bytes:
+def read_blocks(planes: Planes, blocks: IntArray) -> bytes:
     """The blocks' bytes."""
     return planes[:, blocks].tobytes()
 
 
-def put(planes: Planes, blocks: IntArray, data: memoryview) -> None:
+def write_blocks(planes: Planes, blocks: IntArray, data: memoryview) -> None:
     """Overwrite the blocks. Raises InvariantError when that is not as much as they hold."""
     shape = (planes.shape[0], len(blocks), planes.shape[2])
     if len(data) != int(np.prod(shape)):

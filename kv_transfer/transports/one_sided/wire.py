@@ -124,10 +124,10 @@ def receive_exactly(sock: socket.socket, size: int) -> bytes | None:
     """`size` bytes, or None when the peer has ended before the last of them. Raises OSError."""
     data = b""
     while len(data) < size:
-        piece = sock.recv(size - len(data))
-        if not piece:
+        part = sock.recv(size - len(data))
+        if not part:
             return None
-        data += piece
+        data += part
     return data
 
 

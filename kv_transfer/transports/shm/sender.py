@@ -55,7 +55,7 @@ class ShmWriter(ClaimingWriter):
         if self._last is None or self._last[0] != order.grant:
             token, slots = one_sided_wire.unpack_grant(order.grant)
             blocks = tuple(BlockId(slot) for slot in slots)
-            target = self._pairing.at_destination(order.source.held_tokens, blocks, self._pool_blocks)
+            target = self._pairing.at_destination(order.source.at.held_tokens, blocks, self._pool_blocks)
             self._last = order.grant, token, target
         return self._last[1:]
 

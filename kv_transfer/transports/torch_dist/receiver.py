@@ -1,7 +1,7 @@
 """`torch_dist`, receiving end: payload comes through a process group, two-sided, and lands beside the pool first.
 
 Each peer has a connection for headers, a thread, and a communicator: gloo for host memory, NCCL where both pools are on
-GPUs (see device_lane). torch_dist_intakes puts what has come into place.
+GPUs (see device_to_device.py). intakes.py puts what has come into place.
 """
 
 import hmac
@@ -92,7 +92,7 @@ class TorchDistReceiver:
         self._grants.listen_quiet(listener)
 
     def close(self) -> None:
-        """Waits for a piece that a peer has announced, `stall_s` at most."""
+        """Waits for a burst that a peer has announced, `stall_s` at most."""
         self._grants.revoke_all()
         with self._lock:
             self._closing.set()
@@ -132,7 +132,7 @@ class TorchDistReceiver:
                     raise TransferError(
                         f"{header.payload_bytes} bytes announced: at most {MAX_PAYLOAD_BYTES} are taken"
                     )
-                landed = session.take(header, self._grants.find(header.token))
+                landed = session.receive(header, self._grants.find(header.token))
                 self._answer(sock, MessageKind.DONE if landed else MessageKind.REFUSED, header.number)
         except (OSError, TransferError) as error:
             if session is None:
@@ -221,12 +221,12 @@ class _Session:
         except CommunicatorBroken as error:
             log.info("torch_dist sender is late: %s", error)
 
-    def take(self, header: MessageHeader, grant: WriteGrant | None) -> bool:
+    def receive(self, header: MessageHeader, grant: WriteGrant | None) -> bool:
         """Whether a write's payload has landed. Raises TransferError."""
         if self._intake is None:
             return False
         try:
-            return self._intake.take(header, grant)
+            return self._intake.receive(header, grant)
         except CommunicatorBroken as error:
             log.info("torch_dist: %s", error)
             self.close()

@@ -1,8 +1,8 @@
 """`torch_dist`, sending end: a write's payload goes through a process group with this one peer.
 
-Host memory goes over gloo, piece by piece; between pools on two GPUs it goes over NCCL and touches no host (see
-device_lane). When the communicator breaks (the other side was frozen for too long, say), the write fails and the next
-one begins with a new communicator.
+Host memory goes over gloo, burst by burst; between pools on two GPUs it goes over NCCL and touches no host (see
+device_to_device.py). When the communicator breaks (the other side was frozen for too long, say), the write fails and
+the next one begins with a new communicator.
 """
 
 import itertools

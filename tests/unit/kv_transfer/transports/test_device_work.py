@@ -20,7 +20,7 @@ from kv_transfer.transports.one_sided.receiver import ClaimReceiver, Writer, say
 from kv_transfer.transports.tcp.settings import PLAIN
 from tandem.errors import TransferError
 from tests.support.kv_transfer.transport_needs import require
-from tests.support.kv_transfer.transport_peer import box, landing, order
+from tests.support.kv_transfer.transport_peer import cell_range, landing, order
 from tests.unit.kv_transfer.transports.test_conformance import AWAY, KEY, WAIT_S, Pair, block_bytes, opened_as
 
 T = TypeVar("T")
@@ -80,7 +80,7 @@ def from_device(request: pytest.FixtureRequest) -> Iterator[tuple[Pair, Busy]]:
 def begin(pair: Pair, busy: Busy) -> tuple["Future[object]", bytes]:
     """A write whose sources the device is reading."""
     grant = pair.receiver.open_grant(KEY, landing(pair.lands_in, 1, 2))
-    future = pair.writer.write(order(KEY, grant, box(0, 1), [5]))
+    future = pair.writer.write(order(KEY, grant, cell_range(0, 1), [5]))
     assert busy.began.wait(WAIT_S)
     return future, grant
 
@@ -88,19 +88,19 @@ def begin(pair: Pair, busy: Busy) -> tuple["Future[object]", bytes]:
 def test_orders_are_taken_while_the_device_reads(from_device: tuple[Pair, Busy], loop) -> None:
     pair, busy = from_device
     first, grant = begin(pair, busy)
-    second = loop(lambda: pair.writer.write(order(KEY, grant, box(1, 1), [6])))
+    second = loop(lambda: pair.writer.write(order(KEY, grant, cell_range(1, 1), [6])))
     assert not first.done()
     assert not second.done()
     busy.let_go()
     for unit, future in enumerate((first, second)):
-        assert pair.receiver.verify(KEY, box(unit, 1), future.result(WAIT_S).checksum)
+        assert pair.receiver.verify(KEY, cell_range(unit, 1), future.result(WAIT_S).checksum)
     assert block_bytes(pair.target, [1, 2]) == block_bytes(pair.source, [5, 6])
 
 
 def test_a_cancel_is_proven_when_the_device_has_read(from_device: tuple[Pair, Busy], loop) -> None:
     pair, busy = from_device
     under_way, grant = begin(pair, busy)
-    queued = pair.writer.write(order(KEY, grant, box(1, 1), [6]))
+    queued = pair.writer.write(order(KEY, grant, cell_range(1, 1), [6]))
     assert loop(lambda: pair.writer.cancel(KEY)) is False
     # Over tcp a cancel within a frame ends the connection: whichever thread sees that first says why the write ended.
     ended = "cancelled|the receiver has gone"
@@ -135,7 +135,7 @@ def test_a_revocation_is_proven_when_the_device_has_written(mode: str, loop) -> 
         busy = Busy(pool_of(pair.lands_in))
         try:
             grant = pair.receiver.open_grant(KEY, landing(pair.lands_in, 1))
-            write = order(KEY, grant, box(0, 1), [5])
+            write = order(KEY, grant, cell_range(0, 1), [5])
 
             def arrives() -> bool:
                 result = pair.writer.write(write).result(WAIT_S)
