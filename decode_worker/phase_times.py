@@ -56,7 +56,7 @@ def entered(task: DecodeTask, now_s: float) -> None:
 
 
 def final(task: DecodeTask, now_s: float, *, block_bytes: int) -> PhaseTimes:
-    """All of it."""
+    """Phase times of a finished request."""
     decode_s = now_s - task.decoding_since_s if task.decoding_since_s else 0.0
     held_s = task.request.held.until(now_s)
     return replace(task.times, decode_s=decode_s, kv_byte_s=task.times.kv_byte_s + held_s * block_bytes)

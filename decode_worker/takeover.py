@@ -129,7 +129,7 @@ class Takeovers:
             send_all(task)
 
     def _pass_on(self, task: DecodeTask | None, port: SessionPort, adopt: pb.Adopt) -> tuple[SessionPort, str, int]:
-        """Whose it was."""
+        """Give a stream to another router's session; returns the port, request and attempt that it belonged to."""
         with_logprobs = task is not None and task.request.params.num_logprobs is not None
         if task is None or not task.sent.can_send_from(adopt.num_shown, with_logprobs=with_logprobs):
             raise Unavailable("this answer is not here")

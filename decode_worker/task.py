@@ -29,7 +29,7 @@ class SentTokens:
         self._measured: list[SampledToken] = []
 
     def add(self, token: SampledToken) -> None:
-        """The next token."""
+        """Append the next token."""
         self._ids.append(token.token_id)
         if token.logprob is not None:
             self._measured.append(token)
@@ -39,7 +39,7 @@ class SentTokens:
         return index <= len(self._ids) and (index >= self._num_given or not with_logprobs)
 
     def delta(self, request_id: str, attempt: int) -> pb.TokenDelta:
-        """All of them."""
+        """All tokens so far, as one message."""
         delta = pb.TokenDelta(request_id=request_id, attempt=attempt, first_index=0, token_ids=self._ids)
         if self._measured:
             nothing = [common.Logprobs()] * self._num_given

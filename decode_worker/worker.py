@@ -96,7 +96,6 @@ class DecodeWorker:
         return hello_to_pb(self._host.parts, self.identity, self.fabric.transports if self.fabric else ())
 
     def opened(self, port: SessionPort) -> None:
-        """A router joined."""
         self._pins.opened(port)
         self._takeovers.router_came(port)
         if port.wants_events:
@@ -321,7 +320,6 @@ class DecodeWorker:
         self._cancel(task)
 
     def on_output(self, output: StepOutput) -> None:
-        """One engine step."""
         self._scoring.on_output(output)
         now_s = time.monotonic()
         for admission in output.admissions:

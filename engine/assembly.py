@@ -404,7 +404,7 @@ def _limit_bytes(spec: EngineSpec, device: torch.device) -> int:
 
 
 def _stated_bytes(spec: EngineSpec) -> int | None:
-    """Of one rank."""
+    """`memory_bytes` of each rank; None where it is not set."""
     return None if spec.memory_bytes is None else spec.memory_bytes // spec.tensor_parallel_size
 
 

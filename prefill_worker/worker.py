@@ -83,7 +83,6 @@ class PrefillWorker:
         return hello_to_pb(self._host.parts, self.identity, self.fabric.transports if self.fabric else ())
 
     def opened(self, port: SessionPort) -> None:
-        """A router joined."""
         self._pins.opened(port)
         if port.wants_events:
             self._host.send_snapshot(port)
@@ -181,7 +180,6 @@ class PrefillWorker:
     # The engine's news
 
     def on_output(self, output: StepOutput) -> None:
-        """One engine step."""
         self._scoring.on_output(output)
         self._pins.lost(output.lost_pins)
         if self.fabric is None:

@@ -18,7 +18,7 @@ class PinService:
         self._ports: set[SessionPort] = set()
 
     def opened(self, port: SessionPort) -> None:
-        """A router joined."""
+        """Tell a new router what is pinned."""
         self._ports.add(port)
 
     def closed(self, port: SessionPort) -> None:

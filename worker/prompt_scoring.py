@@ -96,7 +96,6 @@ class PromptScoringOrders:
         await self._idle.wait()
 
     def on_output(self, output: StepOutput) -> None:
-        """One engine step."""
         if not self._tasks:
             return
         for admission in output.admissions:
@@ -217,7 +216,7 @@ def _parts(task: _Task, block_bytes: int) -> Iterator[pb.ReadPart]:
 
 
 def _closed(part: pb.ReadPart, task: _Task, block_bytes: int) -> pb.ReadPart:
-    """The last part."""
+    """The last part of an answer, with the request's times."""
     request, now_s = task.request, time.monotonic()
     times = PhaseTimes(
         prefill_queue_s=task.queued_s,

@@ -74,7 +74,6 @@ class SessionPort:
         self._wake.set()
 
     async def wait_closed(self) -> None:
-        """Until `close`."""
         await self._closed.wait()
 
     def send_snapshot(self, next_event: int, stored: Sequence[pb.KVEvent]) -> None:

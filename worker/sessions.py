@@ -50,9 +50,7 @@ class SessionHandler(Protocol):
 class Publisher(EventSink, Protocol):
     """Tells all routers at once of the prefix cache (`worker.cluster_state.publisher`)."""
 
-    def report(self) -> pb.BoardReport:
-        """How publishing fares."""
-        ...
+    def report(self) -> pb.BoardReport: ...
 
 
 class WorkerSessions(WorkerServicer):
@@ -73,7 +71,6 @@ class WorkerSessions(WorkerServicer):
 
     @property
     def ports(self) -> frozenset[SessionPort]:
-        """Live sessions."""
         return frozenset(self._ports)
 
     @property
@@ -83,7 +80,6 @@ class WorkerSessions(WorkerServicer):
         return sinks if self._publisher is None else [*sinks, self._publisher]
 
     def broadcast(self, message: pb.WorkerMessage) -> None:
-        """Tell every router."""
         for port in self._ports:
             port.send(message)
 

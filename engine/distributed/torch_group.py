@@ -57,7 +57,7 @@ class _Collectives(Protocol):
 
 
 class TorchGroup:
-    """See ParallelGroup."""
+    """ParallelGroup over torch.distributed: gloo between CPU ranks, NCCL between GPUs."""
 
     def __init__(
         self,
@@ -96,7 +96,6 @@ class TorchGroup:
             raise
 
     def all_reduce_(self, tensor: Tensor) -> Tensor:
-        """See ParallelGroup."""
         whole = tensor.contiguous()
         if whole.nbytes <= self._most_bytes_in_order:
             self._sum_in_rank_order_(whole)
@@ -105,7 +104,6 @@ class TorchGroup:
         return tensor if whole is tensor else tensor.copy_(whole)
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        """See ParallelGroup."""
         whole = tensor.contiguous()
         parts = [torch.empty_like(whole) for _ in range(self.size)] if self.rank == 0 else []
         options = dist.GatherOptions()
@@ -114,7 +112,6 @@ class TorchGroup:
         return parts
 
     def meet(self) -> None:
-        """See ParallelGroup."""
         self.all_reduce_(torch.zeros(1, device=self._device))
 
     def close(self) -> None:

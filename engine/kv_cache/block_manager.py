@@ -45,7 +45,7 @@ class PrefixMatch:
 
 
 class BlockManager:
-    """One worker's blocks."""
+    """The KV blocks of one worker: pool, prefix index, reservations, pins and tiers, kept consistent."""
 
     def __init__(
         self,

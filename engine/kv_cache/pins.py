@@ -176,7 +176,6 @@ class PrefixPins:
         return [block for pin in self._pins.values() for block in pin.blocks]
 
     def totals(self) -> PinTotals:
-        """For reports."""
         return PinTotals(
             num_pins=len(self._pins),
             num_blocks=len(self._by_block),

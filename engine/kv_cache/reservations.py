@@ -28,7 +28,7 @@ from tandem.values.ids import BlockId, RequestId, TransferId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReservationGrant:
-    """What `reserve` promised."""
+    """What `reserve` promised: the cached prefix that is held, and the blocks to come."""
 
     num_held_tokens: int
     """Prefix whose KV is already here: need not travel."""

@@ -113,19 +113,15 @@ class DiskStore:
         self._on_read = on_read
 
     def write(self, name: BlockHash, slot: int) -> None:
-        """See DiskPort."""
         self._writer.submit(self._write, name, slot)
 
     def read(self, name: BlockHash, slot: int) -> None:
-        """See DiskPort."""
         self._readers.submit(self._read, name, slot)
 
     def delete(self, name: BlockHash) -> None:
-        """See DiskPort."""
         self._writer.submit(remove, self._path(name))
 
     def collect(self) -> Sequence[DiskDone]:
-        """See DiskPort."""
         done: list[DiskDone] = []
         while True:
             try:
@@ -254,4 +250,4 @@ def _mark_used(path: str) -> None:
 
 
 def _nothing() -> None:
-    """Until somebody listens."""
+    """Default listener: nothing is notified."""

@@ -73,7 +73,6 @@ class ModelRunner:
         )
 
     def launch(self, batch: Batch, on_layers: Callable[[int], None] | None = None) -> LaunchedStep:
-        """See Runner."""
         with torch.inference_mode(), self._staging.step():
             inputs = self._inputs.build(batch)
             if self._announce is not None:
@@ -114,7 +113,6 @@ class ModelRunner:
             )
 
     def bind_thread(self) -> None:
-        """See Runner."""
         self.model.backend.bind_thread()
 
     @torch.inference_mode()

@@ -17,7 +17,7 @@ class _Coming:
 
 
 class PendingSamples:
-    """See engine.types.runner.LaunchedStep."""
+    """LaunchedStep whose samples are still being computed on the device."""
 
     __slots__ = ("_logprobs", "_token_ids")
 
@@ -30,11 +30,9 @@ class PendingSamples:
         ]
 
     def is_over(self) -> bool:
-        """See LaunchedStep."""
         return self._token_ids.is_here() and all(coming.top_values.is_here() for coming in self._logprobs)
 
     def tokens(self) -> Sequence[SampledToken | None]:
-        """See LaunchedStep."""
         ids = self._token_ids.wait().tolist()
         tokens = [SampledToken(token_id=token) if token >= 0 else None for token in ids]
         for coming in self._logprobs:
@@ -51,11 +49,9 @@ class ComingKeys:
         self._done = queue.mark()
 
     def is_over(self) -> bool:
-        """See LaunchedStep."""
         return self._done.has_passed()
 
     def tokens(self) -> Sequence[SampledToken | None]:
-        """See LaunchedStep."""
         self._done.wait()
         return []
 

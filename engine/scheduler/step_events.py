@@ -90,7 +90,7 @@ class StepEventCollector:
         self._num_reported_blocks.pop(request_id, None)
 
     def drain(self, load: Load) -> StepOutput:
-        """Hand everything out."""
+        """Hand out everything collected since the last call."""
         output = StepOutput(
             events=tuple(self._events),
             admissions=tuple(self._admissions),

@@ -67,5 +67,5 @@ def follow(guide: TokenGuide, output: Sequence[int]) -> bool:
 
 
 def num_words(vocab_size: int) -> int:
-    """Length of `Bits`."""
+    """Number of 32-bit words in a mask over the vocabulary."""
     return (vocab_size + 31) // 32

@@ -39,7 +39,7 @@ class Quiet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Committed:
-    """Answer to Commit."""
+    """The blocks belong to the request: the answer to Commit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class PeerFaulted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submitted:
-    """Answer to SubmitPrefill."""
+    """The engine has queued the prefill: the answer to SubmitPrefill."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +139,7 @@ class WriteFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WritesQuiet:
-    """Answer to CancelWrites."""
+    """No write moves a byte any more: the answer to CancelWrites."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -140,7 +140,7 @@ class Attempt(ABC, Generic[MachineT, EventT]):
 
     @abstractmethod
     def _begin(self) -> Actions:
-        """Start the machine."""
+        """The machine's first actions."""
 
     @abstractmethod
     def _execute(self, action: Action) -> EventT | None:

@@ -94,7 +94,6 @@ class ClusterStatePublisher:
         return taken
 
     def report(self) -> pb.BoardReport:
-        """How publishing fares."""
         since_s = self._behind_since_s
         return pb.BoardReport(
             up=self._link.health.is_up,

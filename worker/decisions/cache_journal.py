@@ -22,7 +22,7 @@ _CHANGES_AT_ONCE = 8 * MAX_CHANGES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Write:
-    """One transaction."""
+    """What one transaction writes to Redis."""
 
     entries: tuple[Changes, ...]
     """Appended to the log."""

@@ -37,7 +37,7 @@ class Purpose(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoiningRank:
-    """Who comes."""
+    """What a rank says of itself when it joins."""
 
     rank: int
     size: int

@@ -25,7 +25,6 @@ class NodeRanks:
 
     @property
     def host(self) -> str:
-        """This node's address."""
         return self._door.host
 
     def serve(self, pulse: RankChannel) -> None:

@@ -18,7 +18,7 @@ _INT = np.dtype("<i4")
 
 
 def encode_blocks(blocks: IntArray) -> bytes:
-    """Which ones."""
+    """The block ids as `decode_blocks` reads them."""
     return _COUNT.pack(len(blocks)) + blocks.astype(_INT).tobytes()
 
 
@@ -37,7 +37,7 @@ def decode_blocks(data: memoryview, *, num_blocks: int) -> tuple[IntArray, memor
 
 
 def read_blocks(planes: Planes, blocks: IntArray) -> bytes:
-    """The blocks' bytes."""
+    """Content of the blocks, `[layer, block, layer_block_bytes]`."""
     return planes[:, blocks].tobytes()
 
 

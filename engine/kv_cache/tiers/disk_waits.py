@@ -7,7 +7,7 @@ from tandem.values.ids import BlockHash, RequestId
 
 @dataclass(slots=True, kw_only=True)
 class _Wait:
-    """One request's patience."""
+    """How long one request still waits for blocks from disk."""
 
     until_s: float
     outstanding: set[BlockHash]

@@ -67,8 +67,7 @@ class ClaimReceiver(ABC):
         self._thread.start()
 
     @abstractmethod
-    def offer(self) -> TransportOffer:
-        """See KVReceiver."""
+    def offer(self) -> TransportOffer: ...
 
     @abstractmethod
     def _refuses(self, sock: socket.socket) -> str | None:

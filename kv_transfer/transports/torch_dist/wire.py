@@ -105,7 +105,7 @@ def pack_rendezvous(meeting: RendezvousOffer) -> bytes:
 
 
 def unpack_rendezvous(data: bytes) -> RendezvousOffer:
-    """Raises TransferError."""
+    """The offer in an advert. Raises TransferError for bytes that are none."""
     try:
         fields = json.loads(data)
         return RendezvousOffer(
