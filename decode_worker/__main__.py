@@ -73,9 +73,9 @@ async def serve(config: ClusterConfig, place: WorkerPlace, lifetime: Lifetime) -
         stack.callback(tasks.create_task(sessions.tell_load()).cancel)
         await publish(stack, publisher, host)
         announce(place.ready_fd, identity.facts() | parts.facts() | {"load_s": round(time.monotonic() - started_s, 3)})
-        _log.info("decode worker %s serves at %s", identity.worker_id, identity.address)
+        _log.info("decode worker %s is serving at %s", identity.worker_id, identity.address)
         await lifetime.wait()
-        sessions.drain("the worker was told to stop")
+        sessions.drain("the worker is stopping")
         await leave(worker, drain_s=config.decode.drain_s, succession_s=config.transfer.succession_s)
 
 

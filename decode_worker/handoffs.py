@@ -80,7 +80,7 @@ class HandoffReceiver:
         """Choose the destinations, late: the prompt leaves the prefill worker's queue now."""
         task = self._tasks.of_transfer(transfer_id)
         if task is None or task.reservation is None:
-            raise TransferError("the request is gone")
+            raise TransferError("the request has ended")
         key = task.reservation
         blocks = await self._host.call(lambda scheduler: scheduler.reservations.bind(key))
         if len(blocks) != num_blocks:
@@ -122,7 +122,9 @@ class HandoffReceiver:
             try:
                 await self._host.call(lambda s: s.reservations.commit(key, token_id, num_cached_tokens=cached_tokens))
             except ServingError as error:
-                _log.info("%s ended while its KV arrived: %s", transfer_id, error.message, extra=about(task.request_id))
+                _log.info(
+                    "%s ended while its KV was arriving: %s", transfer_id, error.message, extra=about(task.request_id)
+                )
             else:
                 entered(task, self._clock())
                 self._destinations.settle(info.blocks)
@@ -159,7 +161,9 @@ class HandoffReceiver:
         try:
             grant = await kept
         except ServingError as error:
-            _log.info("%s: nothing kept: %s", task.transfer_id, error.message, extra=about(task.request_id))
+            _log.info(
+                "%s: nothing that landed was kept: %s", task.transfer_id, error.message, extra=about(task.request_id)
+            )
             return
         if grant is None and task.reservation == new:
             task.reservation = None
@@ -180,7 +184,10 @@ class HandoffReceiver:
     def quarantine(self, transfer_id: TransferId, blocks: tuple[BlockId, ...]) -> None:
         """The engine keeps them out of circulation already; say so."""
         _log.warning(
-            "%s: %d blocks quarantined, their writer may be alive", transfer_id, len(blocks), extra=about(transfer_id)
+            "%s: quarantined %d blocks, their writer may still be running",
+            transfer_id,
+            len(blocks),
+            extra=about(transfer_id),
         )
 
     def released(self, transfer_id: TransferId, blocks: tuple[BlockId, ...]) -> None:

@@ -132,7 +132,7 @@ class Takeovers:
         """Give a stream to another router's session; returns the port, request and attempt that it belonged to."""
         with_logprobs = task is not None and task.request.params.num_logprobs is not None
         if task is None or not task.sent.can_send_from(adopt.num_shown, with_logprobs=with_logprobs):
-            raise Unavailable("this answer is not here")
+            raise Unavailable("this stream is not on this worker")
         former = (task.port, adopt.request_id, task.attempt)
         self._book.pass_on(task, port, adopt.attempt)
         return former
@@ -141,7 +141,7 @@ class Takeovers:
         for task in self._orphans.lapsed(time.monotonic()):
             if not task.is_over:
                 _log.info(
-                    "request %s: its router left and nobody took it over",
+                    "request %s: its router disconnected and no other took it over",
                     task.request_id,
                     extra=about(task.request_id),
                 )

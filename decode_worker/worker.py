@@ -172,7 +172,7 @@ class DecodeWorker:
         self._idle.clear()
         if task.next_index:
             told = submit.request_id, submit.attempt, task.next_index
-            _log.info("request %s: attempt %d goes on here behind %d tokens", *told, extra=about(task.request_id))
+            _log.info("request %s: attempt %d continues here after %d tokens", *told, extra=about(task.request_id))
         if request.deadline_s is not None:
             timer = asyncio.get_running_loop().call_later(max(0.0, request.deadline_s - now_s), self._time_out, task)
             task.when_done = timer.cancel  # or it would keep the task's tokens alive until it fires
@@ -260,7 +260,9 @@ class DecodeWorker:
             try:
                 hub.reroute(task.transfer_id, route_from_pb(reroute.prefill)[1], holder_of(reroute))
             except ServingError as error:
-                _log.info("%s is computed here: %s", task.transfer_id, error.message, extra=about(task.request_id))
+                _log.info(
+                    "%s: computing the prompt here: %s", task.transfer_id, error.message, extra=about(task.request_id)
+                )
             else:
                 task.phase = TaskPhase.HANDOFF
                 return

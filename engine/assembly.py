@@ -332,7 +332,7 @@ def _is_pipelined(spec: EngineSpec, device: torch.device) -> bool:
     """On a CPU there is nothing to overlap: who prepares the next step would compute this one."""
     wanted = device.type == "cuda" if spec.pipelined == "auto" else spec.pipelined == "on"
     if wanted and spec.tensor_parallel_size > 1:
-        _log.info("steps are not pipelined over several ranks: each must be told the tokens of the step before")
+        _log.info("steps are not pipelined over several ranks: each rank needs the tokens of the step before")
         return False
     return wanted
 

@@ -77,9 +77,9 @@ async def serve(config: ClusterConfig, place: WorkerPlace, lifetime: Lifetime) -
         stack.callback(tasks.create_task(sessions.tell_load()).cancel)
         await publish(stack, publisher, host)
         announce(place.ready_fd, identity.facts() | parts.facts() | {"load_s": round(time.monotonic() - started_s, 3)})
-        _log.info("prefill worker %s serves at %s", identity.worker_id, identity.address)
+        _log.info("prefill worker %s is serving at %s", identity.worker_id, identity.address)
         await lifetime.wait()
-        sessions.drain("the worker was told to stop")
+        sessions.drain("the worker is stopping")
         await leave(worker, drain_s=config.prefill.drain_s, succession_s=config.transfer.succession_s)
 
 

@@ -175,7 +175,7 @@ class EngineHost:
     async def _grammar_guide(self, grammar: str) -> TokenGuide:
         guides = self.parts.guides
         if guides is None:
-            raise InvalidRequest("grammar: this worker follows none", param="grammar")
+            raise InvalidRequest("grammar: this worker does not support any", param="grammar")
         guide = guides.kept(grammar)
         if guide is None:
             guide = await self._loop.run_in_executor(self._grammars, guides.guide, grammar)
@@ -202,7 +202,7 @@ class EngineHost:
         try:
             self._stall_watch.check(self._engine.turn, self.rates, time.monotonic())
         except EngineStalled as stalled:
-            _log.critical("the engine hangs: %s", stalled)
+            _log.critical("the engine is stalled: %s", stalled)
             self._has_failed = True
             self._on_fatal(stalled)
 
@@ -227,7 +227,7 @@ class EngineHost:
         try:
             self._loop.call_soon_threadsafe(fn, value)
         except RuntimeError:  # the loop has closed: the process is ending and nobody listens
-            _log.debug("an engine event came after the end")
+            _log.debug("dropped an engine event after the end")
 
     def _on_step(self, output: StepOutput) -> None:
         try:

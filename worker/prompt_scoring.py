@@ -119,7 +119,7 @@ class PromptScoringOrders:
             if self._draining:
                 raise Unavailable("this worker is draining", retry_after_s=1.0)
             if (port, order.request_id, order.attempt) in self._by_order:
-                raise InvalidRequest(f"attempt {order.attempt} of this request is here already", param="request_id")
+                raise InvalidRequest(f"attempt {order.attempt} of this request already exists", param="request_id")
             request = self._request(order)
         except ServingError as error:
             _refuse(port, order.request_id, order.attempt, error)

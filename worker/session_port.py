@@ -55,7 +55,7 @@ class SessionPort:
         if self.closed or self._finished or not self.dialect.has(message.WhichOneof("kind")):
             return
         if len(self._queue) >= MAX_QUEUED_MESSAGES:
-            _log.warning("router %x reads too slowly: its session is closed", self.router)
+            _log.warning("router %x reads too slowly: closing its session", self.router)
             self.close()
             return
         self._queue.append(message)

@@ -142,14 +142,14 @@ class WorkerSessions(WorkerServicer):
                 task.cancel()
             for fault in await asyncio.gather(*tasks, return_exceptions=True):
                 if isinstance(fault, Exception):
-                    _log.warning("the session with router %x broke", port.router, exc_info=fault)
+                    _log.warning("the session with router %x failed", port.router, exc_info=fault)
 
     async def _write(self, port: SessionPort, context: Any) -> None:
         try:
             while (message := await port.next()) is not None:
                 await context.write(message)
         except grpc.aio.InternalError:
-            _log.info("router %x left while something was told to it", port.router)
+            _log.info("router %x disconnected while a message was being written", port.router)
 
     async def _read(self, port: SessionPort, context: Any) -> None:
         try:
@@ -165,5 +165,5 @@ class WorkerSessions(WorkerServicer):
     def _end_earlier(self, port: SessionPort) -> None:
         for other in self._ports - {port}:
             if other.router == port.router:
-                _log.info("router %x is here in a new session: its former one ends", port.router)
+                _log.info("router %x has opened a new session: closing its earlier one", port.router)
                 other.close()

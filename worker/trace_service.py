@@ -93,7 +93,7 @@ async def trace_steps(host: EngineHost, trace: StepTrace, *, num_steps: int, tim
         try:
             trace.begin()
         except Exception as error:  # a broken recorder must not end the engine
-            raise Unavailable(f"no trace can be made now: {error}") from error
+            raise Unavailable(f"cannot start a trace: {error}") from error
         traced.append(TracedRunner(runner, num_steps=num_steps, on_enough=on_enough))
         return traced[0]
 
@@ -115,7 +115,7 @@ async def trace_steps(host: EngineHost, trace: StepTrace, *, num_steps: int, tim
     finally:
         await host.replace_runner(end)
     if failed:
-        raise Unavailable(f"the trace could not be ended: {failed[0]}")
+        raise Unavailable(f"cannot stop the trace: {failed[0]}")
     return traced[0].num_steps
 
 

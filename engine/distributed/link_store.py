@@ -84,5 +84,5 @@ class LinkStore(_Base):  # type: ignore[misc]  # its base is untyped
     def _await(self, key: str, timeout_s: float) -> bytes:
         value = self._keys.get(key, timeout_s)
         if value is None:
-            raise RuntimeError(f"no other rank has said {key} within {timeout_s:.0f} s")
+            raise RuntimeError(f"no other rank has set {key} within {timeout_s:.0f} s")
         return value

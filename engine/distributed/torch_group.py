@@ -86,7 +86,7 @@ class TorchGroup:
         self._backend: _Backend | None = None
         backend = _Backend(store_fd, over_nodes)
         if (failure := backend.open(rank, size, timedelta(seconds=timeout_s), is_cuda=is_cuda)) is not None:
-            raise RankLost(f"rank {rank} did not meet the others: {failure}")
+            raise RankLost(f"rank {rank} did not join the group: {failure}")
         self._backend = backend
         try:
             # NCCL connects at its first call; better now than in a request.
@@ -146,7 +146,7 @@ class TorchGroup:
         try:
             start(backend).wait()
         except RuntimeError as error:
-            raise RankLost(f"rank {self.rank} lost the others: {error!s:.160}") from None
+            raise RankLost(f"rank {self.rank} lost the other ranks: {error!s:.160}") from None
 
 
 class _Backend:

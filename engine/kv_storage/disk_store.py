@@ -167,10 +167,10 @@ class DiskStore:
         except FileNotFoundError:
             verdict = DiskVerdict.GONE
         except OSError as error:
-            _log.warning("a cached block was not read: %s", error.strerror)
+            _log.warning("cannot read a cached block: %s", error.strerror)
             verdict = DiskVerdict.FAILED
         except BadBlockFile as bad:
-            _log.warning("a cached block is not used: %s", bad)
+            _log.warning("ignoring a cached block: %s", bad)
             verdict = DiskVerdict.DAMAGED
         self._end(DiskJob.READ, name, slot, verdict, perf_counter() - started_s)
         self._on_read()

@@ -143,7 +143,7 @@ class Scheduler:
         Counted: one per transfer. InvalidRequest when the request is not here.
         """
         if request_id not in self._table.requests:
-            raise InvalidRequest(f"request {request_id} is not here")
+            raise InvalidRequest(f"request {request_id} does not exist")
         self.blocks.pin(request_id)
 
     def unpin_blocks(self, request_id: RequestId) -> None:
@@ -153,7 +153,7 @@ class Scheduler:
     def _screen(self, request: Request) -> None:
         request_id = request.request_id
         if request_id in self._table.requests or self.reservations.has_request(request_id):
-            raise InvalidRequest(f"request {request_id} is already here")
+            raise InvalidRequest(f"request {request_id} already exists")
         if finish_reason(request, self._config) is None:
             check_size(request, self._config)
 
@@ -162,7 +162,7 @@ class Scheduler:
         if finish_reason(request, self._config) is not None:
             raise InvalidRequest(f"request {request.request_id} is already complete")
         if self._planner.head_is_blocked:
-            raise PoolExhausted("requests before this one wait for KV blocks", retry_after_s=_RETRY_AFTER_S)
+            raise PoolExhausted("earlier requests are waiting for KV blocks", retry_after_s=_RETRY_AFTER_S)
 
     def _adopt(self, request: Request) -> None:
         """Take over a request that holds all its KV but the last token's, or none at all."""
@@ -259,7 +259,7 @@ class Scheduler:
                 self._retire(request)
         for request in failed:
             name = request.request_id
-            _log.warning("%s: no token can be chosen from its logits", name, extra=about(name))
+            _log.warning("%s: cannot sample a token from its logits", name, extra=about(name))
             self.pins.distrust(request)
             self.blocks.condemn(request)
             self._end(request, FinishReason.ERROR)

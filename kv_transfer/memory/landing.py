@@ -70,7 +70,7 @@ class Landing:
         others = sum(staged.nbytes for of, staged in list(self._staged.items()) if of != cells)
         num_bytes = self.num_bytes(cells)
         if others + num_bytes > self._max_staged_bytes:
-            raise TransferError("more is on the way than was reserved")
+            raise TransferError("more bytes are in flight than were reserved")
         self._begin(cells)
         staged = self._staged[cells] = self._allocate(num_bytes) if spare is None else spare
         return [staged.data]
@@ -88,7 +88,7 @@ class Landing:
     def on_device(self, cells: CellRange) -> Runs:
         """Where their payload goes when it comes from device to device. Raises TransferError as `room` does."""
         if self._converter is not None or self._device is None:
-            raise TransferError("this pool takes no payload from a device")
+            raise TransferError("this pool accepts no payload from a device")
         runs = self.cells.writes(cells)
         self._begin(cells)
         return runs
@@ -96,7 +96,7 @@ class Landing:
     def _begin(self, cells: CellRange) -> None:
         """A second write would not be looked at: its damage would stand where verified cells stood."""
         if cells in self._written:
-            raise TransferError("these cells have been written")
+            raise TransferError("these cells were written already")
         self._written.add(cells)
         self._checksums.pop(cells, None)
 

@@ -227,4 +227,4 @@ class TorchPool:
             with self._streams.one() as stream:
                 yield stream
         except self._torch.OutOfMemoryError:
-            raise TransferError("the device has no memory left beside the pool") from None
+            raise TransferError("the device has no memory left besides the pool") from None

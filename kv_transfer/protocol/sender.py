@@ -269,7 +269,7 @@ class Sender:
         if self.state is not HandoffState.OFFERED:
             return ()
         if guards.unexpected_size(reserve, self._num_units):
-            return self._fail(f"{reserve.num_units} units reserved, {self._num_units} travel")
+            return self._fail(f"{reserve.num_units} units reserved, expected {self._num_units}")
         self._reserve = reserve
         self._move(HandoffState.RESERVED)
         return self._advance()
@@ -295,7 +295,7 @@ class Sender:
 
     def _on_finished(self, event: PrefillFinished) -> Actions:
         if len(self._sources) != self._num_blocks:
-            return self._fail(f"{len(self._sources)} blocks computed, {self._num_blocks} travel")
+            return self._fail(f"{len(self._sources)} blocks computed, expected {self._num_blocks}")
         self._finished = event
         return self._advance()
 

@@ -320,7 +320,7 @@ class ReceiverHub:
     def _ladder(self, attempt: ReceiverAttempt) -> HandoffRetry:
         ladder = self._ladders.get(attempt.key.transfer_id)
         if ladder is None or ladder.newest_attempt != attempt.key.attempt:
-            raise InvariantError(f"{attempt.key} reports, but its hand-off has moved on")
+            raise InvariantError(f"{attempt.key} reported after its hand-off had moved on")
         return ladder
 
     # Timers and proofs

@@ -331,7 +331,7 @@ class SenderHub:
         if len(self._attempts) >= self._settings.max_transfers:
             return Overloaded(f"{len(self._attempts)} hand-offs are under way", retry_after_s=1.0)
         if body.job.held_tokens % link.pairing.destination.block_size:
-            return InvalidRequest("held_tokens is not a number of whole blocks", param="held_tokens")
+            return InvalidRequest("held_tokens must be a multiple of the block size", param="held_tokens")
         return None
 
     def _plan(self, link: SenderLink, key: TransferKey, body: Prefill) -> SenderPlan:

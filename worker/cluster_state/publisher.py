@@ -151,7 +151,7 @@ class ClusterStatePublisher:
         if isinstance(kept[1], Refusal):  # somebody put something else there
             await self._link.ask([("DEL", keys.workers), commands[1]])
         if not journal.seen(self._found(head, state_bytes, num_entries)) and self._num_states:
-            _log.info("what Redis holds of this worker's cache is not what was written: all of it is written again")
+            _log.info("this worker's cache in Redis is not what was written: writing all of it again")
 
     def _found(self, head: Reply, state_bytes: Reply, num_entries: Reply) -> Footprint | None:
         """What is there, if it holds together."""
@@ -194,7 +194,7 @@ class ClusterStatePublisher:
             if self._link.health.is_up:
                 await self._link.ask([("DEL", *taken), ("ZREM", keys.workers, process.mark)])
         except RedisDown:
-            _log.info("Redis does not answer: this worker's entries there end with their lease")
+            _log.info("Redis does not answer: this worker's entries will expire with their lease")
         finally:
             await self._link.close()
 

@@ -132,7 +132,7 @@ class Fetcher:
         if fetch.declined is not None:
             self.stats.declined += 1
             told = request.request_id, holder.worker_id, fetch.declined.value
-            _log.debug("%s: what %s holds is not fetched: %s", *told, extra=wanted.about)
+            _log.debug("%s: not fetching from %s: %s", *told, extra=wanted.about)
         return 0 if fetch is same else gained
 
     def _bytes_per_s(self, holder: PrefixHolder) -> float:
@@ -187,7 +187,7 @@ class Fetcher:
         if isinstance(held, Declined):
             del self._fetches[transfer_id]
             if isinstance(error, ServingError):
-                _log.info("%s: no room for what a peer holds: %s", transfer_id, error.message, extra=wanted.about)
+                _log.info("%s: no room to fetch a peer's prefix: %s", transfer_id, error.message, extra=wanted.about)
             elif error is not None:
                 fetch.reserved.set_exception(error)  # whoever waits raises it
             fetch.decline(held)
@@ -205,7 +205,7 @@ class Fetcher:
         wanted, gained = fetch.wanted, ended.result()
         fetch.stats.num_tokens += gained
         _log.info(
-            "%s: %d of %d tokens came from %s in %.1f ms",
+            "%s: fetched %d of %d tokens from %s in %.1f ms",
             wanted.transfer_id, gained, wanted.probe.num_tokens - 1 - fetch.num_held_tokens, wanted.holder.worker_id,
             1e3 * (time.monotonic() - started_s), extra=wanted.about,
         )  # fmt: skip
@@ -291,7 +291,7 @@ class Fetcher:
         """Nobody was let in."""
         transfer_id = fetch.wanted.transfer_id
         del self._fetches[transfer_id]
-        _log.info("%s: not begun: %s", transfer_id, error.message, extra=fetch.wanted.about)
+        _log.info("%s: the fetch was not started: %s", transfer_id, error.message, extra=fetch.wanted.about)
         fetch.stats.failed += 1
         self._host.post(lambda scheduler: scheduler.reservations.cancel(transfer_id))
         fetch.end(0)
@@ -351,7 +351,12 @@ class Fetcher:
         try:
             await keeping
         except ServingError as error:
-            _log.info("%s: nothing kept: %s", fetch.wanted.transfer_id, error.message, extra=fetch.wanted.about)
+            _log.info(
+                "%s: nothing that landed was kept: %s",
+                fetch.wanted.transfer_id,
+                error.message,
+                extra=fetch.wanted.about,
+            )
             gained = 0
         fetch.end(gained)
 
@@ -360,7 +365,7 @@ class Fetcher:
 
     def quarantine(self, transfer_id: TransferId, blocks: tuple[BlockId, ...]) -> None:
         """The engine keeps them out of circulation already; say so."""
-        _log.warning("%s: %d blocks quarantined, their writer may be alive", transfer_id, len(blocks))
+        _log.warning("%s: quarantined %d blocks, their writer may still be running", transfer_id, len(blocks))
 
     def released(self, transfer_id: TransferId, blocks: tuple[BlockId, ...]) -> None:
         """Nothing writes there any more."""

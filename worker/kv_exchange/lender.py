@@ -47,7 +47,7 @@ class Lender:
     async def submit(self, job: PrefillJob) -> None:
         """Find the prefix and hold it.
 
-        Raises Unavailable when no more of it is here than the asker has, or nobody asks for it any longer.
+        Raises Unavailable when no more of it is here than the asker has, or it was cancelled.
         """
         loan = Request(
             request_id=RequestId(f"loan/{job.transfer_id}"),
@@ -68,9 +68,9 @@ class Lender:
             while not gone.is_set() and await self._host.call(partial(_is_arriving, loan)):
                 pass
             if gone.is_set():
-                raise Unavailable("nobody asks for it any longer")
+                raise Unavailable("it was cancelled")
             if loan.num_computed_tokens <= job.held_tokens:
-                raise Unavailable("no more of the prefix is held here")
+                raise Unavailable("no more of the prefix is cached here")
             await self._host.bring(tuple(loan.block_table))
         except BaseException:
             del self._loans[job.transfer_id]

@@ -95,7 +95,7 @@ class MigrationTarget:
                 own_prefill_tokens_per_s=self._host.rates.prefill_tokens_per_s,
             )
         except InvalidRequest as error:
-            _log.warning("a cache migration is declined: %s", error.message)
+            _log.warning("declined a cache migration: %s", error.message)
             return None
 
     async def _take(self, taking: "_Migration", *, ends_s: float) -> None:

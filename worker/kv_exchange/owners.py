@@ -58,7 +58,7 @@ class OutgoingTransfers:
         elif self._prompts is not None:
             await self._prompts.submit(job)
         else:
-            raise InvalidRequest("this worker computes no prompts for others: it only lends what it holds")
+            raise InvalidRequest("this worker computes no prompts for others: it only serves fetches from its cache")
 
     def unwanted(self, transfer_id: TransferId) -> None:
         """Its `submit` may hurry: what it fetches, or brings up from below the pool, nobody waits for any more."""

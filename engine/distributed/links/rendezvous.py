@@ -78,7 +78,7 @@ class RendezvousStore:
                     return {"num": self.count()}
         except (KeyError, TypeError, ValueError):
             pass
-        raise RankLost("a rank asks what nobody asks")
+        raise RankLost("malformed rendezvous request")
 
 
 class RemoteKeys:
@@ -121,5 +121,5 @@ class RemoteKeys:
             try:
                 answer: dict[str, Any] = json.loads(bytes(payload))
             except ValueError:
-                raise RankLost(f"{self._channel.peer} answers what nobody understands") from None
+                raise RankLost(f"{self._channel.peer} sent a malformed rendezvous answer") from None
             return answer

@@ -70,7 +70,7 @@ def serve_rank(link: RankLink) -> int:
 
 def _follow(channel: RankChannel, setup: RankSetup, store_fd: int | None, over_nodes: OverNodes | None) -> int:
     if store_fd is None and over_nodes is None:
-        raise RankLost("the set-up came without the group's store")
+        raise RankLost("the setup has no descriptor of the group's store")
     options = setup.on_own_machine(threads_of_one)
     device = options.device
     if device.type == "cuda":

@@ -65,7 +65,7 @@ class Leader:
                 self._channels.add(arrivals.gather())
             self.group = self._meet(setup)
             undo.pop_all()
-        _log.info("%d ranks, pids here %s", setup.size, [os.getpid(), *self._processes.pids.values()])
+        _log.info("%d ranks, local pids %s", setup.size, [os.getpid(), *self._processes.pids.values()])
 
     @property
     def mirror(self) -> Mirror | None:

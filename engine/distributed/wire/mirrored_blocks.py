@@ -25,11 +25,11 @@ def encode_blocks(blocks: IntArray) -> bytes:
 def decode_blocks(data: memoryview, *, num_blocks: int) -> tuple[IntArray, memoryview]:
     """What `encode_blocks` was given, and what follows it. Raises InvariantError for blocks that there are not."""
     if len(data) < _COUNT.size:
-        raise InvariantError("a list of blocks is cut short")
+        raise InvariantError("truncated list of blocks")
     (count,) = _COUNT.unpack_from(data)
     end = _COUNT.size + count * _INT.itemsize
     if count < 0 or len(data) < end:
-        raise InvariantError("a list of blocks is cut short")
+        raise InvariantError("truncated list of blocks")
     blocks = np.frombuffer(data, dtype=_INT, count=count, offset=_COUNT.size).astype(np.int64)
     if count and not 0 <= int(blocks.min()) <= int(blocks.max()) < num_blocks:
         raise InvariantError(f"blocks beyond the pool's {num_blocks}")

@@ -68,7 +68,7 @@ class NixlWriter(ClaimingWriter):
         target = self._pairing.at_destination(order.source.at.held_tokens, blocks, self._pool_blocks)
         copies: Iterable[RunPair]
         if self._departure.converts:
-            # What is not there is refused here: once something moves, an error ends the connection.
+            # What is not there is rejected by this worker: once something moves, an error ends the connection.
             order.source.reads(order.cells)
             target.writes(order.cells)
             copies = self._converted(job, target)

@@ -106,7 +106,7 @@ class ClaimingWriter(QueuedWriter):
         try:
             while (message := one_sided_wire.receive(self._sock)) is not None:
                 self._on_message(*message)
-            reason = "the receiver has gone"
+            reason = "the receiver has disconnected"
         except (OSError, TransferError) as error:
             reason = f"connection lost: {error}"
         self._break(reason)

@@ -48,7 +48,7 @@ class ShmWriter(ClaimingWriter):
         """The memory outlives its owner, and the thread that reads the socket may be late: nothing lands meanwhile."""
         self._check(job, token)
         if self._end.poll(0):
-            raise TransferError("the receiver has gone")
+            raise TransferError("the receiver has disconnected")
 
     def _unpacked(self, order: WriteOrder) -> tuple[bytes, PlacedCells]:
         """What a grant says: its token and where its cells lie. The chunks of a hand-off come one after another."""

@@ -155,20 +155,20 @@ class TcpStream(QueuedWriter):
                 if data is None:
                     break
                 self._on_answer(*tcp_frames.unpack_answer(data))
-            reason = "the receiver has gone"
+            reason = "the receiver has disconnected"
         except (OSError, TransferError) as error:
             reason = f"tcp connection lost: {error}"
         self._broken(reason)
 
     def _on_answer(self, kind: FrameKind, write_id: int) -> None:
         if not self._unanswered or self._unanswered[0].write_id != write_id:
-            raise TransferError("an answer to nothing")
+            raise TransferError("an answer without a write")
         frame = self._unanswered.popleft()
         # The last call may have sent everything, and its bytes are being checksummed.
         with self._queue.lock:
             whole, checksum = not frame.left, frame.checksum
         if not whole:
-            raise TransferError("an answer to half a frame")
+            raise TransferError("an answer to a frame that is not sent yet")
         if kind is FrameKind.DONE:
             frame.job.succeed(checksum, frame.num_bytes)
         else:

@@ -180,7 +180,7 @@ class TcpReceiver:
         name = header.write_id
         with self._lock:
             if channel not in self._greeting:
-                raise TransferError("crowded out before its HELLO")
+                raise TransferError("dropped before its HELLO: too many connections wait")
             if name not in self._peers and len(self._peers) >= MAX_CONNECTIONS:
                 raise TransferError(f"{MAX_CONNECTIONS} senders are connected")
             peer = self._peers.setdefault(name, Peer())

@@ -103,7 +103,7 @@ def test_a_cancel_is_proven_when_the_device_has_read(from_device: tuple[Pair, Bu
     queued = pair.writer.write(order(KEY, grant, cell_range(1, 1), [6]))
     assert loop(lambda: pair.writer.cancel(KEY)) is False
     # Over tcp a cancel within a frame ends the connection: whichever thread sees that first says why the write ended.
-    ended = "cancelled|the receiver has gone"
+    ended = "cancelled|the receiver has disconnected"
     with pytest.raises(TransferError, match=ended):
         queued.result(WAIT_S)
     assert not under_way.done(), "its sources are being read"

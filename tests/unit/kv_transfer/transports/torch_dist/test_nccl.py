@@ -335,7 +335,7 @@ def test_where_devices_cannot_be_joined_payload_goes_through_hosts(ends: Ends, m
     writer.close()
 
 
-@pytest.mark.parametrize("where", ["take", "put", "blank"])
+@pytest.mark.parametrize("where", ["pack_summed", "unpack_summed", "blank"])
 def test_a_device_without_memory_fails_one_write_and_not_the_pair(
     ends: Ends, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
