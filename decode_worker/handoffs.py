@@ -55,13 +55,13 @@ class HandoffReceiver:
 
     @property
     def num_destinations(self) -> int:
-        """Blocks that a peer may be writing."""
+        """Number of blocks that a peer may be writing."""
         return len(self._destinations)
 
-    # What the worker asks
+    # Calls of the worker
 
     def abandon(self, task: DecodeTask) -> None:
-        """The task is over before its commit: give back the reservation once its writer is quiet."""
+        """End a task before its commit: release the reservation once its writer is quiet."""
         key, engine_id = task.reservation, task.engine_id
 
         def give_up(scheduler: Scheduler) -> None:
@@ -77,7 +77,7 @@ class HandoffReceiver:
     # ReceiverOwner
 
     async def bind(self, transfer_id: TransferId, num_blocks: int) -> tuple[BlockId, ...]:
-        """Choose the destinations, late: the prompt leaves the prefill worker's queue now."""
+        """Choose the destination blocks, late: only when the prompt leaves the prefill worker's queue."""
         task = self._tasks.of_transfer(transfer_id)
         if task is None or task.reservation is None:
             raise TransferError("the request has ended")
@@ -91,7 +91,7 @@ class HandoffReceiver:
         return blocks
 
     def first_token(self, transfer_id: TransferId, first_token: FirstToken) -> None:
-        """Pass it on at once; the KV follows."""
+        """Send the first token to the router at once; the KV follows."""
         task = self._tasks.of_transfer(transfer_id)
         if task is None:
             return
@@ -109,7 +109,7 @@ class HandoffReceiver:
             self.abandon(task)
 
     async def commit(self, transfer_id: TransferId, info: CommitInfo) -> None:
-        """Everything has landed and was verified: the sequence runs."""
+        """Start the sequence: everything has landed and was verified."""
         task = self._tasks.of_transfer(transfer_id)
         first = info.first_token.token if info.first_token is not None else task.first_token if task else None
         if task is not None and task.reservation is not None and first is not None:
@@ -132,7 +132,7 @@ class HandoffReceiver:
         self.released(transfer_id, info.blocks)
 
     def failed(self, transfer_id: TransferId, landed: tuple[BlockId, ...], error: ServingError) -> None:
-        """Keep what landed, reserve the rest anew under another key, and ask the router for another route."""
+        """Keep what landed, reserve the rest again under another key, and ask the router for another route."""
         task = self._tasks.of_transfer(transfer_id)
         if task is None or task.reservation is None:
             self.released(transfer_id, landed)
@@ -171,7 +171,7 @@ class HandoffReceiver:
             self._ask(task, why)
 
     def expired(self, transfer_id: TransferId) -> None:
-        """The router named no route in time."""
+        """Fail the request: the router named no other route in time."""
         task = self._tasks.of_transfer(transfer_id)
         if task is None:
             return
@@ -182,7 +182,7 @@ class HandoffReceiver:
         self.abandon(task)
 
     def quarantine(self, transfer_id: TransferId, blocks: tuple[BlockId, ...]) -> None:
-        """The engine keeps them out of circulation already; say so."""
+        """Log the quarantine, which the engine has begun already."""
         _log.warning(
             "%s: quarantined %d blocks, their writer may still be running",
             transfer_id,
@@ -191,7 +191,7 @@ class HandoffReceiver:
         )
 
     def released(self, transfer_id: TransferId, blocks: tuple[BlockId, ...]) -> None:
-        """Nothing writes there any more."""
+        """Release blocks that nothing writes any more."""
         for key in self._destinations.settle(blocks):
             self._host.post(_release(key))
 

@@ -1,8 +1,8 @@
 """Where a task's time went, and what it held: phases that do not overlap, so that they add up to no more than its life.
 
-Computed here: fetch (told as transfer), queue, prefill, decode. Computed elsewhere: reservation (told as decode queue),
-the prefill worker's queue and prefill, exposed transfer, the wait for the engine (decode queue), decode. Times in the
-network and between threads belong to no phase. Changes tasks, and knows no clock.
+Computed here: fetch (reported as transfer), queue, prefill, decode. Computed elsewhere: reservation (reported as
+decode queue), the prefill worker's queue and prefill, exposed transfer, the wait for the engine (decode queue),
+decode. Times in the network and between threads belong to no phase. Changes tasks, and knows no clock.
 """
 
 from dataclasses import replace
@@ -14,7 +14,7 @@ from tandem.values.outputs import PhaseTimes
 
 
 def fetched(task: DecodeTask, num_tokens: int, seconds: float) -> None:
-    """A peer was asked for a part of the prompt before it was queued here."""
+    """Record a fetch from a peer before the prompt was queued here."""
     task.fetched_tokens = num_tokens
     task.times = replace(task.times, transfer_s=task.times.transfer_s + seconds)
 

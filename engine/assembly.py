@@ -210,7 +210,7 @@ def _parts(
     engine_config = _engine_config(spec, context, budget.num_blocks, frozenset(config.eos_token_ids))
     scheduler, disk = _scheduler(spec, engine_config, hasher, runner, slots)
     if ranks.mirror is not None:
-        scheduler.reservations.on_bound = ranks.mirror.comes
+        scheduler.reservations.on_bound = ranks.mirror.mark_received
     return EngineParts(
         scheduler=scheduler,
         runner=runner,

@@ -167,8 +167,8 @@ class PromptScoringOrders:
             return
         if task.request.request_id in self._tasks:
             self._remove(task)
-            told = error if isinstance(error, ServingError) else InternalError("the engine has failed")
-            _refuse(task.port, task.request_id, task.attempt, told)
+            failure = error if isinstance(error, ServingError) else InternalError("the engine has failed")
+            _refuse(task.port, task.request_id, task.attempt, failure)
 
     def _abandon(self, task: _Task) -> None:
         self._remove(task)

@@ -69,7 +69,7 @@ class BlockManager:
         self._below: LowerCache | None = None
         self._clock = clock
 
-    def put_below(self, cache: LowerCache) -> None:
+    def set_lower_cache(self, cache: LowerCache) -> None:
         """From now on evicted blocks are offered to a cache below the pool."""
         self._below = cache
 

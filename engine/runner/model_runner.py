@@ -77,8 +77,8 @@ class ModelRunner:
             inputs = self._inputs.build(batch)
             if self._announce is not None:
                 self._announce(inputs)
-            tells_layers = self._is_on_host and self._on_computed is None
-            logits, read = self._compute(inputs, on_layers if tells_layers else None)
+            reports_layers = self._is_on_host and self._on_computed is None
+            logits, read = self._compute(inputs, on_layers if reports_layers else None)
             if self._on_computed is not None:
                 self._on_computed(batch)
             step = self._sample(logits, batch)

@@ -10,7 +10,7 @@ from engine.types.request import SampledToken, TokenLogprob
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Coming:
-    asked: RowLogprobs
+    wanted: RowLogprobs
     sampled: Download
     top_ids: Download
     top_values: Download
@@ -61,7 +61,7 @@ def _add_logprobs(tokens: list[SampledToken | None], coming: _Coming) -> None:
     sampled, top_ids, top_values = (
         part.wait().tolist() for part in (coming.sampled, coming.top_ids, coming.top_values)
     )
-    for i, (row, num_top) in enumerate(zip(coming.asked.rows, coming.asked.num_top, strict=True)):
+    for i, (row, num_top) in enumerate(zip(coming.wanted.rows, coming.wanted.num_top, strict=True)):
         token = tokens[row]
         if token is not None:
             pairs = zip(top_ids[i][:num_top], top_values[i][:num_top], strict=True)

@@ -136,7 +136,7 @@ class ReceiverLink:
         try:
             stub = HandoffStub(channel)  # type: ignore[no-untyped-call]
             stream = stub.Connect(metadata=tuple(self._dialer.metadata))
-            await self._greet(stream)
+            await self._handshake(stream)
             was_up = True
             self._user.link_up(self)
             await carry(
@@ -152,7 +152,7 @@ class ReceiverLink:
             await channel.close()
         return "closed", was_up
 
-    async def _greet(self, stream: Any) -> None:
+    async def _handshake(self, stream: Any) -> None:
         try:
             async with asyncio.timeout(self._settings.connect_s):
                 hello = HandoffEnvelope(

@@ -176,7 +176,7 @@ class SenderHub:
 
     def scheduled(self, transfer_id: TransferId, queue_s: float, tail_hash: BlockHash | None = None) -> None:
         """The prompt has left the queue; `tail_hash` names its last full hash block."""
-        self._tell(transfer_id, PrefillScheduled(queue_s=queue_s, tail_hash=tail_hash))
+        self._post_event(transfer_id, PrefillScheduled(queue_s=queue_s, tail_hash=tail_hash))
 
     def lent(self, transfer_id: TransferId, names: Sequence[BlockHash], block_ids: Sequence[BlockId]) -> None:
         """Answer to a fetch: the prefix's full blocks that are held here, and the names of their hash blocks.
@@ -212,14 +212,14 @@ class SenderHub:
             coming_tokens=coming_tokens,
             num_layers=num_layers,
         )
-        self._tell(transfer_id, progress)
+        self._post_event(transfer_id, progress)
 
     def first_token(
         self, transfer_id: TransferId, token: SampledToken, cached_tokens: int, cached: CachedTokens = NO_CACHED_TOKENS
     ) -> None:
         """Sampled: it goes out at once. `cached`: the cached tokens by source."""
         first_token = FirstToken(token=token, cached_tokens=cached_tokens, cached=cached)
-        self._tell(transfer_id, FirstTokenSampled(first_token=first_token))
+        self._post_event(transfer_id, FirstTokenSampled(first_token=first_token))
 
     def finished(
         self,
@@ -238,9 +238,9 @@ class SenderHub:
 
     def failed(self, transfer_id: TransferId, error: ServingError) -> None:
         """The engine gave the request up."""
-        self._tell(transfer_id, PrefillFailed(failure=Failure.from_error(error)))
+        self._post_event(transfer_id, PrefillFailed(failure=Failure.from_error(error)))
 
-    def _tell(self, transfer_id: TransferId, event: SenderEvent) -> None:
+    def _post_event(self, transfer_id: TransferId, event: SenderEvent) -> None:
         attempt = self._attempts.get(transfer_id)
         if attempt is not None:
             attempt.on_event(event)

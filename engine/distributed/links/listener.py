@@ -159,7 +159,7 @@ class NodeListener:
                 continue
             try:
                 args = (sock, host, name)
-                threading.Thread(target=self._greet, args=args, name="tandem-rank-caller", daemon=True).start()
+                threading.Thread(target=self._handshake, args=args, name="tandem-rank-caller", daemon=True).start()
             except RuntimeError as error:  # no more threads now
                 _log.warning("rejected %s: %s", name, error)
                 sock.close()
@@ -179,7 +179,7 @@ class NodeListener:
             if not self._callers[host]:
                 del self._callers[host]
 
-    def _greet(self, sock: socket.socket, host: str, name: str) -> None:
+    def _handshake(self, sock: socket.socket, host: str, name: str) -> None:
         try:
             self._take(sock, name)
         except ssl.SSLError as error:

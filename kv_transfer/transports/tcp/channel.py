@@ -24,7 +24,7 @@ class ByteChannel(Protocol):
     def first_byte(self, timeout_s: float) -> int | None:
         """What the peer begins with, which stays to be read; None when it has ended. Raises TransferError if late."""
 
-    def say_plainly(self, data: bytes) -> None:
+    def send_in_the_clear(self, data: bytes) -> None:
         """Send a few bytes as they are before anything else, to whoever speaks otherwise than was expected."""
 
     @property
@@ -74,7 +74,7 @@ class PlainChannel:
         self._readable(timeout_s)
         return peek(self._sock)
 
-    def say_plainly(self, data: bytes) -> None:
+    def send_in_the_clear(self, data: bytes) -> None:
         self._sock.send(data)
 
     def receive(self, burst: Burst) -> int | None:

@@ -72,7 +72,7 @@ class TlsChannel:
         self._reading[POLLIN](timeout_s)
         return peek(self._sock)
 
-    def say_plainly(self, data: bytes) -> None:
+    def send_in_the_clear(self, data: bytes) -> None:
         socket.socket.send(self._sock, data)
 
     def peer_fingerprint(self) -> bytes:

@@ -64,7 +64,7 @@ class TorchDistReceiver:
         self._stall_s = stall_s
         self._grants = GrantTable()
         self._secret = secrets.token_bytes(TOKEN_BYTES)
-        self._strangers = RefusalLog(NAME)
+        self._refusals = RefusalLog(NAME)
         self._lock = threading.Lock()
         self._closing = threading.Event()
         nccl.prepare(stall_s)
@@ -106,13 +106,13 @@ class TorchDistReceiver:
         self._store = None
 
     def _accept(self) -> None:
-        for sock in accept_connections(self._server, self._closing, self._strangers):
+        for sock in accept_connections(self._server, self._closing, self._refusals):
             with self._lock:
                 if self._closing.is_set() or len(self._peers) >= MAX_WRITERS:
                     sock.close()
                     continue
                 thread = threading.Thread(target=self._serve, args=(sock,), name="kv-dist-peer", daemon=True)
-                if not start_serving(thread, self._strangers):
+                if not start_serving(thread, self._refusals):
                     sock.close()
                     continue
                 self._peers[sock] = thread
@@ -121,7 +121,7 @@ class TorchDistReceiver:
         session: _Session | None = None
         try:
             keep_alive(sock)
-            session = _Session(self._region, self._store, self._greet(sock), sock.getsockname()[0], self._stall_s)
+            session = _Session(self._region, self._store, self._handshake(sock), sock.getsockname()[0], self._stall_s)
             while (data := one_sided_wire.receive_exactly(sock, torch_dist_wire.HEADER_BYTES)) is not None:
                 header = torch_dist_wire.unpack_header(data)
                 session.check_turn(header)
@@ -136,7 +136,7 @@ class TorchDistReceiver:
                 self._answer(sock, MessageKind.DONE if landed else MessageKind.REFUSED, header.number)
         except (OSError, TransferError) as error:
             if session is None:
-                self._strangers.record("a connection was dropped before it was served", error)
+                self._refusals.record("a connection was dropped before it was served", error)
             else:
                 log.info("torch_dist sender dropped: %s", error)
         finally:
@@ -147,7 +147,7 @@ class TorchDistReceiver:
             hang_up(sock)
             sock.close()
 
-    def _greet(self, sock: socket.socket) -> RendezvousOffer:
+    def _handshake(self, sock: socket.socket) -> RendezvousOffer:
         sock.settimeout(HELLO_S)
         hello = one_sided_wire.receive(sock)
         if (

@@ -16,7 +16,7 @@ from kv_transfer.memory.region import KVRegion
 from kv_transfer.memory.torch_pool import TorchPool
 from kv_transfer.protocol.messages import TransferKey
 from kv_transfer.transports.one_sided import wire as one_sided_wire
-from kv_transfer.transports.one_sided.receiver import ClaimReceiver, Writer, say_last
+from kv_transfer.transports.one_sided.receiver import ClaimReceiver, Writer, send_goodbye
 from kv_transfer.transports.tcp.settings import PLAIN
 from tandem.errors import TransferError
 from tests.support.kv_transfer.transport_needs import require
@@ -191,7 +191,7 @@ def test_a_receiver_that_ends_sees_the_end_when_the_device_has_written() -> None
         try:
             under_way, _ = begin(pair, busy)
             (theirs,) = pair.receiver._writers
-            say_last(theirs.sock)
+            send_goodbye(theirs.sock)
             while not pair.writer.closed:
                 threading.Event().wait(0.001)
             pair.writer._reader.join(0.2)
