@@ -71,7 +71,6 @@ class Watch:
         self.peak = NOTHING
 
     def sample(self, pids: Iterable[int]) -> None:
-        """Measure now, and keep the largest."""
         self.peak = self.peak.joined(footprint(pids))
 
     @asynccontextmanager

@@ -33,7 +33,7 @@ from tandem_bench.errors import CannotMeasure
 from tandem_bench.make_model import cached_model
 from tandem_bench.peers.process import Started
 from tandem_bench.report import Row
-from tandem_bench.report import show as show_rows
+from tandem_bench.report import print_table as show_rows
 from tandem_bench.shapes import REFERENCE, SHAPES
 
 CONCURRENCIES = (1, 4, 16)
@@ -243,7 +243,7 @@ async def _engines(
     else:
         worker_done = []
     summaries = figures.summarize([*done, *worker_done], subject.cost)
-    tables.print_tables(out, summaries)
+    tables.print_summaries(out, summaries)
     rows += figures.speed_rows(summaries, judged=subject.is_judged)
     rest = [
         *figures.step_rows(done, judged=subject.is_judged),
@@ -276,11 +276,11 @@ async def _compete(
             stack.push_async_callback(contestant.stop)
             started[contestant.name] = await contestant.start()
             about = started[contestant.name].about.items()
-            times = [
+            told = [
                 f"ready after {started[contestant.name].ready_s:.1f} s",
                 *(f"{key} {value}" for key, value in about),
             ]
-            plan.note(f"{contestant.name}: {', '.join(times)}")
+            plan.note(f"{contestant.name}: {', '.join(told)}")
             await warm_up(contestant, plan.vocab_size, concurrency=max(cell.concurrency for cell in plan.cells))
         done = await run_rounds(plan, contestants, box, known=known)
         entries = {

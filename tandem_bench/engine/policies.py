@@ -96,10 +96,10 @@ def closed(batch_size: int) -> Policy:
 
 def padded(batch_size: int) -> Policy:
     """Closed batches, a rectangle each: every prompt as long as the longest, every row kept until the last is over."""
-    select_closed = closed(batch_size)
+    take_closed = closed(batch_size)
 
     def select(waiting: deque[Ask], num_running: int) -> list[Ask]:
-        batch = select_closed(waiting, num_running)
+        batch = take_closed(waiting, num_running)
         num_prompt = max((len(ask.prompt) for ask in batch), default=0)
         num_tokens = max((ask.num_tokens for ask in batch), default=0)
         return [
@@ -175,18 +175,18 @@ def serve(
     uses: list[float] = []
     most_rows = num_preemptions = 0
     while run.is_open:
-        now_s = run.queue_arrivals()
-        for number, ask in run.hand_over(policy):
+        now_s = run.let_in()
+        for number, ask in run.admit(policy):
             scheduler.add(_request(number, ask))
         batch = scheduler.schedule(now_s)
         if batch is None:
-            run.skip_idle()
+            run.skip()
             continue
         most_rows = max(most_rows, len(batch.items))
         uses.append(_kv_use(batch, scheduler.blocks.block_size, reserved_tokens))
         output = scheduler.commit(batch, runner.launch(batch).tokens())
         num_preemptions += len(output.preemptions)
-        run.on_output(output, is_busy=run.has_waiting or output.load.num_waiting > 0)
+        run.hear(output, is_busy=run.has_waiting or output.load.num_waiting > 0)
     return Served(
         wall_s=run.now_s,
         busy_s=run.busy_s,
@@ -229,14 +229,14 @@ class _Run:
         """Since the start, on a clock that skips the time in which nobody is here."""
         return time.perf_counter() - self._started_s + self._skipped_s
 
-    def queue_arrivals(self) -> float:
+    def let_in(self) -> float:
         """Queue those that have arrived; returns the time."""
         now_s = self.now_s
         while self._coming and self._coming[0].arrival_s <= now_s:
             self._waiting.append(self._coming.popleft())
         return now_s
 
-    def hand_over(self, policy: Policy) -> list[tuple[int, Ask]]:
+    def admit(self, policy: Policy) -> list[tuple[int, Ask]]:
         """Who is handed over now, numbered."""
         taken = []
         for ask in policy(self._waiting, len(self._running)):
@@ -245,13 +245,13 @@ class _Run:
             self._num_taken += 1
         return taken
 
-    def skip_idle(self) -> None:
+    def skip(self) -> None:
         """Nobody is here: go to the moment at which the next arrives."""
         if self._running or not self._coming:
             raise CannotMeasure("the engine stands still")
         self._skipped_s += max(0.0, self._coming[0].arrival_s - self.now_s)
 
-    def on_output(self, output: StepOutput, *, is_busy: bool) -> None:
+    def hear(self, output: StepOutput, *, is_busy: bool) -> None:
         """Note first and last tokens; `is_busy`: somebody waits for a row."""
         now_s = self.now_s
         for event in output.events:
