@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
 from random import SystemRandom
 
@@ -17,6 +18,7 @@ from router.access.tls import ServerTlsState
 from router.admission.concurrency_limit import Admission
 from router.api.frontend import Frontend
 from router.api.request.client_request import ModelInfo
+from router.api.request.generation_defaults import GenerationDefaults, load_generation_defaults
 from router.api.request.named_caches import CachedPrompts, NamedCaches
 from router.api.request.shared_named_caches import SharedNamedCaches
 from router.api.slow_client import WRITE_TIMEOUT_S
@@ -53,6 +55,7 @@ from router.text.tokenizer import Tokenizer
 from router.workers.prefix_map import PrefixMap
 from router.workers.registry import WorkerRegistry
 from tandem.config.cluster import ClusterConfig
+from tandem.config.engine import ModelSection
 from tandem.config.worker import cluster_secret
 from tandem.model_path import model_directory
 from tandem.process.heartbeat import Heartbeat
@@ -78,6 +81,7 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
     async with AsyncExitStack() as stack:
         predecessor = await _check_ports(stack, config, place)
         tokenizer = await asyncio.to_thread(Tokenizer.load, model_directory(config.model.path))
+        defaults = await asyncio.to_thread(_generation_defaults, config.model)
         heart = stack.enter_context(Heartbeat(place.ready_fd, beats=place.siblings is not None))
         tracer = _open_tracer(stack, config, place, lifetime)
         incarnation, limits = draw_incarnation(), make_limits(config.router, secret, time.monotonic)
@@ -87,7 +91,7 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         lifetime.on_reread(OneAtATime(ConfiguredWorkers(place.config_path, named_anew).read))
         if not await wait_for_workers(registry, fleet.addresses, lifetime, predecessor):
             return
-        model = _model_info(registry)
+        model = replace(_model_info(registry), defaults=defaults)
         tokenizer.check_fits(model.vocab_size)
         metrics = make_metrics(config, model.name, access, board)
         lifetime.on_reread(OneAtATime(ConfiguredPoolSizes(place.config_path, config, metrics.stated_workers).read))
@@ -374,6 +378,12 @@ def make_dispatcher(
             hedging=hedging_settings(settings),
         ),
     )
+
+
+def _generation_defaults(model: ModelSection) -> GenerationDefaults:
+    if model.generation_config == "none":
+        return GenerationDefaults()
+    return load_generation_defaults(model_directory(model.path))
 
 
 def _model_info(registry: WorkerRegistry) -> ModelInfo:

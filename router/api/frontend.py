@@ -29,7 +29,7 @@ from router.text.tool_parsers.request_calls import ToolCallReading
 from router.types.requests import MAX_PRIORITY, ResumePoint, RoutedRequest
 from router.types.stream_ids import StreamIds
 from tandem.config.cluster import RouterConfig
-from tandem.errors import InvalidRequest, ModelNotFound, Overloaded
+from tandem.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, Overloaded
 from tandem.telemetry.tracing import NoTracer, Tracer
 from tandem.values.block_hash import root_hash
 from tandem.values.ids import BlockHash
@@ -81,6 +81,7 @@ class Frontend:
         """A conversation. Raises InvalidRequest, ContextLengthExceeded or ModelNotFound."""
         started_s = self.clock()
         fields, calling = self._calling(fields)
+        fields = self._with_defaults(fields)
         self.check_fields(fields)
         with self._preparation():
             fields = await self._structured(fields)
@@ -91,7 +92,8 @@ class Frontend:
                 options=fields.template,
             )
         reasoning = self.thinking.reasoning(ids, begins_turn=fields.add_generation_prompt)
-        one = self._finish(ids, self._thinking_first(fields, reasoning), None)
+        default = self.model.defaults.max_tokens
+        one = self._finish(ids, self._thinking_first(fields, reasoning), default_max_tokens=default, param="messages")
         one = replace(one, calling=calling, reasoning=reasoning)
         one = with_beams(one, fields, most_beams=self._config.max_choices)
         check_prompt_scoring_size([one], self._config.max_answer_values)
@@ -101,6 +103,7 @@ class Frontend:
         self, prompts: Sequence[str | tuple[int, ...]], fields: ClientRequest
     ) -> list[PreparedRequest]:
         """Plain prompts, each text or token ids. Raises as `prepare_chat`."""
+        fields = self._with_defaults(fields)
         self.check_fields(fields)
         prepared = []
         with self._preparation():
@@ -109,7 +112,8 @@ class Frontend:
                 started_s = self.clock()
                 text = prompt if isinstance(prompt, str) else None
                 ids = await self._prompt_ids(prompt, fields)
-                one = self._finish(ids, fields, DEFAULT_COMPLETION_TOKENS, num_prompts=len(prompts))
+                default = DEFAULT_COMPLETION_TOKENS
+                one = self._finish(ids, fields, default_max_tokens=default, param="prompt", num_prompts=len(prompts))
                 one = with_beams(one, fields, most_beams=self._config.max_choices)
                 one = self._traced(fields.operation, one, fields, started_s)
                 prepared.append(replace(one, prompt_text=text))
@@ -147,6 +151,12 @@ class Frontend:
             asked = replace(asked, grammar=fields.structure.grammar())
         asked.validate(vocab_size=self.model.vocab_size)
         StopStrings(fields.stop)
+
+    def _with_defaults(self, fields: ClientRequest) -> ClientRequest:
+        """With the model's own sampling where the client stated none; a beam search samples nothing."""
+        if fields.stated_sampling is None or fields.beams is not None:
+            return fields
+        return replace(fields, sampling=self.model.defaults.fill(fields.sampling, fields.stated_sampling))
 
     def _calling(self, fields: ClientRequest) -> tuple[ClientRequest, ToolCallReading | None]:
         """With the structure that keeps calls to what was asked of them, and how they are read."""
@@ -201,17 +211,20 @@ class Frontend:
             self._preparing -= 1
 
     def _finish(
-        self, ids: Sequence[int], fields: ClientRequest, default_max_tokens: int | None, *, num_prompts: int = 1
+        self,
+        ids: Sequence[int],
+        fields: ClientRequest,
+        *,
+        default_max_tokens: int | None,
+        param: str,
+        num_prompts: int = 1,
     ) -> PreparedRequest:
+        """`param`: the field that `ids` are of."""
         if not ids:
             raise InvalidRequest("prompt: empty", param="prompt")
         if fields.truncate_prompt_tokens is not None:
-            keep = fields.truncate_prompt_tokens
-            ids = ids[-(self.model.max_model_len - 1 if keep == -1 else keep) :]
-        room = self.model.max_model_len - len(ids)
-        least = fields.least_tokens
-        if room < least:
-            raise self.prompts.too_long(len(ids), "prompt" if default_max_tokens else "messages", least)
+            ids = ids[-self._num_kept(fields, fields.truncate_prompt_tokens) :]
+        room = self._room_for_answer(len(ids), fields, param)
         asked = fields.max_tokens if fields.max_tokens is not None else default_max_tokens
         most = self._max_tokens(
             fields, room if asked is None else max(1, min(asked, room)), num_prompts, stated=asked is not None
@@ -249,6 +262,26 @@ class Frontend:
             skip_special_tokens=fields.skip_special_tokens,
             has=seen.choices if seen else (),
         )
+
+    def _num_kept(self, fields: ClientRequest, num_tokens: int) -> int:
+        """Of a prompt that is truncated to its last `num_tokens`; -1: to what the context has beside the answer."""
+        context = self.model.max_model_len
+        return max(1, context - (fields.max_tokens or 1)) if num_tokens == -1 else num_tokens
+
+    def _room_for_answer(self, num_prompt_tokens: int, fields: ClientRequest, param: str) -> int:
+        """Tokens that the context leaves beside the prompt. Raises ContextLengthExceeded where it is too few."""
+        context = self.model.max_model_len
+        room = context - num_prompt_tokens
+        if room < fields.least_tokens:
+            raise self.prompts.too_long(num_prompt_tokens, param, fields.least_tokens)
+        for name, wanted in (("min_tokens", fields.sampling.min_tokens), ("max_tokens", fields.max_tokens)):
+            if wanted is not None and wanted > max(1, room):
+                raise ContextLengthExceeded(
+                    f"{name} must be at most {room}, got {wanted}: the prompt has {num_prompt_tokens} tokens, the "
+                    f"model's context {context}",
+                    param=name,
+                )
+        return room
 
     def _max_tokens(self, fields: ClientRequest, asked: int, num_prompts: int, *, stated: bool) -> int:
         """Within the bound of an answer that is in memory as a whole before its client has anything of it."""

@@ -50,6 +50,7 @@ def client_fields(
     reads, beams, asked = _reads(request, max_tokens), _beams(request), wire.sampling_from_pb(sampling)
     return ClientRequest(
         sampling=replace(asked, num_logprobs=logprobs_needed(selection, asked.num_logprobs)),
+        stated_sampling=frozenset(field.name for field, _ in sampling.ListFields()),
         max_tokens=1 if reads is not None and reads.only else max_tokens,
         seed=sampling.seed if sampling.HasField("seed") else None,
         model=model_of(request),

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from router.api.request.generation_defaults import GenerationDefaults
 from router.text.conversation import TemplateOptions
 from router.text.grammars.structured_output import StructuredOutput
 from router.text.reasoning import Reasoning
@@ -27,6 +28,7 @@ class ModelInfo:
     eos_token_ids: frozenset[int]
     created_s: int
     """Unix time; shown by the list of models."""
+    defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +37,8 @@ class ClientRequest:
 
     sampling: SamplingParams = field(default_factory=SamplingParams)
     """Its `max_tokens` and `seed` are ignored: they stand below, because absent differs from any value."""
+    stated_sampling: frozenset[str] | None = None
+    """Fields of `sampling` that the client stated: the model's defaults stand in for the others. None: all of them."""
     max_tokens: int | None = None
     seed: int | None = None
     model: str | None = None
@@ -66,7 +70,7 @@ class ClientRequest:
     suffix: str | None = None
     """What comes after the answer to a plain prompt."""
     truncate_prompt_tokens: int | None = None
-    """Only so many of the prompt's last tokens are kept; -1: as many as the model's context leaves for one more."""
+    """Only so many of the prompt's last tokens are kept; -1: as many as the context has beside the answer."""
     beams: BeamSearchParams | None = None
     reads: PromptScoringRequest | None = None
     """What is asked of the prompt itself."""
@@ -80,8 +84,8 @@ class ClientRequest:
 
     @property
     def least_tokens(self) -> int:
-        """That an answer must have room for."""
-        return 0 if self.reads is not None and self.reads.only else max(1, self.sampling.min_tokens)
+        """That the context must leave for an answer."""
+        return 0 if self.reads is not None and self.reads.only else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -70,4 +70,5 @@ class TextRoutes:
             "root": model.name,
             "parent": None,
             "max_model_len": model.max_model_len,
+            "default_sampling_params": model.defaults.shown(),
         }

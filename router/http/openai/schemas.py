@@ -145,6 +145,7 @@ class GenerationBody(StrictBody):
         )
         return ClientRequest(
             sampling=sampling,
+            stated_sampling=frozenset(given),
             max_tokens=1 if reads is not None and reads.only else max_tokens,
             seed=self.seed,
             model=self.model,

@@ -52,7 +52,8 @@ SCHEMAS: dict[str, Schema] = {
         }
     ),
     "Model": object_of(
-        {"id": TEXT, "object": one_of("model"), "created": COUNT, "owned_by": TEXT, "max_model_len": COUNT}
+        {"id": TEXT, "object": one_of("model"), "created": COUNT, "owned_by": TEXT, "max_model_len": COUNT},
+        default_sampling_params=ANY_OBJECT,
     ),
     "ChatCompletion": _answer(
         "chat.completion",

@@ -162,6 +162,17 @@ def test_a_model_of_another_family_is_refused_before_workers_start(tmp_path):
     assert resolve_model(config, runs_workers=False).model.path == str(tmp_path)
 
 
+def test_generation_config_beyond_bounds_is_refused_before_processes_start_unless_switched_off(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "generation_config.json").write_text('{"temperature": 7}')
+    for runs_workers in (True, False):
+        with pytest.raises(ConfigError, match=f"{tmp_path} cannot be served: generation_config.json: temperature"):
+            resolve_model(ClusterConfig(model=ModelSection(path=str(tmp_path))), runs_workers=runs_workers)
+    model = ModelSection(path=str(tmp_path), generation_config="none")
+    assert resolve_model(ClusterConfig(model=model)).model.path == str(tmp_path)
+
+
 def show(asked, effective, views, width=120):
     console = Console(width=width, record=True, file=io.StringIO())
     banner.show(console, asked, effective, views)
