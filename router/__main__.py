@@ -91,7 +91,7 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         lifetime.on_reread(OneAtATime(ConfiguredWorkers(place.config_path, named_anew).read))
         if not await wait_for_workers(registry, fleet.addresses, lifetime, predecessor):
             return
-        model = replace(_model_info(registry), defaults=defaults)
+        model = replace(_model_info(registry), has_chat_template=tokenizer.has_chat_template, defaults=defaults)
         tokenizer.check_fits(model.vocab_size)
         metrics = make_metrics(config, model.name, access, board)
         lifetime.on_reread(OneAtATime(ConfiguredPoolSizes(place.config_path, config, metrics.stated_workers).read))
@@ -117,7 +117,7 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         handing = await _await_successor(stack, config, place, http, lifetime, reached, predecessor)
         await stack.enter_async_context(canary)
         await _begin_quality_probe(stack, config, registry, dispatcher, frontend, metrics)
-        _announce(heart, config.router.host, http, rpc)
+        _announce(heart, config.router.host, http, rpc, model)
         await stack.enter_async_context(reached)
         await lifetime.wait()
         readiness.drain()
@@ -160,10 +160,11 @@ def _profile_routes(config: ClusterConfig, secret: bytes, fleet: WorkerFleet) ->
     return ProfileRoutes(Profiles(config.profiling, fleet.addresses, ClusterAuth(secret).client_metadata()))
 
 
-def _announce(heart: Heartbeat, where: str, http: HttpServer, rpc: GrpcServer) -> None:
+def _announce(heart: Heartbeat, where: str, http: HttpServer, rpc: GrpcServer, model: ModelInfo) -> None:
     _collect_seldom()
     shown = reachable(where)
-    heart.begin({"http": f"{http.scheme}://{join(shown, http.port)}", "grpc": join(shown, rpc.port)})
+    addresses = {"http": f"{http.scheme}://{join(shown, http.port)}", "grpc": join(shown, rpc.port)}
+    heart.begin({**addresses, "has_chat_template": model.has_chat_template})
     _log.info("router serves HTTP on %s:%d and gRPC on %s:%d", where, http.port, where, rpc.port)
 
 

@@ -23,7 +23,11 @@ from tandem.values.kv_layout import AUTO_DTYPE, may_differ_after_failover
 
 STOP_HINT = "Ctrl-C drains and stops; a second Ctrl-C kills"
 EXAMPLE_QUESTION = "Tell me a short story about a fox."
+EXAMPLE_BEGINNING = "Once upon a time there was a little fox"
 EXAMPLE_TOKENS = 96
+COMPLETES_NOTE = (
+    "This model has no chat template: it completes text (/v1/completions, `tandem chat`, the page's playground)."
+)
 FAILOVER_NOTE = "a text resumed after a failover may differ; engine.deterministic prevents it"
 
 
@@ -46,7 +50,10 @@ def show(console: Console, asked: ClusterConfig, effective: ClusterConfig, proce
         console.print(Text(f"note: in {dtype} {FAILOVER_NOTE}", style="dim"), soft_wrap=True)
     # Outside the panel and unwrapped, so that it can be pasted as it is.
     console.print("\nTry it:", style="bold")
-    console.out(curl_line(effective, model), highlight=False)
+    chats = has_chat_template(processes)
+    console.out(curl_line(effective, model, chats=chats), highlight=False)
+    if not chats:
+        console.print(Text(COMPLETES_NOTE, style="dim"), soft_wrap=True)
     console.print(f"\n{STOP_HINT}", style="dim")
 
 
@@ -73,15 +80,17 @@ def http_url(config: ClusterConfig) -> str:
     return f"{scheme}://{base_url(config, config.router.port)}"
 
 
-def curl_line(config: ClusterConfig, model: str) -> str:
-    """A streaming chat request that works when pasted into a shell; a key is never shown."""
-    body = {
-        "model": model,
-        "messages": [{"role": "user", "content": EXAMPLE_QUESTION}],
-        "max_tokens": EXAMPLE_TOKENS,
-        "stream": True,
-    }
-    url = f"{http_url(config)}/v1/chat/completions"
+def has_chat_template(processes: Sequence[ProcessView]) -> bool:
+    """Whether the model serves conversations, as routers report it."""
+    return all(process.ready.get("has_chat_template", True) for process in processes)
+
+
+def curl_line(config: ClusterConfig, model: str, *, chats: bool = True) -> str:
+    """A streaming request that works when pasted into a shell; a key is never shown. `chats`: else it completes."""
+    question = {"messages": [{"role": "user", "content": EXAMPLE_QUESTION}]}
+    asked: dict[str, Any] = question if chats else {"prompt": EXAMPLE_BEGINNING}
+    body = {"model": model, **asked, "max_tokens": EXAMPLE_TOKENS, "stream": True}
+    url = f"{http_url(config)}/v1/{'chat/completions' if chats else 'completions'}"
     parts = ["curl -N", shlex.quote(url), "-H 'Content-Type: application/json'"]
     if (tls := config.router.tls) is not None:
         parts.append("--cacert ca.pem" if tls.client_ca is None else "--cacert ca.pem --cert client.pem")

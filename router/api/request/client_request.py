@@ -28,6 +28,8 @@ class ModelInfo:
     eos_token_ids: frozenset[int]
     created_s: int
     """Unix time; shown by the list of models."""
+    has_chat_template: bool = True
+    """Whether it serves conversations; without, plain prompts alone."""
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
 
 

@@ -6,6 +6,7 @@ from router.http.openapi.events import CHUNKS, FINISH_REASONS, LOGPROBS, STREAMS
 from router.http.openapi.json_schema import (
     ANY_OBJECT,
     COUNT,
+    FLAG,
     TEXT,
     Schema,
     exactly,
@@ -53,6 +54,7 @@ SCHEMAS: dict[str, Schema] = {
     ),
     "Model": object_of(
         {"id": TEXT, "object": one_of("model"), "created": COUNT, "owned_by": TEXT, "max_model_len": COUNT},
+        has_chat_template=FLAG,
         default_sampling_params=ANY_OBJECT,
     ),
     "ChatCompletion": _answer(

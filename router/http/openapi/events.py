@@ -5,6 +5,7 @@ OpenAPI has had words for that since 3.2: `itemSchema`. The end mark of OpenAI's
 
 from router.http.openapi.json_schema import (
     COUNT,
+    FLAG,
     TEXT,
     Schema,
     any_of,
@@ -72,7 +73,7 @@ CHUNKS: dict[str, Schema] = {
     "CompletionChunk": _chunk("text_completion", {"text": TEXT}),
     "Status": object_of(
         {
-            "model": object_of({"name": TEXT, "max_model_len": COUNT}),
+            "model": object_of({"name": TEXT, "max_model_len": COUNT}, has_chat_template=FLAG),
             "processes": {"type": "integer", "minimum": 1},
             "not_ready": or_null(TEXT),
             "requests": {"type": "object", "additionalProperties": COUNT},

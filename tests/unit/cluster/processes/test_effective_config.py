@@ -282,6 +282,21 @@ def test_the_curl_line_survives_a_shell():
     assert body["stream"] is True
 
 
+def test_banner_of_a_model_without_chat_template_shows_a_completions_call_and_says_so():
+    effective = make_effective(ClusterConfig())
+    views = make_views(effective)
+    assert "/v1/chat/completions" in show(ClusterConfig(), effective, views)
+    base = [replace(view, ready={**view.ready, "has_chat_template": False}) for view in views]
+    text = show(ClusterConfig(), effective, base)
+    assert "/v1/chat/completions" not in text
+    assert "it completes text" in text
+    words = shlex.split(banner.curl_line(effective, "m", chats=False))
+    assert words[2].endswith("/v1/completions")
+    body = json.loads(words[-1])
+    assert body["prompt"]
+    assert "messages" not in body
+
+
 def test_defaults_are_not_settings_and_bytes_have_units():
     assert banner.changed_settings(ClusterConfig(), ClusterConfig()) == {}
     changed = banner.changed_settings(load(None, {"decode.replicas": 3, "model.dtype": "bfloat16"}), ClusterConfig())
