@@ -110,15 +110,18 @@ def warnings(config: ClusterConfig) -> list[str]:
 def changed_settings(config: BaseModel, defaults: BaseModel | None, prefix: str = "") -> dict[str, str]:
     """Dotted names of the settings that differ from their defaults; secrets stay hidden.
 
-    `defaults` is None for a section that is absent by default.
+    `defaults` is None for a section that is absent by default: what it holds by itself is no news there either.
     """
     found: dict[str, str] = {}
-    for name in type(config).model_fields:
-        value, default = getattr(config, name), None if defaults is None else getattr(defaults, name)
-        if isinstance(value, BaseModel):
-            found |= changed_settings(value, default, f"{prefix}{name}.")
-        elif value != default:
-            found[f"{prefix}{name}"] = _shown(value)
+    for name, field in type(config).model_fields.items():
+        value = getattr(config, name)
+        default = getattr(defaults, name) if defaults is not None else field.get_default(call_default_factory=True)
+        if not isinstance(value, BaseModel):
+            if value != default:
+                found[f"{prefix}{name}"] = _shown(value)
+            continue
+        inner = changed_settings(value, default, f"{prefix}{name}.")
+        found |= inner or ({f"{prefix}{name}": "with its defaults"} if default is None else {})
     return found
 
 
@@ -128,12 +131,20 @@ def _shown(value: Any) -> str:
     if isinstance(value, SecretStr):
         return "(hidden)"
     if isinstance(value, BaseModel):
-        return " of ".join(_shown(part) for _, part in value if part is not None)
+        changed = changed_settings(value, None)
+        switches = "".join(f" ({name})" for name, text in changed.items() if text == "true")
+        return " of ".join(text for text in changed.values() if text != "true") + switches
     if isinstance(value, dict):
-        return ", ".join(f"{key}: {_shown(part)}" for key, part in value.items())
+        return ", ".join(f"{key}: {_shown_entry(part)}" for key, part in value.items())
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _shown_entry(value: Any) -> str:
+    if not isinstance(value, BaseModel):
+        return _shown(value)
+    return " and ".join(f"{name} {text}" for name, text in changed_settings(value, None).items()) or "no limit"
 
 
 def _summary(asked: ClusterConfig, config: ClusterConfig, processes: Sequence[ProcessView], model: str) -> Table:

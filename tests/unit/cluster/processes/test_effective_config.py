@@ -307,4 +307,16 @@ def test_defaults_are_not_settings_and_bytes_have_units():
         "transfer.tls.key": "key.pem",
         "transfer.tls.ca": "ca.pem",
     }
+    limits = {"acme": {"tokens_per_minute": 9, "weight": 2.0}, "other": {}}
+    keys = [{"key": "k" * 32 + name, "tenant": name, "operator": name == "acme"} for name in limits]
+    audited = load(
+        None, {"router.audit_log.path": "/var/log/audit", "router.limits.tenants": limits, "router.api_keys": keys}
+    )
+    assert banner.changed_settings(audited, ClusterConfig()) == {
+        "router.audit_log.path": "/var/log/audit",
+        "router.api_keys": "(hidden) of acme (operator), (hidden) of other",
+        "router.limits.tenants": "acme: tokens_per_minute 9 and weight 2.0, other: no limit",
+    }
+    hedged = load(None, {"router.hedging": {}})
+    assert banner.changed_settings(hedged, ClusterConfig()) == {"router.hedging": "with its defaults"}
     assert [banner.format_bytes(n) for n in (12, 1536, 5 << 30, 3 << 40)] == ["12 B", "1.5 KiB", "5.0 GiB", "3.0 TiB"]
