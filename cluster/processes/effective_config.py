@@ -31,6 +31,9 @@ from tandem.rpc.hosts import hold, join, split
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 ROUTER_NAME = "router"
+GRPC_WITHOUT_FORK = {"GRPC_ENABLE_FORK_SUPPORT": "0"}
+"""For processes of ours: what they fork becomes another program at once, and gRPC's handlers, read when it is imported,
+would complain of each fork beside its threads, and end some children before they begin."""
 STOP_MARGIN_S = 5.0
 """A process that drains to its own bound needs a little more to close what it opened."""
 
@@ -237,7 +240,7 @@ def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
     kept = {name: value for name, value in environment.items() if not name.startswith(ENV_PREFIX)}
     if root := import_root():
         kept["PYTHONPATH"] = os.pathsep.join(filter(None, (root, kept.get("PYTHONPATH", ""))))
-    return kept | {"PYTHONUNBUFFERED": "1"}
+    return {**GRPC_WITHOUT_FORK, **kept, "PYTHONUNBUFFERED": "1"}
 
 
 def import_root() -> str | None:
