@@ -136,7 +136,8 @@ class Frontend:
         """Every bound that needs no tokenizing."""
         self.check_model(fields.model)
         if not 1 <= fields.num_choices <= self._config.max_choices:
-            raise InvalidRequest(f"n must be an integer in [1, {self._config.max_choices}]", param="n")
+            name, bound = fields.choices_param, f"an integer in [1, {self._config.max_choices}]"
+            raise InvalidRequest(f"{name} must be {bound}, got {fields.num_choices}", param=name)
         if not -MAX_PRIORITY <= fields.priority <= MAX_PRIORITY:
             raise InvalidRequest(f"priority must be in [-{MAX_PRIORITY}, {MAX_PRIORITY}]", param="priority")
         keep = fields.truncate_prompt_tokens

@@ -42,8 +42,10 @@ def parse_selection(
         return ChoiceSelection(candidates=keep, keep=1, votes=True, pattern=vote_pattern)
     if best_of in (None, keep):
         return None
+    if keep < 1:
+        raise InvalidRequest(f"n must be at least 1, got {keep}", param="n")
     if best_of < keep:
-        raise InvalidRequest("best_of must be at least n", param="best_of")
+        raise InvalidRequest(f"best_of must be at least n ({keep}), got {best_of}", param="best_of")
     if streams:
         raise InvalidRequest("best_of: the best are known at the end; not together with stream", param="best_of")
     return ChoiceSelection(candidates=best_of, keep=keep, shows_logprobs=shows_logprobs)

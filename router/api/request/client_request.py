@@ -45,6 +45,8 @@ class ClientRequest:
     seed: int | None = None
     model: str | None = None
     num_choices: int = 1
+    choices_param: str = "n"
+    """The field that said so."""
     reads_along: bool = True
     """Wants text as it comes."""
     stop: tuple[str, ...] = ()

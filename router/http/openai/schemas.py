@@ -150,6 +150,7 @@ class GenerationBody(StrictBody):
             seed=self.seed,
             model=self.model,
             num_choices=(self.n if self.n is not None else 1) if ask is None else ask.candidates,
+            choices_param="n" if ask is None else ask.param,
             reads_along=bool(self.stream),
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             include_stop=bool(self.include_stop_str_in_output),
@@ -169,7 +170,7 @@ class GenerationBody(StrictBody):
     def _beams(self) -> BeamSearchParams | None:
         return parse_beam_search(
             wanted=bool(self.use_beam_search),
-            width=self.best_of or self.n or 1,
+            width=self.best_of if self.best_of is not None else self.n or 1,
             length_penalty=self.length_penalty,
             early_stopping=self.early_stopping,
             streams=bool(self.stream),
