@@ -29,7 +29,7 @@ class _PinOutcomeWaiter:
         self.outcome: asyncio.Future[PinOutcome] = asyncio.get_running_loop().create_future()
 
     def set(self, outcome: PinOutcome) -> None:
-        """It is here."""
+        """Record the outcome, unless nobody waits for it any more."""
         if not self.outcome.done():
             self.outcome.set_result(outcome)
 
@@ -44,7 +44,7 @@ class NamedCacheService:
         pins: PinRegistry,
         publish: Callable[[str, str], Awaitable[None]] | None = None,
     ) -> None:
-        """`publish`: see CachedPrompts."""
+        """`publish` tells the other processes of a change, as in CachedPrompts."""
         self.caches = caches
         self._publish = publish
         self._frontend = frontend
@@ -153,7 +153,7 @@ class NamedCacheService:
         return cache
 
     async def remove(self, tenant: str, name: str) -> None:
-        """Raises CacheNotFound."""
+        """Forget it and unpin its blocks. Raises CacheNotFound."""
         self.caches.remove(tenant, name)
         self._pins.release(tenant, name)
         await self._publish_change(tenant, name)

@@ -58,7 +58,7 @@ class RequestMeter:
 
     @property
     def age_s(self) -> float:
-        """Since it came."""
+        """Seconds since the request came."""
         return self._clock() - self._start
 
     def __enter__(self) -> Self:
@@ -137,7 +137,7 @@ class RequestMeter:
         metrics.inference_time.observe(times.prefill_s + decode_s)
 
     def succeeded(self) -> None:
-        """All choices ended."""
+        """Observe the time of a request of which all choices have ended."""
         self._metrics.e2e.observe(self._clock() - self._start)
 
     def _ended(self, code: Code | None) -> None:
