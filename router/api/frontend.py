@@ -1,6 +1,6 @@
-"""From what a client asked to a `RoutedRequest`: the one validator that both doors use.
+"""From what a client asked to a `RoutedRequest`: the one validator that the HTTP and the gRPC server use.
 
-A door turns its wire format into a prompt and `ClientRequest`; here every bound is checked, cheapest first, so that
+A server turns its wire format into a prompt and `ClientRequest`; here every bound is checked, cheapest first, so that
 nothing is tokenized for a request that will be refused. The bounds of sampling live in `tandem.values.sampling`, those
 of stop strings in `router.text.stop_strings`.
 """
@@ -44,7 +44,7 @@ _MAX_ROOTS = 1024
 
 
 class Frontend:
-    """Validates, tokenizes and names requests. One per router; every door shares it."""
+    """Validates, tokenizes and names requests. One per router; every server shares it."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Frontend:
         self.stream_ids = StreamIds(secret, most_s=config.request_timeout_s)
         self._tracer = tracer or NoTracer()
         self.grammars: GrammarChecker | None = None
-        """Set before the doors open; without it no structure is promised."""
+        """Set before the servers open; without it no structure is promised."""
         self.kept: CachedPrompts | None = None
         """The same; without it nothing is kept by name."""
         self._preparing = 0
@@ -147,10 +147,10 @@ class Frontend:
         if fields.cache_salt is not None and not 1 <= len(fields.cache_salt) <= MAX_SALT_CHARS:
             raise InvalidRequest(f"cache_salt must have 1 to {MAX_SALT_CHARS} characters", param="cache_salt")
         most = fields.max_tokens if fields.max_tokens is not None else _MOST_TOKENS
-        asked = replace(fields.sampling, max_tokens=most, seed=fields.seed or 0)
+        sampling = replace(fields.sampling, max_tokens=most, seed=fields.seed or 0)
         if fields.structure is not None:
-            asked = replace(asked, grammar=fields.structure.grammar())
-        asked.validate(vocab_size=self.model.vocab_size)
+            sampling = replace(sampling, grammar=fields.structure.grammar())
+        sampling.validate(vocab_size=self.model.vocab_size)
         StopStrings(fields.stop)
 
     def _with_defaults(self, fields: ClientRequest) -> ClientRequest:
@@ -226,9 +226,9 @@ class Frontend:
         if fields.truncate_prompt_tokens is not None:
             ids = ids[-self._num_kept(fields, fields.truncate_prompt_tokens) :]
         room = self._room_for_answer(len(ids), fields, param)
-        asked = fields.max_tokens if fields.max_tokens is not None else default_max_tokens
+        wanted = fields.max_tokens if fields.max_tokens is not None else default_max_tokens
         most = self._max_tokens(
-            fields, room if asked is None else max(1, min(asked, room)), num_prompts, stated=asked is not None
+            fields, room if wanted is None else max(1, min(wanted, room)), num_prompts, stated=wanted is not None
         )
         sampling = replace(fields.sampling, max_tokens=most, seed=self._seed(fields))
         if fields.max_tokens is None:
@@ -284,18 +284,18 @@ class Frontend:
                 )
         return room
 
-    def _max_tokens(self, fields: ClientRequest, asked: int, num_prompts: int, *, stated: bool) -> int:
+    def _max_tokens(self, fields: ClientRequest, wanted: int, num_prompts: int, *, stated: bool) -> int:
         """Within the bound of an answer that is in memory as a whole before its client has anything of it."""
         if fields.reads_along:
-            return asked
+            return wanted
         per_token = num_prompts * fields.num_choices * (1 + (fields.sampling.num_logprobs or 0))
         most = self._config.max_answer_values // per_token
-        if asked <= most:
-            return asked
+        if wanted <= most:
+            return wanted
         if stated or most < max(1, fields.sampling.min_tokens):
             largest = self._config.max_answer_values
             raise InvalidRequest(
-                f"prompts x n x max_tokens x (1 + [top_]logprobs) is {per_token * asked}: an answer that is not "
+                f"prompts x n x max_tokens x (1 + [top_]logprobs) is {per_token * wanted}: an answer that is not "
                 f"streamed has at most {largest}; ask for less, or for a stream",
                 param="max_tokens",
             )

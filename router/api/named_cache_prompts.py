@@ -1,4 +1,4 @@
-"""Making a named cache, and beginning a conversation with one: between the doors, `NamedCaches` and pins."""
+"""Making a named cache, and beginning a conversation with one: between the servers, `NamedCaches` and pins."""
 
 import asyncio
 import secrets
@@ -35,7 +35,7 @@ class _PinOutcomeWaiter:
 
 
 class NamedCacheService:
-    """Of one router process, and of those that share its doors, which are told of each change before it is answered."""
+    """Named caches of one router process, and of those that share its ports, which hear of each change first."""
 
     def __init__(
         self,
@@ -87,8 +87,8 @@ class NamedCacheService:
         (prepared,) = await self._frontend.prepare_prompts([cache.token_ids], fields)
         is_added = is_over = False
         try:
-            asked = self._with_pin(prepared, cache, lambda: None if is_over else self._ends_s(cache))
-            outcome = await self._kept(tenant, cache, compute(asked))
+            pinned = self._with_pin(prepared, cache, lambda: None if is_over else self._ends_s(cache))
+            outcome = await self._kept(tenant, cache, compute(pinned))
             if outcome is not PinOutcome.HELD:
                 raise Overloaded(f"no worker can keep this now ({outcome.value})", retry_after_s=_ANSWER_S)
             self.caches.add(tenant, cache)

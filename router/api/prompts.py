@@ -46,7 +46,7 @@ def fill_marks(added_ids: Mapping[str, int]) -> FillMarks | None:
 
 
 class PromptReader:
-    """Reads prompts for one model. Every door shares it."""
+    """Reads prompts for one model. Every server shares it."""
 
     def __init__(self, *, model: ModelInfo, tokenizer: Tokenizer, max_prompts: int) -> None:
         self._model = model

@@ -1,4 +1,4 @@
-"""One request's measurements: what a door counts as its tokens come, and when it ends."""
+"""One request's measurements: what a server counts as its tokens come, and when it ends."""
 
 import asyncio
 from collections.abc import Callable
@@ -108,7 +108,7 @@ class RequestMeter:
         self._metrics.generation_tokens.value += count
 
     def first_shown(self) -> None:
-        """The text of the first tokens is with the door that writes it."""
+        """The text of the first tokens is with the server that writes it."""
         self._shown_s = self._clock()
 
     def _instants(self, first_s: float) -> FirstTokens:

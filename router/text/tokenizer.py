@@ -11,7 +11,7 @@ import json
 import random
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -228,12 +228,12 @@ def _check_token_ids(raw: dict[str, Any]) -> None:
     """Raise ConfigError where two tokens have one id: one of them could be read and never be written."""
     model, added = raw.get("model"), raw.get("added_tokens")
     vocab = model.get("vocab") if isinstance(model, dict) else None
-    places = {
+    places: dict[str, Iterable[tuple[Any, Any]]] = {
         "model.vocab": vocab.items() if isinstance(vocab, dict) else (),
         "added_tokens": [(one.get("content"), one.get("id")) for one in added or () if isinstance(one, dict)],
     }
     for place, tokens in places.items():
-        known: dict[int, str] = {}
+        known: dict[Any, Any] = {}
         for text, token_id in tokens:
             if (other := known.setdefault(token_id, text)) != text:
                 raise ConfigError(f"tokenizer.json: {place}: {other!r:.40} and {text!r:.40} are both token {token_id}")

@@ -1,4 +1,4 @@
-"""One choice of an answer, from its text to what doors show of it: thinking, text, and calls with their ids."""
+"""One choice of an answer, from its text to what servers show of it: thinking, text, and calls with their ids."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, TypeAlias
@@ -51,7 +51,7 @@ class AnswerParser(Protocol):
         """What the client does not have yet."""
 
     def finish(self, reason: FinishReason) -> str:
-        """Why it ended, as doors say it: calls that are whole are a reason of their own."""
+        """Why it ended, as clients read it: calls that are whole are a reason of their own."""
 
 
 class TextAnswerParser:

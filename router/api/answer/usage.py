@@ -1,4 +1,4 @@
-"""What one client call used: tokens, cached tokens, time by phase, and what it cost. Both doors report it."""
+"""What one client call used: tokens, cached tokens, time by phase, and what it cost. Both servers report it."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields

@@ -1,4 +1,4 @@
-"""What a client asked for, before and after it was checked, and what the doors know of the model."""
+"""What a client asked for, before and after it was checked, and what is known of the model."""
 
 from dataclasses import dataclass, field
 
@@ -18,7 +18,7 @@ from tandem.values.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """What the doors must know of the served model."""
+    """What is served, as the HTTP and gRPC servers must know it."""
 
     name: str
     fingerprint: str
@@ -94,7 +94,7 @@ class ClientRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedRequest:
-    """A request ready for dispatch, and what the door needs to show its answer."""
+    """A request ready for dispatch, and what the server needs to show its answer."""
 
     request: RoutedRequest
     stops: StopStrings

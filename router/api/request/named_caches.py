@@ -1,8 +1,8 @@
 """Named beginnings of conversations (`cachedContents`): whose they are, until when, and how many. Pure.
 
 The prompt's blocks are kept by a pin of the same name; here is what a later request needs to begin with them again.
-Processes that share a host's doors tell each other what changed (`router.api.request.shared_named_caches`): of two
-changes the later one stands, and what was removed does not come back.
+Processes that share a host's ports publish their changes to each other (`router.api.request.shared_named_caches`): of
+two the later one stands, and what was removed does not come back.
 """
 
 from collections.abc import Awaitable, Callable
@@ -48,7 +48,7 @@ class CachedPrompts:
     caches: "NamedCaches | None"
     """None where nothing is kept by name."""
     publish: Callable[[str, str], Awaitable[None]] | None = None
-    """Tells the processes that share the doors what became of a tenant's cache of that name."""
+    """Publishes to the processes that share the ports what became of a tenant's cache of that name."""
 
 
 class NamedCaches:
