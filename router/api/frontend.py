@@ -33,7 +33,7 @@ from tandem.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, 
 from tandem.telemetry.tracing import NoTracer, Tracer
 from tandem.values.block_hash import root_hash
 from tandem.values.ids import BlockHash
-from tandem.values.sampling import MAX_BAD_WORDS
+from tandem.values.sampling import BOUNDS, MAX_BAD_WORDS
 
 MAX_SALT_CHARS = 1024
 MAX_BAD_WORD_CHARS = 64
@@ -147,6 +147,7 @@ class Frontend:
         if fields.cache_salt is not None and not 1 <= len(fields.cache_salt) <= MAX_SALT_CHARS:
             raise InvalidRequest(f"cache_salt must have 1 to {MAX_SALT_CHARS} characters", param="cache_salt")
         most = fields.max_tokens if fields.max_tokens is not None else _MOST_TOKENS
+        BOUNDS["max_tokens"].check(fields.max_tokens_param, most)
         sampling = replace(fields.sampling, max_tokens=most, seed=fields.seed or 0)
         if fields.structure is not None:
             sampling = replace(sampling, grammar=fields.structure.grammar())
@@ -275,7 +276,7 @@ class Frontend:
         room = context - num_prompt_tokens
         if room < fields.least_tokens:
             raise self.prompts.too_long(num_prompt_tokens, param, fields.least_tokens)
-        for name, wanted in (("min_tokens", fields.sampling.min_tokens), ("max_tokens", fields.max_tokens)):
+        for name, wanted in (("min_tokens", fields.sampling.min_tokens), (fields.max_tokens_param, fields.max_tokens)):
             if wanted is not None and wanted > max(1, room):
                 raise ContextLengthExceeded(
                     f"{name} must be at most {room}, got {wanted}: the prompt has {num_prompt_tokens} tokens, the "
@@ -295,9 +296,9 @@ class Frontend:
         if stated or most < max(1, fields.sampling.min_tokens):
             largest = self._config.max_answer_values
             raise InvalidRequest(
-                f"prompts x n x max_tokens x (1 + [top_]logprobs) is {per_token * wanted}: an answer that is not "
+                f"prompts x n x {fields.max_tokens_param} x (1 + [top_]logprobs) is {per_token * wanted}: an answer that is not "
                 f"streamed has at most {largest}; ask for less, or for a stream",
-                param="max_tokens",
+                param=fields.max_tokens_param,
             )
         return most
 

@@ -42,6 +42,8 @@ class ClientRequest:
     stated_sampling: frozenset[str] | None = None
     """Fields of `sampling` that the client stated: the model's defaults stand in for the others. None: all of them."""
     max_tokens: int | None = None
+    max_tokens_param: str = "max_tokens"
+    """The field that says so."""
     seed: int | None = None
     model: str | None = None
     num_choices: int = 1

@@ -251,7 +251,8 @@ class ChatBody(GenerationBody):
             max_tokens=next(iter(limits), None),
             add_generation_prompt=self.add_generation_prompt is not False and not self.continue_final_message,
         )
-        return replace(fields, tools=self._use(), template=self._template_options())
+        name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        return replace(fields, max_tokens_param=name, tools=self._use(), template=self._template_options())
 
     def _use(self) -> ToolUse | None:
         if not self.functions:

@@ -95,6 +95,8 @@ async def client(parts: fakes.Doors) -> AsyncIterator[httpx.AsyncClient]:
         ({"n": 2**31}, "n"),
         ({"max_tokens": 2**63}, "max_tokens"),
         ({"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"max_completion_tokens": 600}, "max_completion_tokens"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
         ({"seed": 2**64}, "seed"),
         ({"top_logprobs": 2}, "top_logprobs"),
