@@ -1,4 +1,4 @@
-"""A small client of the HTTP door, for `tandem chat`, `demo` and `top`: answers with their times, and the status."""
+"""A small client of the HTTP server, for `tandem chat`, `demo` and `top`: answers with their times, and the status."""
 
 import json
 import ssl
@@ -217,7 +217,7 @@ class ChatClient:
                     await response.aread()
                     raise ClientError(refusal(response))
                 async for chunk in _chunks(response.aiter_lines()):
-                    thought, text = _take(chunk, got)
+                    thought, text = _read_chunk(chunk, got)
                     if thought or text:
                         got.first_at = got.first_at or time.monotonic()
                     if thought:
@@ -257,7 +257,7 @@ async def _chunks(lines: AsyncIterator[str]) -> AsyncIterator[dict[str, Any]]:
     raise ClientError("the answer broke off before its end")
 
 
-def _take(chunk: dict[str, Any], got: _Collected) -> tuple[str, str]:
+def _read_chunk(chunk: dict[str, Any], got: _Collected) -> tuple[str, str]:
     """Note what a chunk says; what it brings of thinking and of text."""
     if "error" in chunk:
         raise ClientError(_message(chunk))

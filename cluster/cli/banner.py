@@ -31,7 +31,9 @@ COMPLETES_NOTE = (
 FAILOVER_NOTE = "a text resumed after a failover may differ; engine.deterministic prevents it"
 
 
-def show(console: Console, asked: ClusterConfig, effective: ClusterConfig, processes: Sequence[ProcessView]) -> None:
+def print_banner(
+    console: Console, asked: ClusterConfig, effective: ClusterConfig, processes: Sequence[ProcessView]
+) -> None:
     """Print the banner. `asked` is what the user configured, `effective` what runs."""
     model = model_name(effective, processes)
     body = Group(
@@ -75,7 +77,7 @@ def base_url(config: ClusterConfig, port: int) -> str:
 
 
 def http_url(config: ClusterConfig) -> str:
-    """Of the HTTP door, to type on this machine."""
+    """Of the HTTP server, to type on this machine."""
     scheme = "http" if config.router.tls is None else "https"
     return f"{scheme}://{base_url(config, config.router.port)}"
 
@@ -100,7 +102,7 @@ def curl_line(config: ClusterConfig, model: str, *, chats: bool = True) -> str:
 
 
 def warnings(config: ClusterConfig) -> list[str]:
-    """What somebody should know of doors like these."""
+    """What somebody should know who serves like this."""
     found = [] if config.router.warning is None else [config.router.warning]
     if any(key.is_plain for key in config.router.api_keys):
         found.append("router.api_keys holds keys themselves; `tandem key digest` makes what may be kept in their place")

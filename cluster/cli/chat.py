@@ -23,8 +23,8 @@ HELP = "/clear forgets the conversation, /stats counts it, /exit or Ctrl-D leave
 COMPLETES = "has no chat template: it completes each text that you type, and sees nothing of those before"
 COMPLETION_TOKENS = 128
 """Of a completed text, unless --max-tokens says another: a router's own default is 16."""
-_Show: TypeAlias = Callable[[str], None]
-_AnswerTo: TypeAlias = Callable[[str, _Show, _Show], Coroutine[Any, Any, Answer]]
+_OnText: TypeAlias = Callable[[str], None]
+_AnswerTo: TypeAlias = Callable[[str, _OnText, _OnText], Coroutine[Any, Any, Answer]]
 
 
 @dataclass(slots=True)
@@ -109,8 +109,8 @@ class _Thought:
         self._err = err
         self._is_open = False
 
-    def show(self, text: str) -> None:
-        """More of it."""
+    def print(self, text: str) -> None:
+        """Append to it."""
         if self._err.is_terminal:
             self._is_open = True
             self._err.print(Text(without_controls(text), style="dim italic"), end="", soft_wrap=True)
@@ -123,13 +123,20 @@ class _Thought:
 
 
 async def _answer(
-    client: ChatClient, conversation: Conversation, body: dict[str, object], question: str, show: _Show, think: _Show
+    client: ChatClient,
+    conversation: Conversation,
+    body: dict[str, object],
+    question: str,
+    on_text: _OnText,
+    on_thought: _OnText,
 ) -> Answer:
-    return await client.ask(conversation.asking(question), show, think, **body)
+    return await client.ask(conversation.asking(question), on_text, on_thought, **body)
 
 
-async def _complete(client: ChatClient, body: dict[str, object], prompt: str, show: _Show, _think: _Show) -> Answer:
-    return await client.complete(prompt, show, **body)
+async def _complete(
+    client: ChatClient, body: dict[str, object], prompt: str, on_text: _OnText, _on_thought: _OnText
+) -> Answer:
+    return await client.complete(prompt, on_text, **body)
 
 
 async def _exchange(
@@ -139,12 +146,12 @@ async def _exchange(
 
     thought = _Thought(err)
 
-    def show(text: str) -> None:
+    def print_text(text: str) -> None:
         thought.end()
         out.out(without_controls(text), end="", highlight=False)
         out.file.flush()
 
-    task = asyncio.ensure_future(answer_to(question, show, thought.show))
+    task = asyncio.ensure_future(answer_to(question, print_text, thought.print))
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, task.cancel)
     try:

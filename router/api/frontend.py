@@ -296,8 +296,8 @@ class Frontend:
         if stated or most < max(1, fields.sampling.min_tokens):
             largest = self._config.max_answer_values
             raise InvalidRequest(
-                f"prompts x n x {fields.max_tokens_param} x (1 + [top_]logprobs) is {per_token * wanted}: an answer that is not "
-                f"streamed has at most {largest}; ask for less, or for a stream",
+                f"prompts x n x {fields.max_tokens_param} x (1 + [top_]logprobs) is {per_token * wanted}: an answer "
+                f"that is not streamed has at most {largest}; ask for less, or for a stream",
                 param=fields.max_tokens_param,
             )
         return most

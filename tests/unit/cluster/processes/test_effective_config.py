@@ -175,7 +175,7 @@ def test_generation_config_beyond_bounds_is_refused_before_processes_start_unles
 
 def show(asked, effective, views, width=120):
     console = Console(width=width, record=True, file=io.StringIO())
-    banner.show(console, asked, effective, views)
+    banner.print_banner(console, asked, effective, views)
     return console.export_text()
 
 
