@@ -47,8 +47,8 @@ class OperatorAccess(Section):
 
 
 class RouterTls(Section):
-    """PEM files of the HTTP and the gRPC server. Read again when they change: who is connected stays, who comes gets the
-    new ones."""
+    """PEM files of the HTTP and the gRPC server. Read again when they change: who is connected stays, who comes gets
+    the new ones."""
 
     cert: str
     """The servers' certificate, and what lies between that and its authority."""
