@@ -109,8 +109,7 @@ class _Thought:
         self._err = err
         self._is_open = False
 
-    def print(self, text: str) -> None:
-        """Append to it."""
+    def write(self, text: str) -> None:
         if self._err.is_terminal:
             self._is_open = True
             self._err.print(Text(without_controls(text), style="dim italic"), end="", soft_wrap=True)
@@ -151,7 +150,7 @@ async def _exchange(
         out.out(without_controls(text), end="", highlight=False)
         out.file.flush()
 
-    task = asyncio.ensure_future(answer_to(question, print_text, thought.print))
+    task = asyncio.ensure_future(answer_to(question, print_text, thought.write))
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, task.cancel)
     try:
