@@ -60,7 +60,7 @@ from tandem.process.lifetime import Lifetime, OneAtATime, RouterPlace, end, rout
 from tandem.rpc.cluster_grpc import ClusterAuth, open_channel
 from tandem.rpc.hosts import hold, join, reachable
 from tandem.rpc.worker_directory import ChangingDirectory, WorkerAddress
-from tandem.telemetry.setup import instance_id, open_tracer, read_sampling_again
+from tandem.telemetry.setup import instance_id, open_tracer, reload_sample_ratio
 from tandem.telemetry.tracing import Tracer
 from tandem.values.block_hash import BlockHasher
 from tandem.values.ids import Incarnation
@@ -125,7 +125,7 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
 
 def _open_tracer(stack: AsyncExitStack, config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -> Tracer:
     tracer = open_tracer(stack, config.telemetry, service="tandem-router", instance=instance_id("router"))
-    lifetime.on_reread(OneAtATime(partial(read_sampling_again, place.config_path, tracer)))
+    lifetime.on_reread(OneAtATime(partial(reload_sample_ratio, place.config_path, tracer)))
     return tracer
 
 

@@ -8,6 +8,7 @@ all turns: metrics are counted, and there is somewhere to send spans to.
 """
 
 import argparse
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -24,9 +25,11 @@ from tandem_bench.errors import CannotMeasure
 from tandem_bench.report import Row, figure, show
 from tandem_bench.router import costs as router_costs
 from tandem_bench.telemetry.receiver import span_counter
+from tandem_bench.telemetry.spans import measure_spans
 from tandem_bench.telemetry.switch import OFF, Kind, switch
 from tandem_bench.telemetry.turns import LOADS, Load, Subject, Turn, processes_of, take_turn
 
+SPANS = "spans"
 MAX_COST_PERCENT = 3.0
 PRODUCTION_RATIO = 0.01
 _SPANS_AT_LEAST = 3
@@ -44,8 +47,12 @@ Part = Callable[[AsyncExitStack, dict[str, Any]], Awaitable[Started]]
 
 
 async def measure(given: argparse.Namespace, rows: list[Row], *, out: Console, err: Console) -> None:
-    """Measure and show."""
-    parts = given.only or list(PARTS)
+    parts = given.only or [SPANS, *PARTS]
+    if SPANS in parts:
+        found = await asyncio.to_thread(measure_spans)
+        show(out, found)
+        rows += found
+    parts = [part for part in parts if part != SPANS]
     for part in parts:
         turns: Rounds = {(load, kind): [] for load in LOADS for kind in (OFF, *KINDS)}
         await _sit(PARTS[part], turns, given.seconds / len(parts), given.turn)
