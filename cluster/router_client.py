@@ -46,7 +46,7 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class ChatReply:
     """One whole answer."""
 
     text: str
@@ -175,7 +175,7 @@ class ChatClient:
         on_text: Callable[[str], None],
         on_thought: Callable[[str], None] = lambda _: None,
         **body: Any,
-    ) -> Answer:
+    ) -> ChatReply:
         """Stream one answer, passing on what comes of it: what the model thinks, and the text.
 
         Cancelling it cancels the request. Raises ClientError.
@@ -200,7 +200,7 @@ class ChatClient:
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise unreachable(self.url, error) from None
         details = got.usage.get("prompt_tokens_details") or {}
-        return Answer(
+        return ChatReply(
             text="".join(got.pieces),
             finish_reason=got.finish_reason,
             prompt_tokens=int(got.usage.get("prompt_tokens", 0)),

@@ -7,7 +7,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from cluster.planner.controller import Outcome, Turn
+from cluster.planner.controller import Outcome, PlanningRound
 from cluster.planner.values import ActionKind, Sizes
 from cluster.terminal_text import without_controls
 from tandem.values.roles import WorkerRole
@@ -24,7 +24,7 @@ class Account:
         self._as_json = as_json
         self._said: tuple[object, ...] = ()
 
-    def turn(self, turn: Turn) -> None:
+    def turn(self, turn: PlanningRound) -> None:
         """One look and what came of it."""
         self._metrics.show(turn)
         if self._as_json:
@@ -53,12 +53,12 @@ class Account:
             json.dumps({"at": _now(), "outcome": outcome, "why": [text]}) if self._as_json else f"{_now()} {text}"
         )
 
-    def _is_quiet(self, turn: Turn) -> bool:
+    def _is_quiet(self, turn: PlanningRound) -> bool:
         # The first turn without trouble says that there is none.
         return turn.outcome in _QUIET and bool(self._said) and self._said[0] in (*_QUIET, Outcome.ORDERED)
 
 
-def words(turn: Turn) -> str:
+def words(turn: PlanningRound) -> str:
     """One line."""
     sizes = "?:?" if turn.sizes is None else str(turn.sizes)
     what = _WORDS[turn.outcome]
@@ -79,7 +79,7 @@ _WORDS = {
 }
 
 
-def as_json(turn: Turn) -> dict[str, Any]:
+def as_json(turn: PlanningRound) -> dict[str, Any]:
     """One object."""
     told: dict[str, Any] = {"at": _now(), "outcome": turn.outcome.value, "why": list(turn.why)}
     if turn.sizes is not None:
@@ -134,7 +134,7 @@ class PlannerMetrics:
         for outcome_of_order in ("done", "failed"):
             self.orders.labels(outcome_of_order)
 
-    def show(self, turn: Turn) -> None:
+    def show(self, turn: PlanningRound) -> None:
         """One turn."""
         self._turns.labels(turn.outcome.value).inc()
         for role in WorkerRole:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from cluster.router_client import Answer, ChatClient, ClientError
+from cluster.router_client import ChatClient, ChatReply, ClientError
 from cluster.terminal_text import without_controls
 
 if TYPE_CHECKING:
@@ -27,14 +27,14 @@ class Conversation:
 
     system: str | None = None
     turns: list[dict[str, str]] = field(default_factory=list)
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[ChatReply] = field(default_factory=list)
 
     def asking(self, question: str) -> list[dict[str, str]]:
         """The messages to send for this question; the conversation itself grows only with `add`."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, *self.turns, {"role": "user", "content": question}]
 
-    def add(self, question: str, answer: Answer) -> None:
+    def add(self, question: str, answer: ChatReply) -> None:
         """A question that was answered to its end."""
         self.turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer.text}]
         self.answers.append(answer)

@@ -65,7 +65,7 @@ class AuditLog(Protocol):
 
 class _NoAudit:
     def keep(self, entry: AuditEntry) -> None:
-        """Drop it."""
+        """Drop the entry: there is no log."""
 
 
 NO_AUDIT: AuditLog = _NoAudit()
@@ -83,5 +83,5 @@ def enter(entry: AuditEntry) -> Token[AuditEntry | None]:
 
 
 def leave(token: Token[AuditEntry | None]) -> None:
-    """Undo `enter`."""
+    """Restore the entry from before `enter`."""
     _CURRENT.reset(token)

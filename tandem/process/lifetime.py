@@ -242,10 +242,10 @@ def _reread_log_level(path: Path, name: str) -> None:
     try:
         config = load(path)
     except (ConfigError, OSError) as error:
-        _log.error("%s; what was read before stays in force", error)
+        _log.error("%s; the previous settings stay in force", error)
         return
     configure(config.log_level, name, config.log_format)
-    _log.info("read again: how to log, and of a router its workers' addresses and telemetry.sample_ratio")
+    _log.info("reloaded log settings and, in a router, worker addresses and telemetry.sample_ratio")
 
 
 def _blamed(caught: Exception) -> Exception:
@@ -278,6 +278,6 @@ async def _with_signals(main: Callable[[Lifetime], Awaitable[None]]) -> None:
 
 def _on_stray(lifetime: Lifetime, context: dict[str, Any]) -> None:
     error = context.get("exception")
-    _log.error("in a callback: %s", context.get("message"), exc_info=error)
+    _log.error("exception in a callback: %s", context.get("message"), exc_info=error)
     if isinstance(error, InvariantError):
         lifetime.fail(error)

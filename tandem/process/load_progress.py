@@ -28,7 +28,7 @@ class LoadReport:
         left_s = told["left_s"]
         share = float(told["share"])
         if not 0.0 <= share <= 1.0:
-            raise ValueError("share must be from 0 to 1")
+            raise ValueError("share must be in [0, 1]")
         return cls(share=share, left_s=None if left_s is None else float(left_s))
 
     def as_json(self) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""A collector as far as a cluster is concerned: takes OTLP over gRPC, and counts the spans."""
+"""A stand-in for a collector: accepts OTLP over gRPC and counts the spans."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,14 +11,14 @@ _SERVICE = "opentelemetry.proto.collector.trace.v1.TraceService"
 
 
 class SpanCounter:
-    """Where spans go, and how many came."""
+    """Accepts spans and counts them."""
 
     def __init__(self) -> None:
         self.url = ""
         self.num_spans = 0
 
     async def export(self, request: Any, _context: Any) -> Any:
-        """One batch."""
+        """Count the spans of one batch."""
         self.num_spans += sum(
             len(scope.spans) for of_process in request.resource_spans for scope in of_process.scope_spans
         )
@@ -27,7 +27,7 @@ class SpanCounter:
 
 @asynccontextmanager
 async def span_counter() -> AsyncIterator[SpanCounter]:
-    """One on a free port."""
+    """Serve a counter on a free port."""
     counter, server = SpanCounter(), grpc.aio.server()
     handler = grpc.unary_unary_rpc_method_handler(
         counter.export,

@@ -1,4 +1,4 @@
-"""Has processes that run watch themselves in another way: their YAML is written again, and SIGHUP says so."""
+"""Switches the telemetry of running processes: rewrites their YAML and sends SIGHUP."""
 
 import asyncio
 import os
@@ -16,7 +16,7 @@ SETTLED_S = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """One way of watching a cluster."""
+    """One telemetry setup of a cluster."""
 
     name: str
     sample_ratio: float = 0.0
@@ -25,7 +25,7 @@ class Kind:
     goal: float | None = None
 
     def rewrite(self, path: Path) -> None:
-        """A configuration file that says so, and is otherwise what it was."""
+        """Write this setup into a configuration file and leave the rest of it as it is."""
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         content["telemetry"]["sample_ratio"] = self.sample_ratio
         level, style = ("info", "json") if self.is_watched else ("warning", "text")
@@ -40,7 +40,7 @@ OFF = Kind(name="off", is_watched=False)
 
 
 async def switch(processes: Mapping[str, psutil.Process], kind: Kind) -> None:
-    """From now on."""
+    """Rewrite the configuration of all processes and have them reload it."""
     for path in {_config(process) for process in processes.values()}:
         kind.rewrite(path)
     for process in processes.values():

@@ -74,7 +74,7 @@ class Database:
             connection.close()
 
     def read(self, sql: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-        """Raises OSError."""
+        """All rows of a query. Raises OSError."""
         with _as_os_errors():
             return self._connection().execute(sql, values).fetchall()
 
@@ -103,7 +103,7 @@ class Database:
             return result
 
     def _connection(self) -> sqlite3.Connection:
-        """This thread's."""
+        """The connection of the calling thread."""
         if (found := getattr(self._local, "connection", None)) is not None:
             return found  # type: ignore[no-any-return]
         # Other threads only close it. Transactions are begun where `write` says so.

@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 
 class BatchStore:
-    """One folder."""
+    """Files and batches of one folder, which several processes may open."""
 
     def __init__(self, folder: Path, *, max_tenant_bytes: int, keep_s: float) -> None:
         self._folder = folder
@@ -130,7 +130,7 @@ class BatchStore:
         return file
 
     def file(self, tenant: str, name: str) -> StoredFile:
-        """Raises ObjectNotFound."""
+        """Raises ObjectNotFound when the tenant has no such file."""
         owner = _owner(tenant)
         found = self._database.read(f"{_FILES} AND id = ?", (owner, name))
         if not found or not self._data(owner, name).exists():
@@ -142,12 +142,12 @@ class BatchStore:
         return self._data(_owner(tenant), self.file(tenant, name).id)
 
     def files(self, tenant: str) -> list[StoredFile]:
-        """The newest first."""
+        """The tenant's files, newest first."""
         sql = f"{_FILES} ORDER BY created_s DESC, id"
         return [_file(row) for row in self._database.read(sql, (_owner(tenant),))]
 
     def delete_file(self, tenant: str, name: str) -> None:
-        """Raises ObjectNotFound."""
+        """Raises ObjectNotFound when the tenant has no such file."""
         path = self.content(tenant, name)
         self._database.write(lambda connection: connection.execute("DELETE FROM files WHERE id = ?", (name,)))
         path.unlink(missing_ok=True)
@@ -168,23 +168,22 @@ class BatchStore:
         self._database.write(add)
 
     def save(self, batch: StoredBatch) -> None:
-        """Write its state."""
         self._database.write(lambda connection: connection.execute(_SAVE_BATCH, _batch_row(batch)))
 
     def batch(self, tenant: str, name: str) -> StoredBatch:
-        """Raises ObjectNotFound."""
+        """Raises ObjectNotFound when the tenant has no such batch."""
         rows = self._database.read("SELECT state FROM batches WHERE owner = ? AND id = ?", (_owner(tenant), name))
         for batch in _batches(rows):
             return batch
         raise ObjectNotFound(f"no batch {name[:100]!r}", param="batch_id")
 
     def batches(self, tenant: str) -> list[StoredBatch]:
-        """The newest first."""
+        """The tenant's batches, newest first."""
         sql = "SELECT state FROM batches WHERE owner = ? ORDER BY created_s DESC, id"
         return list(_batches(self._database.read(sql, (_owner(tenant),))))
 
     def live(self) -> list[StoredBatch]:
-        """Of all tenants those that have not ended, the oldest first."""
+        """The batches of all tenants that have not ended, oldest first."""
         sql = "SELECT state FROM batches WHERE NOT is_final ORDER BY created_s, id"
         return list(_batches(self._database.read(sql)))
 
@@ -228,7 +227,7 @@ class BatchStore:
         return output, errors
 
     def _write_results(self, batch_id: str, is_error: int, path: Path) -> int:
-        """The bytes written."""
+        """Write results to a new file; the number of bytes."""
         sql = "SELECT line FROM results WHERE batch_id = ? AND is_error = ? ORDER BY number"
         with open_private(path, "wb") as file:
             for (line,) in self._database.iterate(sql, (batch_id, is_error)):
