@@ -117,15 +117,25 @@ class PlannerMetrics:
 
     def __init__(self, *, period_s: float) -> None:
         self.registry = CollectorRegistry()
-        self._wanted = self._gauge("tandem_planner_wanted_workers", "Workers that the forecast asks for", "pool")
-        self._fleet = self._gauge("tandem_planner_fleet_workers", "Workers that there are meant to be", "pool")
-        self._turns = self._counter("tandem_planner_turns", "Looks, by what came of them", "outcome")
-        self._actions = self._counter("tandem_planner_actions", "Actions ordered", "kind", "pool")
-        self.orders = self._counter("tandem_planner_orders", "Orders that have ended: done or failed", "outcome")
-        self._rate = Gauge("tandem_planner_requests_per_second", "Of the last period seen", registry=self.registry)
-        self._seen = Gauge("tandem_planner_last_seen_timestamp_seconds", "When that was", registry=self.registry)
+        self._wanted = self._gauge("tandem_planner_wanted_workers", "Workers that the forecast requires", "pool")
+        self._fleet = self._gauge("tandem_planner_fleet_workers", "Workers that the pool should have", "pool")
+        self._turns = self._counter("tandem_planner_turns", "Planning rounds by outcome", "outcome")
+        self._actions = self._counter("tandem_planner_actions", "Scaling actions ordered", "kind", "pool")
+        self.orders = self._counter(
+            "tandem_planner_orders", "Scaling orders that ended, by outcome: done or failed", "outcome"
+        )
+        self._rate = Gauge(
+            "tandem_planner_requests_per_second", "Request rate in the last observed period", registry=self.registry
+        )
+        self._seen = Gauge(
+            "tandem_planner_last_seen_timestamp_seconds",
+            "Unix time of the planner's last successful observation",
+            registry=self.registry,
+        )
         # How old the last look may be is a matter of the period: alarms ask for it.
-        Gauge("tandem_planner_period_seconds", "Between two looks", registry=self.registry).set(period_s)
+        Gauge("tandem_planner_period_seconds", "Seconds between two planning rounds", registry=self.registry).set(
+            period_s
+        )
         for outcome in Outcome:
             self._turns.labels(outcome.value)
         for kind in ActionKind:
