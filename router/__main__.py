@@ -109,7 +109,7 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         bounds = connection_bounds(config.router.connections, raise_file_limit())
         server = build_server(frontend, gate, config.router, metrics, bounds.grpc, shares_port=True, keeper=access)
         http, rpc = await _open_servers(stack, config, place, app, server, bounds.http, access.tls, predecessor)
-        reached = ReachableWorkers(registry, canary, addresses=fleet.addresses, tell=heart.tell)
+        reached = ReachableWorkers(registry, canary, addresses=fleet.addresses, tell=heart.send)
         handing = await _await_successor(stack, config, place, http, lifetime, reached, predecessor)
         await stack.enter_async_context(canary)
         await _begin_quality_probe(stack, config, registry, dispatcher, frontend, metrics)

@@ -39,7 +39,7 @@ class OperatorAccess(Section):
     """The static files of the page at /, which contain nothing about the cluster. The data that the page shows always
     needs a key when keys are configured."""
 
-    def of(self, page: str, *, is_local: bool) -> MetricsAccess:
+    def access_to(self, page: str, *, is_local: bool) -> MetricsAccess:
         """Who may read a page. `is_local`: the servers listen on loopback."""
         found: dict[str, MetricsAccess | None] = self.model_dump()
         beyond: MetricsAccess = "operator" if page == "metrics" else "key"

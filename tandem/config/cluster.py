@@ -31,7 +31,7 @@ from tandem.config.servers import (
     ReasoningParserName,
     ToolParserName,
 )
-from tandem.config.source.environment import put, put_variables
+from tandem.config.source.environment import put_variables, set_value
 from tandem.config.source.yaml_file import read_mapping
 from tandem.config.telemetry import ProfilingConfig, TelemetryConfig
 from tandem.errors import ConfigError
@@ -276,7 +276,7 @@ def load(path: Path | None, overrides: Mapping[str, Any] | None = None) -> Clust
     put_variables(data, os.environ)
     for dotted, value in (overrides or {}).items():
         if value is not None:
-            put(data, dotted.split("."), value)
+            set_value(data, dotted.split("."), value)
     try:
         return ClusterConfig.model_validate(data)
     except ValidationError as error:

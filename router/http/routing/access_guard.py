@@ -55,7 +55,7 @@ class Guard:
 
     def __init__(self, keys: ApiKeyStore, locks: RouterAccess) -> None:
         self._keys = keys
-        access = {page: locks.operator_access.of(page.value, is_local=locks.is_local) for page in OperatorPage}
+        access = {page: locks.operator_access.access_to(page.value, is_local=locks.is_local) for page in OperatorPage}
         self._open = {page for page, who in access.items() if who == "open"}
         self._for_operators = {page for page, who in access.items() if who == "operator"}
 
