@@ -10,9 +10,8 @@ import yaml
 
 from tandem_bench.errors import CannotMeasure
 from tandem_bench.telemetry import options, spans
-from tandem_bench.telemetry.measure import KINDS, PARTS, SPANS, _rows
+from tandem_bench.telemetry.measure import KINDS, OFF, PARTS, SPANS, Kind, _rows
 from tandem_bench.telemetry.receiver import span_counter
-from tandem_bench.telemetry.switch import OFF, Kind
 from tandem_bench.telemetry.turns import LOADS, ROLES, Turn
 from tests.unit.tandem.telemetry.test_otel_pipeline import end_span, exporting
 
