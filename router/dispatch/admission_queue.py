@@ -1,4 +1,4 @@
-"""The servers' way to dispatch: each request has its turn here first. The thin shell around `FairAdmission`.
+"""The queue before dispatch: each request waits for its turn here. Asyncio around `FairAdmission`, which decides.
 
 Canaries do not come this way, and a stream that is continued passes if that was promised
 (`router.admission.continuations`).
@@ -76,12 +76,16 @@ class AdmissionQueue:
                 while self.admission.num_inflight:
                     self._ended.clear()
                     await self._ended.wait()
+        self.admission.ended = True
         await self._inner.drain(most_s=max(0.0, ends_s - loop.time()))
 
     async def generate(self, request: RoutedRequest) -> AsyncGenerator[ChoiceDelta, None]:
         """See `router.types.requests.Generator`. Raises Overloaded or Unavailable, with a time to come back, as
         well."""
-        async with self._inside(request) as visit, aclosing(self._inner.generate(visit.request, visit.take)) as deltas:
+        async with (
+            self._inside(request) as visit,
+            aclosing(self._inner.generate(visit.request, visit.on_taken)) as deltas,
+        ):
             async for delta in deltas:
                 self._note(visit, (delta,))
                 yield delta
@@ -91,7 +95,7 @@ class AdmissionQueue:
         async with self._inside(request) as visit:
             counting = _CountingSink(reader, partial(self._note, visit))
             try:
-                await self._inner.run(visit.request, counting, visit.take)
+                await self._inner.run(visit.request, counting, visit.on_taken)
             finally:
                 counting.flush()
 
@@ -130,7 +134,7 @@ class AdmissionQueue:
         if not all(promised) and (reason := self._no_tokens_reason()) is not None:
             raise Unavailable(reason, retry_after_s=_NO_TOKENS_RETRY_S)
         entered = self.admission.enter_call([self._wanted(*each) for each in zip(requests, promised, strict=True)])
-        self._tell(entered.evicted)
+        self._refuse(entered.evicted)
         if entered.refusal is not None:
             raise entered.refusal
         loop = asyncio.get_running_loop()
@@ -215,11 +219,11 @@ class AdmissionQueue:
     def _look_again(self) -> None:
         self._look = None
         self._pump()
-        self._tell(self.admission.hopeless())
+        self._refuse(self.admission.hopeless())
         if self.admission.num_waiting:
             self._look = asyncio.get_running_loop().call_later(_LOOK_S, self._look_again)
 
-    def _tell(self, refused: list[tuple[AdmissionEntry, ServingError]]) -> None:
+    def _refuse(self, refused: list[tuple[AdmissionEntry, ServingError]]) -> None:
         for entry, error in refused:
             if (turn := self._turns.get(entry)) is not None and not turn.done():
                 turn.set_exception(error)
@@ -248,7 +252,7 @@ class _AdmittedRequest:
         self.taken = False
         self.adopted: frozenset[int] = frozenset()
 
-    def take(self, adopted: frozenset[int]) -> None:
+    def on_taken(self, adopted: frozenset[int]) -> None:
         """A worker took it, or may have; these choices of it one still had."""
         self.taken, self.adopted = True, adopted
 

@@ -97,7 +97,7 @@ class RouterConfig(RouterAccess):
     """gRPC port. 0: any free port."""
     processes: int = Field(default=1, ge=1, le=64)
     """Router processes on one host that share its ports, to use more cores. Each has a session to every worker; limits
-    such as `max_inflight_requests` apply to each process."""
+    such as `max_inflight_requests` apply to each process, limits of API keys to all of them together."""
     connections: ConnectionsConfig = ConnectionsConfig()
     max_body_bytes: PositiveInt = 8 << 20
     """Maximum size of a request body, over HTTP and gRPC. Uploaded files have their own limit,

@@ -27,7 +27,7 @@ async def status_of(client: httpx.AsyncClient, path: str) -> int:
 
 async def until(client: httpx.AsyncClient, path: str, status: int) -> None:
     """Return once a GET answers so."""
-    while await status_of(client, path) != status:
+    while await status_of(client, path) != status:  # noqa: ASYNC110 - a process of its own
         await asyncio.sleep(0.1)
 
 
