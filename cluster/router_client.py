@@ -46,7 +46,7 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class ChatReply:
     text: str
     finish_reason: str | None
     prompt_tokens: int
@@ -186,7 +186,7 @@ class ChatClient:
         on_text: Callable[[str], None],
         on_thought: Callable[[str], None] = lambda _: None,
         **body: Any,
-    ) -> Answer:
+    ) -> ChatReply:
         """Stream one answer, passing on what comes of it: what the model thinks, and the text.
 
         Cancelling it cancels the request. Raises ClientError.
@@ -195,7 +195,7 @@ class ChatClient:
             "/v1/chat/completions", {"messages": list(messages), **body}, on_text=on_text, on_thought=on_thought
         )
 
-    async def complete(self, prompt: str, on_text: Callable[[str], None], **body: Any) -> Answer:
+    async def complete(self, prompt: str, on_text: Callable[[str], None], **body: Any) -> ChatReply:
         """Stream what follows a plain prompt, as `ask` does."""
         return await self._stream("/v1/completions", {"prompt": prompt, **body}, on_text=on_text)
 
@@ -206,7 +206,7 @@ class ChatClient:
         *,
         on_text: Callable[[str], None],
         on_thought: Callable[[str], None] = lambda _: None,
-    ) -> Answer:
+    ) -> ChatReply:
         request = {"stream": True, "stream_options": {"include_usage": True}, **body}
         got, started = _Collected(), time.monotonic()
         try:
@@ -225,7 +225,7 @@ class ChatClient:
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise unreachable(self.url, error) from None
         details = got.usage.get("prompt_tokens_details") or {}
-        return Answer(
+        return ChatReply(
             text="".join(got.pieces),
             finish_reason=got.finish_reason,
             prompt_tokens=int(got.usage.get("prompt_tokens", 0)),

@@ -11,7 +11,7 @@ def begin_span(tracer: Tracer, submit: pb.Submit, now_s: float) -> Span | None:
     parent = context_from_text(submit.trace) if submit.HasField("trace") else None
     span = tracer.span("tandem.decode", parent, now_s)
     if span is not None:
-        span.attributes.update(
+        span.set_attributes(
             {
                 "tandem.request.id": submit.request_id,
                 "tandem.attempt": submit.attempt,
@@ -47,8 +47,6 @@ def end_span(task: DecodeTask, error: ServingError | None) -> None:
         return
     if error is not None:
         task.span.fail(error.message)
-    task.span.attributes.update(
-        {"tandem.cached_tokens": task.cached_tokens or 0, "tandem.output_tokens": task.next_index}
-    )
+    task.span.set_attributes({"tandem.cached_tokens": task.cached_tokens or 0, "tandem.output_tokens": task.next_index})
     task.span.end()
     task.span = None

@@ -62,7 +62,7 @@ from tandem.process.lifetime import Lifetime, OneAtATime, RouterPlace, end, rout
 from tandem.rpc.cluster_grpc import ClusterAuth, open_channel
 from tandem.rpc.hosts import hold, join, reachable
 from tandem.rpc.worker_directory import ChangingDirectory, WorkerAddress
-from tandem.telemetry.setup import instance_id, open_tracer, read_sampling_again
+from tandem.telemetry.setup import instance_id, open_tracer, reload_sample_ratio
 from tandem.telemetry.tracing import Tracer
 from tandem.values.block_hash import BlockHasher
 from tandem.values.ids import Incarnation
@@ -112,7 +112,7 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         bounds = connection_bounds(config.router.connections, raise_file_limit())
         server = build_server(frontend, gate, config.router, metrics, bounds.grpc, shares_port=True, keeper=access)
         http, rpc = await _open_servers(stack, config, place, app, server, bounds.http, access.tls, predecessor)
-        reached = ReachableWorkers(registry, canary, addresses=fleet.addresses, tell=heart.tell)
+        reached = ReachableWorkers(registry, canary, addresses=fleet.addresses, tell=heart.send)
         handing = await _await_successor(stack, config, place, http, lifetime, reached, predecessor)
         await stack.enter_async_context(canary)
         await _begin_quality_probe(stack, config, registry, dispatcher, frontend, metrics)
@@ -128,7 +128,7 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
 
 def _open_tracer(stack: AsyncExitStack, config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -> Tracer:
     tracer = open_tracer(stack, config.telemetry, service="tandem-router", instance=instance_id("router"))
-    lifetime.on_reread(OneAtATime(partial(read_sampling_again, place.config_path, tracer)))
+    lifetime.on_reread(OneAtATime(partial(reload_sample_ratio, place.config_path, tracer)))
     return tracer
 
 

@@ -37,7 +37,7 @@ def model_name(path: str, name: str | None) -> str:
 def checked_name(name: str) -> str:
     """A name that may stand in answers, URLs, metrics and logs. Raises ValueError."""
     if not 1 <= len(name) <= MAX_NAME_CHARS:
-        raise ValueError(f"a model's name has 1 to {MAX_NAME_CHARS} characters")
+        raise ValueError(f"a model's name must have 1 to {MAX_NAME_CHARS} characters")
     if not (name.isprintable() and name.isascii()) or name != name.strip():
-        raise ValueError("a model's name is of visible ASCII characters, with no space at its ends")
+        raise ValueError("a model's name must be printable ASCII without leading or trailing spaces")
     return name

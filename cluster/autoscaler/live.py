@@ -15,7 +15,7 @@ from pathlib import Path
 from prometheus_client import start_http_server
 
 from cluster.autoscaler.report import Account, PlannerMetrics
-from cluster.autoscaler.routers import Routers
+from cluster.autoscaler.routers import RouterGroup
 from cluster.planner.controller import Controller, Outcome
 from cluster.planner.load_watch import LoadWatch, live_workers
 from cluster.planner.orders import Order, OrderFailed, Scaler
@@ -57,7 +57,7 @@ class LivePlanner:
             raise ConfigError("to change a fleet takes --socket PATH or --kubernetes NAME; --dry-run changes none")
         self._options = options
         self._scaler = scaler
-        self._routers = Routers(options.urls, api_key_file=options.api_key_file, tls=options.tls)
+        self._routers = RouterGroup(options.urls, api_key_file=options.api_key_file, tls=options.tls)
         self.metrics = PlannerMetrics(period_s=options.period_s)
         self._account = Account(say, self.metrics, as_json=options.as_json)
         self._speed = SpeedWatch(options.worker)
@@ -89,7 +89,7 @@ class LivePlanner:
                     self._order.cancel()
                     await asyncio.wait([self._order])
 
-    async def _turn(self, routers: Routers) -> None:
+    async def _turn(self, routers: RouterGroup) -> None:
         if self._order is not None and self._order.done():
             self._order.result()  # what no scaler may raise ends the planner, and is not waited for in silence
         told = await routers.ask()

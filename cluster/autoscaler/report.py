@@ -7,7 +7,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from cluster.planner.controller import Outcome, Turn
+from cluster.planner.controller import Outcome, PlanningRound
 from cluster.planner.values import ActionKind, Sizes
 from cluster.terminal_text import without_controls
 from tandem.values.roles import WorkerRole
@@ -24,7 +24,7 @@ class Account:
         self._as_json = as_json
         self._said: tuple[object, ...] = ()
 
-    def turn(self, turn: Turn) -> None:
+    def turn(self, turn: PlanningRound) -> None:
         """One look and what came of it."""
         self._metrics.publish(turn)
         if self._as_json:
@@ -53,12 +53,12 @@ class Account:
             json.dumps({"at": _now(), "outcome": outcome, "why": [text]}) if self._as_json else f"{_now()} {text}"
         )
 
-    def _is_quiet(self, turn: Turn) -> bool:
+    def _is_quiet(self, turn: PlanningRound) -> bool:
         # The first turn without trouble says that there is none.
         return turn.outcome in _QUIET and bool(self._said) and self._said[0] in (*_QUIET, Outcome.ORDERED)
 
 
-def words(turn: Turn) -> str:
+def words(turn: PlanningRound) -> str:
     sizes = "?:?" if turn.sizes is None else str(turn.sizes)
     what = _WORDS[turn.outcome]
     if turn.decision is not None and turn.decision.actions:
@@ -78,7 +78,7 @@ _WORDS = {
 }
 
 
-def as_json(turn: Turn) -> dict[str, Any]:
+def as_json(turn: PlanningRound) -> dict[str, Any]:
     told: dict[str, Any] = {"at": _now(), "outcome": turn.outcome.value, "why": list(turn.why)}
     if turn.sizes is not None:
         told["sizes"] = _sizes(turn.sizes)
@@ -115,15 +115,25 @@ class PlannerMetrics:
 
     def __init__(self, *, period_s: float) -> None:
         self.registry = CollectorRegistry()
-        self._wanted = self._gauge("tandem_planner_wanted_workers", "Workers that the forecast asks for", "pool")
-        self._fleet = self._gauge("tandem_planner_fleet_workers", "Workers that there are meant to be", "pool")
-        self._turns = self._counter("tandem_planner_turns", "Looks, by what came of them", "outcome")
-        self._actions = self._counter("tandem_planner_actions", "Actions ordered", "kind", "pool")
-        self.orders = self._counter("tandem_planner_orders", "Orders that have ended: done or failed", "outcome")
-        self._rate = Gauge("tandem_planner_requests_per_second", "Of the last period seen", registry=self.registry)
-        self._seen = Gauge("tandem_planner_last_seen_timestamp_seconds", "When that was", registry=self.registry)
+        self._wanted = self._gauge("tandem_planner_wanted_workers", "Workers that the forecast requires", "pool")
+        self._fleet = self._gauge("tandem_planner_fleet_workers", "Workers that the pool should have", "pool")
+        self._turns = self._counter("tandem_planner_turns", "Planning rounds by outcome", "outcome")
+        self._actions = self._counter("tandem_planner_actions", "Scaling actions ordered", "kind", "pool")
+        self.orders = self._counter(
+            "tandem_planner_orders", "Scaling orders that ended, by outcome: done or failed", "outcome"
+        )
+        self._rate = Gauge(
+            "tandem_planner_requests_per_second", "Request rate in the last observed period", registry=self.registry
+        )
+        self._seen = Gauge(
+            "tandem_planner_last_seen_timestamp_seconds",
+            "Unix time of the planner's last successful observation",
+            registry=self.registry,
+        )
         # How old the last look may be is a matter of the period: alarms ask for it.
-        Gauge("tandem_planner_period_seconds", "Between two looks", registry=self.registry).set(period_s)
+        Gauge("tandem_planner_period_seconds", "Seconds between two planning rounds", registry=self.registry).set(
+            period_s
+        )
         for outcome in Outcome:
             self._turns.labels(outcome.value)
         for kind in ActionKind:
@@ -132,7 +142,7 @@ class PlannerMetrics:
         for outcome_of_order in ("done", "failed"):
             self.orders.labels(outcome_of_order)
 
-    def publish(self, turn: Turn) -> None:
+    def publish(self, turn: PlanningRound) -> None:
         self._turns.labels(turn.outcome.value).inc()
         for role in WorkerRole:
             if turn.sizes is not None:

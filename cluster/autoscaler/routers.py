@@ -23,7 +23,7 @@ _WHOLE_S = 10.0
 _MOST_BYTES = 64 << 20
 
 
-class Routers:
+class RouterGroup:
     """An async context manager."""
 
     def __init__(self, urls: Sequence[str], *, api_key_file: Path | None, tls: ssl.SSLContext | None) -> None:

@@ -57,7 +57,7 @@ class SecretKey(Section):
     key: Key
 
 
-class Hub(Section):
+class HubValues(Section):
     id: Annotated[str, Field(pattern=r"^([A-Za-z0-9._-]+/[A-Za-z0-9._-]+)?$")]
     revision: Annotated[str, Field(pattern=r"^[A-Za-z0-9._/-]*$")]
     tokenSecret: SecretKey | None
@@ -73,14 +73,14 @@ class ModelCache(Section):
     accessModes: list[Literal["ReadWriteOnce", "ReadOnlyMany", "ReadWriteMany", "ReadWriteOncePod"]]
 
 
-class Model(Section):
+class ModelValues(Section):
     source: Literal["builtin", "volume", "hub"]
     path: Annotated[str, Field(pattern=r"^[A-Za-z0-9._/-]*$")]
-    hub: Hub
+    hub: HubValues
     cache: ModelCache
 
 
-class Spread(Section):
+class SpreadValues(Section):
     nodes: Spreading
     zones: Spreading
 
@@ -90,7 +90,7 @@ class Placed(Section):
     tolerations: list[Kubernetes]
     affinity: Kubernetes
     priorityClassName: ObjectName
-    spread: Spread
+    spread: SpreadValues
 
 
 class Ports(Section):
@@ -182,7 +182,7 @@ class PlannerSlo(Section):
     itlSeconds: PositiveFloat
 
 
-class Planner(Placed):
+class PlannerValues(Placed):
     enabled: bool
     dryRun: bool
     least: PlannerLeast
@@ -245,15 +245,15 @@ class CertManager(Section):
     renewBefore: Duration
 
 
-class Tls(Section):
+class TlsValues(Section):
     enabled: bool
     existingSecret: ObjectName
     certManager: CertManager
 
 
 class TlsOfBoth(Section):
-    door: Tls
-    kv: Tls
+    door: TlsValues
+    kv: TlsValues
 
 
 class Telemetry(Section):
@@ -305,7 +305,7 @@ class KvPorts(Section):
     last: PodPort
 
 
-class Network(Section):
+class NetworkValues(Section):
     enabled: bool
     clients: list[Kubernetes]
     prometheus: Annotated[list[Kubernetes], Field(min_length=1)]
@@ -330,11 +330,11 @@ class ChartValues(Section):
     requireDigests: bool
     imagePullSecrets: list[ObjectName]
     securityContext: SecurityContext
-    model: Model
+    model: ModelValues
     router: Router
     prefill: Pool
     decode: Pool
-    planner: Planner
+    planner: PlannerValues
     terminationMarginSeconds: Annotated[int, Field(ge=10, le=600)]
     tmpSize: Quantity
     kernelCacheSize: Quantity
@@ -346,5 +346,5 @@ class ChartValues(Section):
     ingress: Ingress
     gateway: Gateway
     monitoring: Monitoring
-    networkPolicy: Network
+    networkPolicy: NetworkValues
     test: Test

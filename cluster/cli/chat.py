@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from rich.console import Console
 from rich.text import Text
 
-from cluster.router_client import Answer, ChatClient, ClientError
+from cluster.router_client import ChatClient, ChatReply, ClientError
 from cluster.terminal_text import without_controls
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ COMPLETES = "has no chat template: it completes each text that you type, and see
 COMPLETION_TOKENS = 128
 """Of a completed text, unless --max-tokens says another: a router's own default is 16."""
 _OnText: TypeAlias = Callable[[str], None]
-_AnswerTo: TypeAlias = Callable[[str, _OnText, _OnText], Coroutine[Any, Any, Answer]]
+_AnswerTo: TypeAlias = Callable[[str, _OnText, _OnText], Coroutine[Any, Any, ChatReply]]
 
 
 @dataclass(slots=True)
@@ -33,14 +33,14 @@ class Conversation:
 
     system: str | None = None
     turns: list[dict[str, str]] = field(default_factory=list)
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[ChatReply] = field(default_factory=list)
 
     def asking(self, question: str) -> list[dict[str, str]]:
         """The messages to send for this question; the conversation itself grows only with `add`."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, *self.turns, {"role": "user", "content": question}]
 
-    def add(self, question: str, answer: Answer) -> None:
+    def add(self, question: str, answer: ChatReply) -> None:
         """A question that was answered to its end."""
         self.turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer.text}]
         self.answers.append(answer)
@@ -128,13 +128,13 @@ async def _answer(
     question: str,
     on_text: _OnText,
     on_thought: _OnText,
-) -> Answer:
+) -> ChatReply:
     return await client.ask(conversation.asking(question), on_text, on_thought, **body)
 
 
 async def _complete(
     client: ChatClient, body: dict[str, object], prompt: str, on_text: _OnText, _on_thought: _OnText
-) -> Answer:
+) -> ChatReply:
     return await client.complete(prompt, on_text, **body)
 
 

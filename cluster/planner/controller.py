@@ -37,7 +37,7 @@ class Outcome(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class PlanningRound:
     """One look and what came of it."""
 
     at_s: float
@@ -68,15 +68,15 @@ class Controller:
         self._expected: Sizes | None = None
         """What the fleet should be, if nobody else touches it; None: whatever is found."""
 
-    def turn(self, now_s: float, seen: Observation | Unseen, fleet: FleetView | str) -> Turn:
+    def turn(self, now_s: float, seen: Observation | Unseen, fleet: FleetView | str) -> PlanningRound:
         """Of one period; `fleet`: or why it is not known."""
         if isinstance(seen, Unseen):
             sizes = None if isinstance(fleet, str) else fleet.sizes
-            return Turn(at_s=now_s, outcome=Outcome.UNSEEN, why=(seen.why,), sizes=sizes)
+            return PlanningRound(at_s=now_s, outcome=Outcome.UNSEEN, why=(seen.why,), sizes=sizes)
         if (kept := self._no_order(now_s, fleet)) is not None:
             outcome, why = kept
             watched = self._planner.watch(now_s, seen)
-            return Turn(
+            return PlanningRound(
                 at_s=now_s,
                 outcome=outcome,
                 why=(why, *watched.reasons),
@@ -93,7 +93,7 @@ class Controller:
         if order is not None:
             outcome = Outcome.WOULD_ORDER if self._is_dry_run else Outcome.ORDERED
             self._under_way = None if self._is_dry_run else order
-        return Turn(
+        return PlanningRound(
             at_s=now_s,
             outcome=outcome,
             why=decision.reasons,

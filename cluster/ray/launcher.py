@@ -19,7 +19,7 @@ from cluster.processes.child import Callbacks
 from cluster.processes.effective_config import with_router_ports
 from cluster.processes.launcher import EXIT_NOT_STARTED, Launched, LocalLauncher
 from cluster.ray.session import HostHandle, NodeLost, RaySession
-from cluster.supervisor.ray_placement import GPU, Node, Placement, bundle_of, render_resources, worker_config
+from cluster.supervisor.ray_placement import GPU, Node, RayPlacement, bundle_of, render_resources, worker_config
 from cluster.supervisor.supervisor import ProcessPlan, Role
 from router.workers.silence import SilenceWatch
 from tandem.config.cluster import ClusterConfig, dump
@@ -45,7 +45,7 @@ class RayLauncher:
         self._session = session
         self._model_path = model_path
         self._local = LocalLauncher()
-        self.placement = Placement()
+        self.placement = RayPlacement()
         self.config = ClusterConfig()
 
     def settle(self, config: ClusterConfig) -> ClusterConfig:

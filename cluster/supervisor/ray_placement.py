@@ -91,7 +91,7 @@ def _wanted(config: RayConfig, role: Role) -> RayPoolConfig:
 
 
 @dataclass(slots=True)
-class Placement:
+class RayPlacement:
     """Which of our workers is where, by name, and where the next one should go."""
 
     _homes: dict[str, _Home] = field(default_factory=dict)

@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.text import Text
 
 from cluster.router_client import ChatClient, ClientError
-from cluster.top.status import ClusterStatus, Order, joined
+from cluster.top.status import ClusterStatus, SortOrder, joined
 from cluster.top.view import View
 
 EXIT_UNREACHABLE = 1
@@ -32,7 +32,7 @@ class Watch:
         self._status: ClusterStatus | None = None
         self._heard_s = 0.0
         self._errors: list[str] = []
-        self._order = Order.NAME
+        self._order = SortOrder.NAME
         self._reverse = False
         self.changed = asyncio.Event()
         self.over = False

@@ -169,7 +169,7 @@ def _joined_rates(rates: Sequence[Rates]) -> Rates:
     return Rates(**found)
 
 
-class Order(Enum):
+class SortOrder(Enum):
     """By what workers are sorted, and which come first."""
 
     NAME = "name"
@@ -178,22 +178,22 @@ class Order(Enum):
     WAITING = "waiting"
     BACKLOG = "backlog"
 
-    def following(self) -> "Order":
+    def following(self) -> "SortOrder":
         """The next one, round and round."""
-        orders = list(Order)
+        orders = list(SortOrder)
         return orders[(orders.index(self) + 1) % len(orders)]
 
 
-_KEYS: Mapping[Order, Callable[[Worker], float]] = {
-    Order.NAME: lambda _: 0.0,
-    Order.KV: lambda worker: -worker.used_share,
-    Order.RUNNING: lambda worker: -worker.running,
-    Order.WAITING: lambda worker: -worker.waiting,
-    Order.BACKLOG: lambda worker: -worker.backlog_tokens,
+_KEYS: Mapping[SortOrder, Callable[[Worker], float]] = {
+    SortOrder.NAME: lambda _: 0.0,
+    SortOrder.KV: lambda worker: -worker.used_share,
+    SortOrder.RUNNING: lambda worker: -worker.running,
+    SortOrder.WAITING: lambda worker: -worker.waiting,
+    SortOrder.BACKLOG: lambda worker: -worker.backlog_tokens,
 }
 
 
-def in_order(workers: Sequence[Worker], order: Order, *, reverse: bool) -> list[Worker]:
+def in_order(workers: Sequence[Worker], order: SortOrder, *, reverse: bool) -> list[Worker]:
     """The busiest first, those that are alike by name (`decode-10` after `decode-9`)."""
     key = _KEYS[order]
     return sorted(workers, key=lambda worker: (key(worker), natural(worker.id)), reverse=reverse)

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.terminal_text import without_controls
-from cluster.top.status import ClusterStatus, Order, Worker, in_order
+from cluster.top.status import ClusterStatus, SortOrder, Worker, in_order
 
 KEYS_HINT = "q quits · s sorts by something else · r turns the order round"
 _BAR_WIDTH = 8
@@ -30,7 +30,7 @@ class View:
     age_s: float = 0.0
     """Of the status."""
     num_routers: int = 1
-    order: Order = Order.NAME
+    order: SortOrder = SortOrder.NAME
     reverse: bool = False
     interactive: bool = False
 
@@ -94,15 +94,15 @@ def _workers(view: View, status: ClusterStatus, room: int | None) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 2, 0, 0))
     direction = " ↑" if view.reverse else " ↓"
     titles = {
-        Order.NAME: "worker",
-        Order.KV: "KV",
-        Order.RUNNING: "run",
-        Order.WAITING: "wait",
-        Order.BACKLOG: "backlog",
+        SortOrder.NAME: "worker",
+        SortOrder.KV: "KV",
+        SortOrder.RUNNING: "run",
+        SortOrder.WAITING: "wait",
+        SortOrder.BACKLOG: "backlog",
     }
     for order, title in titles.items():
         shown = title + (direction if order is view.order else "")
-        table.add_column(shown, justify="left" if order in (Order.NAME, Order.KV) else "right", no_wrap=True)
+        table.add_column(shown, justify="left" if order in (SortOrder.NAME, SortOrder.KV) else "right", no_wrap=True)
     # Tokens a second that a prefill worker reads; milliseconds of a decode worker's step.
     for title in ("speed", "moves"):
         table.add_column(title, justify="right", no_wrap=True)

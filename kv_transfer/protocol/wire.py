@@ -178,7 +178,7 @@ def _decode_hello(message: pb.HandoffHello, _key: TransferKey | None) -> Hello:
         _check("advert bytes", len(offer.advert), 0, MAX_TEXT_CHARS)
         offers.append(TransportOffer(name=offer.name, advert=offer.advert, host_id=offer.host_id))
     return Hello(
-        versions=VersionRange.told(message.protocol_version, message.newest_version),
+        versions=VersionRange.from_hello(message.protocol_version, message.newest_version),
         worker_id=WorkerId(message.worker_id),
         layout=wire.layout_from_pb(message.layout),
         transports=tuple(offers),

@@ -67,7 +67,7 @@ class AttemptTrace:
     def ended(self, tally: AttemptTally, transport: str) -> None:
         """It has an outcome."""
         outcome, totals, span = tally.outcome, tally.totals, self._span
-        span.attributes.update(
+        span.set_attributes(
             {
                 "tandem.transfer.outcome": outcome.value if outcome is not None else "",
                 "tandem.transfer.transport": transport,
@@ -98,7 +98,7 @@ def begin_trace(tracer: Tracer, name: str, key: TransferKey, job: PrefillJob) ->
     span = tracer.span(name, job.trace)
     if span is None:
         return None
-    span.attributes.update(
+    span.set_attributes(
         {
             "tandem.transfer.id": key.transfer_id,
             "tandem.transfer.attempt": key.attempt,

@@ -1,8 +1,9 @@
-"""The audit log's file. A thread of its own writes it, so that neither a slow nor a full disk is felt by a request.
+"""The audit log's file. A thread of its own writes it, so that neither a slow nor a full disk delays a request.
 
-Lines wait in a bounded queue; what finds no room there or on the disk is lost and counted. Several router processes
-append to the same file, each line in one write; whoever finds it full renames it, and the others see that it is
-another file now, which is also how `logrotate` is noticed.
+Lines wait in a bounded queue; a line that finds no room there or on the disk is lost and counted. Several router
+processes append to the same file, each line in one write. The process that finds the file full renames it, and the
+others see that the name is another file's now, which is also how `logrotate` is noticed. Why not logging's handlers:
+`docs/extend/adr/0042-audit-log-keeps-its-own-writer.md`.
 """
 
 import fcntl
@@ -23,27 +24,26 @@ from router.access.audit_log import AuditEntry
 from tandem.config.access import AuditConfig
 from tandem.errors import ConfigError
 
-_MOST_WAITING = 8192
-_MOST_TOGETHER = 256
+_MAX_QUEUED = 8192
+_MAX_BATCH = 256
 _CLOSE_S = 5.0
 _WARN_EVERY_S = 60.0
 _log = logging.getLogger(__name__)
 
 
 class AuditFile:
-    """A `router.access.audit_log.AuditLog`. Owns its thread; `close` writes what waits. A collector of its own two
-    figures."""
+    """An `AuditLog`, and the collector of its metric. Owns its thread; `close` writes what is queued."""
 
     def __init__(self, config: AuditConfig, *, write: Callable[[int, bytes], int] = os.write) -> None:
-        """Raises ConfigError when it cannot be written to."""
+        """Raises ConfigError when the file cannot be opened for writing."""
         self._path = Path(config.path)
         self._config = config
         self._os_write = write
         try:
-            self._fd = self._opened()
+            self._fd = self._open()
         except OSError as error:
             raise ConfigError(f"router.audit_log.path: {config.path}: {error.strerror}") from None
-        self._lines: queue.Queue[bytes | None] = queue.Queue(_MOST_WAITING)
+        self._lines: queue.Queue[bytes | None] = queue.Queue(_MAX_QUEUED)
         self._warned_s = -_WARN_EVERY_S
         self.num_written = 0
         self.num_lost = 0
@@ -51,15 +51,14 @@ class AuditFile:
         self._thread.start()
 
     def keep(self, entry: AuditEntry) -> None:
-        """See AuditLog."""
-        line = entry.described(datetime.now(UTC), time.monotonic() - entry.began_s)
+        line = entry.to_line(datetime.now(UTC), time.monotonic() - entry.began_s)
         try:
             self._lines.put_nowait(orjson.dumps(line) + b"\n")
         except queue.Full:
             self.num_lost += 1
 
     def close(self) -> None:
-        """Write what waits, within some seconds."""
+        """Write what is queued, as far as the disk takes it within some seconds."""
         try:
             self._lines.put(None, timeout=_CLOSE_S)
         except queue.Full:
@@ -67,8 +66,8 @@ class AuditFile:
         self._thread.join(_CLOSE_S)
 
     def collect(self) -> Iterator[Metric]:
-        """For the registry."""
-        family = CounterMetricFamily("tandem_audit_lines", "Lines of the audit log", labels=("result",))
+        help_text = "Audit log lines: written, or lost because the queue or the disk was full"
+        family = CounterMetricFamily("tandem_audit_lines", help_text, labels=("result",))
         family.add_metric(("written",), self.num_written)
         family.add_metric(("lost",), self.num_lost)
         yield family
@@ -76,7 +75,7 @@ class AuditFile:
     def _run(self) -> None:
         while (first := self._lines.get()) is not None:
             lines, ended = [first], False
-            while len(lines) < _MOST_TOGETHER and not self._lines.empty():
+            while len(lines) < _MAX_BATCH and not self._lines.empty():
                 if (line := self._lines.get()) is None:
                     ended = True
                     break
@@ -90,7 +89,7 @@ class AuditFile:
         written = 0
         try:
             self._follow()
-            # Of this process or another one that found the disk full.
+            # This process or another one found the disk full.
             is_broken = _ends_within_a_line(self._fd)
             for line in lines:
                 data = b"\n" + line if is_broken else line
@@ -99,17 +98,17 @@ class AuditFile:
         except OSError as error:
             if time.monotonic() - self._warned_s >= _WARN_EVERY_S:
                 self._warned_s = time.monotonic()
-                _log.warning("the audit log cannot be written: %s", error.strerror)
+                _log.warning("cannot write the audit log: %s", error.strerror)
         self.num_written += written
         self.num_lost += len(lines) - written
 
     def _follow(self) -> None:
-        """Have the file open that bears the name now, with room in it."""
+        """Open the file that has the name now; rotate it first when it is full."""
         if not self._is_current():
             self._reopen()
         if os.fstat(self._fd).st_size < self._config.max_bytes:
             return
-        # Of several processes one renames it: the others wait here, and find another file.
+        # One of the processes renames the file: the others wait here, and find another one.
         fcntl.flock(self._fd, fcntl.LOCK_EX)
         if self._is_current():
             for index in range(self._config.keep - 1, 0, -1):
@@ -120,20 +119,20 @@ class AuditFile:
 
     def _is_current(self) -> bool:
         try:
-            there, ours = self._path.stat(), os.fstat(self._fd)
+            named, ours = self._path.stat(), os.fstat(self._fd)
         except FileNotFoundError:
             return False
-        return (there.st_ino, there.st_dev) == (ours.st_ino, ours.st_dev)
+        return (named.st_ino, named.st_dev) == (ours.st_ino, ours.st_dev)
 
     def _reopen(self) -> None:
-        opened = self._opened()
+        opened = self._open()
         os.close(self._fd)
         self._fd = opened
 
     def _numbered(self, index: int) -> Path:
         return self._path.with_name(f"{self._path.name}.{index}")
 
-    def _opened(self) -> int:
+    def _open(self) -> int:
         return os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
 

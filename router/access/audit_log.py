@@ -1,7 +1,7 @@
-"""Who asked for what: one entry for each request at the doors, written when it has ended. Never what was said.
+"""Who asked for what: one audit entry for each request to a server, written when it has ended. Never its content.
 
-The entry of the request that the running task serves is found by `current_entry`, so that whatever learns something of
-it (the guard its caller, the meter its tokens) can note it, through however many layers it was called.
+`current_entry` finds the entry of the request that the running task serves, so that the access guard can add the caller
+and the meter the tokens, through however many layers they are called.
 """
 
 import secrets
@@ -15,33 +15,30 @@ from router.access.api_keys import ApiCaller
 
 @dataclass(slots=True, kw_only=True)
 class AuditEntry:
-    """One request so far."""
-
     door: str
     """`http` or `grpc`."""
     client: str
-    """Its address, as the connection has it: headers that claim another one are not believed."""
+    """The peer address of the connection; headers that claim another one are ignored."""
     began_s: float
-    """On a clock that never jumps."""
+    """By the monotonic clock."""
     route: str = "unknown"
     status: str = ""
     caller: ApiCaller | None = None
     prompt_tokens: int = 0
     completion_tokens: int = 0
     own_id: str = field(default_factory=lambda: secrets.token_hex(16))
-    """What this router calls its first request, and the logs of all processes say of it."""
+    """The router's own id of the call's first request; the logs of all processes have it."""
     request_id: str = ""
-    """The answer's X-Request-Id: what its client calls it, else the same."""
+    """The answer's X-Request-Id: the client's, else `own_id`."""
     is_named: bool = False
-    """That request has its name."""
+    """`own_id` is in use: the call's further requests get ids of their own."""
     is_kept: bool = False
-    """A key was asked for, or it was refused."""
+    """Whether it is written to the log: it showed a key, or was refused."""
 
     def __post_init__(self) -> None:
         self.request_id = self.request_id or self.own_id
 
-    def described(self, now: datetime, seconds: float) -> dict[str, Any]:
-        """The line."""
+    def to_line(self, now: datetime, seconds: float) -> dict[str, Any]:
         return {
             "time": now.astimezone(UTC).isoformat(timespec="milliseconds"),
             "door": self.door,
@@ -59,16 +56,16 @@ class AuditEntry:
 
 
 class AuditLog(Protocol):
-    """Where entries go."""
+    """Receives the entries of requests that have ended."""
 
     def keep(self, entry: AuditEntry) -> None:
-        """It has ended. Never waits, never raises."""
+        """Write the entry, later. Never waits, never raises."""
         ...
 
 
 class _NoAudit:
     def keep(self, entry: AuditEntry) -> None:
-        """Forgotten."""
+        """Drop the entry: there is no log."""
 
 
 NO_AUDIT: AuditLog = _NoAudit()
@@ -76,15 +73,15 @@ _CURRENT: ContextVar[AuditEntry | None] = ContextVar("tandem_audit_entry", defau
 
 
 def current_entry() -> AuditEntry | None:
-    """That of the request which this task serves, if it serves one."""
+    """The entry of the request that this task serves, if it serves one."""
     return _CURRENT.get()
 
 
 def enter(entry: AuditEntry) -> Token[AuditEntry | None]:
-    """This task serves it from now on, until `leave`."""
+    """Make it the running task's entry until `leave`."""
     return _CURRENT.set(entry)
 
 
 def leave(token: Token[AuditEntry | None]) -> None:
-    """It does no more."""
+    """Restore the entry from before `enter`."""
     _CURRENT.reset(token)

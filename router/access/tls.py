@@ -10,7 +10,7 @@ import grpc
 
 from tandem.config.access import RouterTls
 from tandem.errors import ConfigError
-from tandem.rpc.certificates import client_of, read_pem, shake_hands, show, trust
+from tandem.rpc.certificates import client_of, load_certificate, read_pem, shake_hands, trust
 
 _SETTING = "router.tls"
 
@@ -38,7 +38,7 @@ def read_identity(config: RouterTls) -> ServerIdentity:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
-    show(context, cert, key, _SETTING)
+    load_certificate(context, cert, key, _SETTING)
     _try(context, cert)
     if config.client_ca is not None:
         trust(context, Path(config.client_ca), f"{_SETTING}.client_ca")

@@ -169,11 +169,11 @@ class FileWatcher:
 
     def collect(self) -> Iterator[Metric]:
         reloads = CounterMetricFamily(
-            "tandem_file_reloads", "Changed files that were read again", labels=("file", "result")
+            "tandem_file_reloads", "Reloads of changed files, by result", labels=("file", "result")
         )
         stale = GaugeMetricFamily(
             "tandem_file_stale_seconds",
-            "For how long what is in force has not been known to be what the files say; 0 while it is",
+            "Seconds since a file in use could last be verified against the disk; 0 while it can be",
             labels=("file",),
         )
         for what, watch in self._watches.items():

@@ -304,7 +304,7 @@ class Frontend:
         if span is None:
             return one
         request = one.request
-        span.attributes.update(
+        span.set_attributes(
             {
                 "gen_ai.operation.name": operation,
                 "gen_ai.provider.name": "tandem",

@@ -171,7 +171,7 @@ class RequestMeter:
         return min((finish.cached_tokens for finish in self._finishes), default=0)
 
     def _end_span(self, span: Span, code: Code | None) -> None:
-        span.attributes.update(
+        span.set_attributes(
             {
                 "gen_ai.usage.input_tokens": self._prompt_tokens,
                 "gen_ai.usage.output_tokens": sum(self._counts),
@@ -180,7 +180,7 @@ class RequestMeter:
             }
         )
         if code is not None:
-            span.attributes["error.type"] = code.value
+            span.set_attributes({"error.type": code.value})
             span.fail(code.value)
         span.end(self._clock())
 

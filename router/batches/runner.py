@@ -1,8 +1,8 @@
 """Runs batches: a few requests at a time, and only while the cluster has nothing better to do.
 
 Life of a batch: validating → in progress → finalizing → completed; or failed, expired, cancelled. A router that stops,
-or dies, leaves on disk what was answered; whoever runs the folder next goes on with the rest. What is written is
-written in the loop's own turn: a thread could still be at it when another process has begun.
+or dies, leaves on disk what was answered; the process that runs the folder next goes on with the rest. The store
+writes on a thread of its own, and finishes before another process may begin.
 """
 
 import asyncio
@@ -30,8 +30,8 @@ _ROOM_S = 0.1
 """Between two looks whether there is room."""
 _SWEEP_S = 60.0
 """Between two looks for what has been kept long enough."""
-_LINES_A_TURN = 64
-"""Written before others have the loop."""
+_LINES_AT_ONCE = 512
+"""In one transaction: others may write between two."""
 MOST_AT_WORK = 16
 MOST_OF_TENANT = 4
 """Batches that are under way at once, and those of one tenant. The others wait, the oldest first."""
@@ -100,7 +100,7 @@ class BatchRunner:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._store.close()
+        await asyncio.to_thread(self._store.close)
 
     def wake(self) -> None:
         """There is a new batch, or one was cancelled."""
@@ -153,9 +153,9 @@ class BatchRunner:
                 return
             batch = ended
         end = BatchStatus(batch.ends_as)
-        output, errors = self._store.publish(batch, self._now())
+        output, errors = await asyncio.to_thread(self._store.publish, batch, self._now())
         batch = batch.moved(end, self._now(), output_file_id=output, error_file_id=errors)
-        self._store.save(batch)
+        await asyncio.to_thread(self._store.save, batch)
 
     async def _answer_all(self, batch: StoredBatch) -> StoredBatch | None:
         """The batch when it has all its results; None when it has failed."""
@@ -163,16 +163,15 @@ class BatchRunner:
             path, lines = await asyncio.to_thread(self._read, batch)
         except _BadInput as bad:
             failed = batch.moved(BatchStatus.FAILED, self._now(), errors=tuple(bad.errors))
-            self._store.save(failed)
+            await asyncio.to_thread(self._store.save, failed)
             return None
         results = await asyncio.to_thread(self._store.results, batch)
-        results.cut()
         if batch.status is BatchStatus.VALIDATING:
             batch = batch.moved(BatchStatus.IN_PROGRESS, self._now(), total=len(lines))
-            self._store.save(batch)
+            await asyncio.to_thread(self._store.save, batch)
         end = await _Progress(self, batch, path, lines, results).run()
         batch = _counted(batch, results).moved(BatchStatus.FINALIZING, self._now(), ends_as=end.value)
-        self._store.save(batch)
+        await asyncio.to_thread(self._store.save, batch)
         return batch
 
     def _read(self, batch: StoredBatch) -> tuple[Path, list[_Place]]:
@@ -279,12 +278,13 @@ class _Progress:
         await self._end_all()
         message = "the batch was cancelled" if end is BatchStatus.CANCELLED else "the batch's time ran out"
         code = f"batch_{end.value}"
-        for number, line in enumerate(self._lines):
-            if number not in self._results.done:
-                text = not_run(self._batch.id, number, line.custom_id, code, message)
-                self._results.add(number, text, is_error=True)
-                if not number % _LINES_A_TURN:
-                    await asyncio.sleep(0)
+        missing = [number for number in range(len(self._lines)) if number not in self._results.done]
+        for begin in range(0, len(missing), _LINES_AT_ONCE):
+            lines = [
+                (number, not_run(self._batch.id, number, self._lines[number].custom_id, code, message))
+                for number in missing[begin : begin + _LINES_AT_ONCE]
+            ]
+            await asyncio.to_thread(self._results.add, lines, is_error=True)
         return end
 
     async def _one(self, number: int) -> None:
@@ -295,11 +295,11 @@ class _Progress:
         finally:
             self._runner._permits.release()
         text = answered(self._batch.id, number, line.custom_id, status, content)
-        self._results.add(number, text, is_error=status >= 400)
+        await asyncio.to_thread(self._results.add, [(number, text)], is_error=status >= 400)
         now_s = self._runner._now()
         if now_s - self._saved_s >= _LOOK_S:
             self._saved_s = now_s
-            self._runner._store.save(_counted(self._batch, self._results))
+            await asyncio.to_thread(self._runner._store.save, _counted(self._batch, self._results))
 
     def _body(self, line: _Place) -> dict[str, Any]:
         with self._path.open("rb") as file:

@@ -17,9 +17,11 @@ class ClusterStateMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Gauges of now, totals since start."""
         board, counts = self._board, self._board.counts
-        up = GaugeMetricFamily("tandem_redis_up", "Whether Redis answers, by what it is asked for", labels=("use",))
-        connects = CounterMetricFamily("tandem_redis_connects", "Connections made", labels=("use",))
-        failures = CounterMetricFamily("tandem_redis_failures", "Failed exchanges", labels=("use",))
+        up = GaugeMetricFamily("tandem_redis_up", "Whether Redis responds, by use", labels=("use",))
+        connects = CounterMetricFamily(
+            "tandem_redis_connects", "Connections to Redis that were established", labels=("use",)
+        )
+        failures = CounterMetricFamily("tandem_redis_failures", "Redis commands that failed", labels=("use",))
         for link in board.links:
             up.add_metric((link.use,), link.is_up)
             connects.add_metric((link.use,), link.connects)
@@ -27,13 +29,27 @@ class ClusterStateMetrics(Collector):
         up.add_metric(("share",), board.is_told)
         yield from (up, connects, failures)
         for name, text, label, counter in (
-            ("tandem_redis_entries", "Entries of workers' logs, by what became of them", "verdict", counts.entries),
-            ("tandem_redis_bad_entries", "Entries that could not be believed", "kind", counts.bad),
-            ("tandem_redis_reloads", "Workers' states that were loaded", "reason", counts.reloads),
+            (
+                "tandem_redis_entries",
+                "Entries of workers' logs read from Redis, by what became of them",
+                "verdict",
+                counts.entries,
+            ),
+            (
+                "tandem_redis_bad_entries",
+                "Redis entries that were malformed or not authentic, and ignored",
+                "kind",
+                counts.bad,
+            ),
+            ("tandem_redis_reloads", "Full states of workers loaded from Redis, by reason", "reason", counts.reloads),
         ):
             family = CounterMetricFamily(name, text, labels=(label,))
             for value, count in counter.items():
                 family.add_metric((value,), count)
             yield family
-        yield GaugeMetricFamily("tandem_redis_followed_workers", "Workers whose logs are followed", board.num_followed)
-        yield GaugeMetricFamily("tandem_redis_peer_routers", "Other routers whose load is known", board.num_peers)
+        yield GaugeMetricFamily(
+            "tandem_redis_followed_workers", "Workers whose logs in Redis this router follows", board.num_followed
+        )
+        yield GaugeMetricFamily(
+            "tandem_redis_peer_routers", "Other routers whose load is known through Redis", board.num_peers
+        )

@@ -111,7 +111,7 @@ class QualityProbe(Collector):
     def collect(self) -> Iterable[Metric]:
         family = GaugeMetricFamily(
             "tandem_quality_loss_nats",
-            "Mean negative log probability of a token of the probe's text, as each worker's model has it",
+            "Mean negative log probability per token of the quality probe's text, by worker",
             labels=("worker", "role"),
         )
         for key, (role, loss) in self._losses.items():

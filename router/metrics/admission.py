@@ -22,34 +22,47 @@ class AdmissionMetrics(Collector):
         """The figures of now."""
         admission, counts = self._admission, self._admission.counts
         yield from self._line()
-        yield _gauge("tandem_queue_oldest_seconds", "How long the first of them has waited", admission.oldest_s())
-        waited = CounterMetricFamily("tandem_queue_wait_seconds", "Waited by all requests that had their turn")
+        yield _gauge("tandem_queue_oldest_seconds", "Waiting time of the oldest queued request", admission.oldest_s())
+        waited = CounterMetricFamily(
+            "tandem_queue_wait_seconds",
+            "Total waiting time of the requests that left the router's queue to be dispatched",
+        )
         waited.add_metric((), counts.waited_s)
         yield waited
-        turns = CounterMetricFamily("tandem_queue_turns", "Requests that had their turn")
+        turns = CounterMetricFamily("tandem_queue_turns", "Requests that left the router's queue to be dispatched")
         turns.add_metric((), counts.num_turns)
         yield turns
-        rejected = CounterMetricFamily("tandem_rejections", "Requests turned away", labels=("reason",))
+        rejected = CounterMetricFamily(
+            "tandem_rejections", "Requests rejected before they were dispatched", labels=("reason",)
+        )
         for reason in Rejection:
             rejected.add_metric((reason.value,), counts.rejections[reason])
         yield rejected
         yield from self._tenants(self._shown(counts.tenants))
 
     def _line(self) -> Iterable[Metric]:
-        text = "Requests that wait in the router for a turn, by the pool that has too little for them"
+        text = "Requests in the router's queue, by the pool that lacks capacity"
         requests = GaugeMetricFamily("tandem_queue_requests", text, labels=("lacks",))
-        tokens = GaugeMetricFamily("tandem_queue_tokens", "Prompt tokens of these", labels=("lacks",))
+        tokens = GaugeMetricFamily(
+            "tandem_queue_tokens",
+            "Prompt tokens of the requests in the router's queue, by the pool that lacks capacity",
+            labels=("lacks",),
+        )
         for lack, held in self._admission.held().items():
             requests.add_metric((lack.value,), held.num_requests)
             tokens.add_metric((lack.value,), held.num_tokens)
         yield from (requests, tokens)
-        text = "Choices that had their turn and that every decode worker was too full for"
+        text = "Choices at the head of the queue that no decode worker has room for"
         yield _gauge("tandem_refused_choices", text, self._admission.num_refused)
 
     def _tenants(self, tenants: Mapping[str, TenantCounts]) -> Iterable[Metric]:
-        requests = CounterMetricFamily("tandem_tenant_requests", "Requests that ran", labels=("tenant",))
-        rejected = CounterMetricFamily("tandem_tenant_rejections", "Requests turned away", labels=("tenant",))
-        tokens = CounterMetricFamily("tandem_tenant_tokens", "Tokens of requests that ran", labels=("tenant", "kind"))
+        requests = CounterMetricFamily("tandem_tenant_requests", "Requests that were run", labels=("tenant",))
+        rejected = CounterMetricFamily(
+            "tandem_tenant_rejections", "Requests rejected before they were dispatched", labels=("tenant",)
+        )
+        tokens = CounterMetricFamily(
+            "tandem_tenant_tokens", "Prompt and completion tokens of requests that were run", labels=("tenant", "kind")
+        )
         for tenant, counts in tenants.items():
             requests.add_metric((tenant,), counts.requests)
             rejected.add_metric((tenant,), counts.rejected)

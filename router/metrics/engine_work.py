@@ -12,10 +12,16 @@ from tandem.values.step_sizes import STEP_SIZES
 
 _WORKER = ("worker", "role")
 _STEPS: Mapping[str, tuple[str, str]] = {
-    "steps": ("tandem_worker_steps", "Steps; `prefill`: those that computed prompts; `decode`: one token a request"),
-    "seconds": ("tandem_worker_step_seconds", "Time of these steps; its rate is the share of time that is used"),
-    "tokens": ("tandem_worker_step_tokens", "Tokens computed in these steps"),
-    "requests": ("tandem_worker_step_requests", "Requests in these steps, summed; by steps: the batch"),
+    "steps": (
+        "tandem_worker_steps",
+        "Engine steps by kind: `prefill` steps compute prompt tokens, `decode` steps one token per request",
+    ),
+    "seconds": ("tandem_worker_step_seconds", "Time spent in engine steps; its rate is the engine's utilization"),
+    "tokens": ("tandem_worker_step_tokens", "Tokens computed in engine steps"),
+    "requests": (
+        "tandem_worker_step_requests",
+        "Requests in engine steps, summed over steps; divided by steps, the mean batch size",
+    ),
 }
 _SIZES = dict(enumerate(map(floatToGoString, STEP_SIZES)))
 _MEMORY: Mapping[str, str] = {"resident_bytes": "resident", "weights_bytes": "weights", "kv_bytes": "kv_pool"}
@@ -50,14 +56,16 @@ class WorkMetrics(Collector):
             yield steps
         memory = GaugeMetricFamily(
             "tandem_worker_memory_bytes",
-            "Memory: resident of the first process on its host, weights and KV pool of all ranks",
+            "Memory: resident set of the worker's first process; weights and KV pool of all ranks",
             labels=(*_WORKER, "kind"),
         )
         flops = GaugeMetricFamily(
-            "tandem_worker_flops_per_token", "Operations of one token in the layers' products", labels=_WORKER
+            "tandem_worker_flops_per_token",
+            "Floating-point operations per token in the layers' matrix products",
+            labels=_WORKER,
         )
         preempted = CounterMetricFamily(
-            "vllm:num_preemptions", "Requests preempted for want of blocks", labels=("model_name", "engine")
+            "vllm:num_preemptions", "Requests preempted for lack of KV blocks", labels=("model_name", "engine")
         )
         for labels, work in self._shown:
             for field, kind in _MEMORY.items():
@@ -77,7 +85,11 @@ class WorkMetrics(Collector):
 
     def _config(self) -> Metric:
         names = ("model_name", "engine", "block_size", "num_gpu_blocks")
-        info = GaugeMetricFamily("vllm:cache_config_info", "Each worker's KV pool, in labels; always 1", labels=names)
+        info = GaugeMetricFamily(
+            "vllm:cache_config_info",
+            "Block size and number of KV blocks of each worker as labels; always 1",
+            labels=names,
+        )
         for worker, num_blocks, block_size in self._pools:
             info.add_metric((self._model, worker, str(block_size), str(num_blocks)), 1.0)
         return info

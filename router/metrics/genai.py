@@ -20,17 +20,17 @@ class GenAiMetrics:
         self._model = model_name
         self._duration = LabelledHistogram(
             "gen_ai_server_request_duration_seconds",
-            "Arrival to the end, however it ended; error_type is empty where it ended well",
+            "Duration of requests from arrival to end; error_type is empty for successful ones",
             _DURATION,
             (*_LABELS, "error_type"),
         )
         self._first = LabelledHistogram(
-            "gen_ai_server_time_to_first_token_seconds", "Arrival to first token, of answers that ended well",
+            "gen_ai_server_time_to_first_token_seconds", "Time from arrival to the first token, of successful requests",
             _FIRST, _LABELS,
         )  # fmt: skip
         self._per_token = LabelledHistogram(
             "gen_ai_server_time_per_output_token_seconds",
-            "Mean time per token after the first, of answers that ended well",
+            "Mean time per output token after the first, of successful requests",
             _PER_TOKEN,
             _LABELS,
         )

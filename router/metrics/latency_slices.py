@@ -73,7 +73,7 @@ class SliceMetrics:
         self._tenants = tenants
         self._phases = LabelledHistogram(
             "tandem_ttft_phase_seconds",
-            "Parts of the time to the first token: preprocess, queue, prefill, serialize; and first_decode after it",
+            "Phases of the time to first token: preprocess, queue, prefill, serialize; then first_decode",
             _PHASE,
             ("phase",),
         )
@@ -93,13 +93,13 @@ class SliceMetrics:
         sources = (_COMPUTED, *CachedTokens.__dataclass_fields__)
         self._sources = LabelledCounter(
             "tandem_prompt_tokens_by_source",
-            "Prompt tokens by where their KV came from: computed, or cached in one of these places",
+            "Prompt tokens by the source of their KV: computed, or cached in one of several places",
             ("source",),
             known=[(source,) for source in sources],
         )
         self._structured = LabelledCounter(
             "tandem_structured_answers",
-            "Choices that follow a grammar, by how they ended: stop, or length, which is cut and no whole structure",
+            "Choices with a grammar, by how they ended: stop, or length, which leaves an incomplete structure",
             ("finished_reason",),
             known=[(reason.value,) for reason in (FinishReason.STOP, FinishReason.LENGTH)],
         )

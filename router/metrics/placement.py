@@ -13,13 +13,13 @@ class PlacementMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._decisions = LabelledCounter(
             "tandem_placement_decisions",
-            "Choices placed, by where the prompt is computed and what the cached prefix had to say in it",
+            "Placed choices, by where the prompt is computed and by how a cached prefix influenced that",
             ("reason", "affinity"),
         )
-        self._seconds = LocalHistogram("tandem_placement_seconds", "Deciding on one placement", _SECONDS, {})
+        self._seconds = LocalHistogram("tandem_placement_seconds", "Time to decide one placement", _SECONDS, {})
         self._cached = LabelledCounter(
             "tandem_placement_cached_tokens",
-            "Prompt tokens that placement took for cached where they were to be computed, and those that were",
+            "Prompt tokens that placement predicted to be cached on the chosen worker, and those that were",
             ("kind",),
         )
         for collector in (self._decisions, self._seconds, self._cached):
@@ -27,7 +27,7 @@ class PlacementMetrics:
         self._blocks = Gauge("tandem_prefix_map_blocks", "Block names in the prefix map", registry=registry)
         self._approximate = Gauge(
             "tandem_prefix_map_approximate_workers",
-            "Workers that have not told all of their prefix caches",
+            "Workers whose prefix cache is only partly known",
             registry=registry,
         )
 

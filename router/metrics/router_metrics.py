@@ -79,22 +79,30 @@ class RouterMetrics:
         self.generation_tokens = self._counter("vllm:generation_tokens", "Tokens sent to clients")
         self.prefix_queries = self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up in prefix caches")
         self.prefix_hits = self._counter("vllm:prefix_cache_hits", "Prompt tokens found in prefix caches")
-        self.ttft = self._latency("vllm:time_to_first_token_seconds", "Arrival to first token", _TTFT)
-        self.itl = self._latency("vllm:inter_token_latency_seconds", "Between two tokens of one choice", _ITL)
-        self.e2e = self._histogram("vllm:e2e_request_latency_seconds", "Arrival to last token", _E2E)
-        self.queue_time = self._histogram("vllm:request_queue_time_seconds", "Waiting in workers' queues", _E2E)
-        self.prefill_time = self._histogram("vllm:request_prefill_time_seconds", "Computing the prompt", _E2E)
-        self.decode_time = self._histogram("vllm:request_decode_time_seconds", "First to last token", _E2E)
-        self.inference_time = self._histogram("vllm:request_inference_time_seconds", "Prefill and decode", _E2E)
-        self.per_token = self._histogram(
-            "vllm:request_time_per_output_token_seconds", "Each request's mean after its first token", _ITL
+        self.ttft = self._latency("vllm:time_to_first_token_seconds", "Time from arrival to the first token", _TTFT)
+        self.itl = self._latency("vllm:inter_token_latency_seconds", "Time between two tokens of one choice", _ITL)
+        self.e2e = self._histogram("vllm:e2e_request_latency_seconds", "Time from arrival to the last token", _E2E)
+        self.queue_time = self._histogram("vllm:request_queue_time_seconds", "Time in workers' queues", _E2E)
+        self.prefill_time = self._histogram("vllm:request_prefill_time_seconds", "Time to compute the prompt", _E2E)
+        self.decode_time = self._histogram(
+            "vllm:request_decode_time_seconds", "Time from the first to the last token", _E2E
         )
-        self.max_tokens = self._histogram("vllm:request_params_max_tokens", "Tokens that may be made", _TOKENS)
-        self.num_choices = self._histogram("vllm:request_params_n", "Choices that were asked for", _CHOICES)
-        self.longest = self._histogram("vllm:request_max_num_generation_tokens", "Of the longest choice", _TOKENS)
+        self.inference_time = self._histogram(
+            "vllm:request_inference_time_seconds", "Prefill and decode time of a request", _E2E
+        )
+        self.per_token = self._histogram(
+            "vllm:request_time_per_output_token_seconds", "Mean time per output token after the first, by request", _ITL
+        )
+        self.max_tokens = self._histogram("vllm:request_params_max_tokens", "max_tokens of requests", _TOKENS)
+        self.num_choices = self._histogram("vllm:request_params_n", "n of requests", _CHOICES)
+        self.longest = self._histogram(
+            "vllm:request_max_num_generation_tokens", "Tokens of a request's longest choice", _TOKENS
+        )
         self.prompt_size = self._histogram("vllm:request_prompt_tokens", "Prompt tokens per request", _TOKENS)
         self.answer_size = self._histogram("vllm:request_generation_tokens", "Tokens per choice", _TOKENS)
-        self.transfer_time = self._histogram("tandem_transfer_seconds", "KV transfer not hidden by prefill", _TRANSFER)
+        self.transfer_time = self._histogram(
+            "tandem_transfer_seconds", "KV transfer time that does not overlap with prefill", _TRANSFER
+        )
         self._add_outcomes()
         self._add_workers()
         self._transfers, self._tiers, self._publishing = TransferMetrics(), TierMetrics(), PublishMetrics()
@@ -115,7 +123,7 @@ class RouterMetrics:
         """How requests, calls and attempts ended."""
         self._success = self._counters(
             "vllm:request_success",
-            "Choices that ended well",
+            "Choices that ended successfully",
             (*_LABELS, "finished_reason"),
             known=[(*self._model, reason.value) for reason in (FinishReason.STOP, FinishReason.LENGTH)],
         )
@@ -124,21 +132,25 @@ class RouterMetrics:
         )
         self._judged = self._counters(
             "tandem_judged_requests",
-            "Requests by whether they went well (`telemetry.objectives`), without those that their clients ended",
+            "Requests by whether they met `telemetry.objectives`, without those that clients cancelled",
             ("verdict",),
             known=[(verdict.value,) for verdict in RequestVerdict],
         )
-        self._http = self._counters("tandem_http_requests", "HTTP answers", ("route", "method", "status"))
-        self._rpcs = Counter("tandem_grpc_requests", "gRPC answers", ("method", "code"), registry=self.registry)
+        self._http = self._counters(
+            "tandem_http_requests", "HTTP responses by route, method and status", ("route", "method", "status")
+        )
+        self._rpcs = Counter(
+            "tandem_grpc_requests", "gRPC calls by method and status code", ("method", "code"), registry=self.registry
+        )
         self._placements = self._counters(
             "tandem_placements",
-            "Where prompts were computed",
+            "Placements by where the prompt is computed",
             ("reason",),
             known=[(reason.value,) for reason in PlacementReason],
         )
         self._retries = self._counters(
             "tandem_dispatch_retries",
-            "Attempts after the first",
+            "Dispatch attempts after a request's first one, by reason",
             ("reason",),
             known=[(reason.value,) for reason in RetryReason],
         )
@@ -147,21 +159,23 @@ class RouterMetrics:
         """What each worker says of itself, but for what collectors of their own show."""
         self._workers = Gauge("tandem_workers", "Workers by role and state", ("role", "state"), registry=self.registry)
         text = (
-            "Workers the configuration names; who sizes pools may have others, but a pool of 0 is meant to be missing"
+            "Configured number of workers; an autoscaler may run another number, but a pool of 0 is absent on purpose"
         )
         self._stated = Gauge("tandem_pool_stated_workers", text, ("role",), registry=self.registry)
-        text, roles = "Workers that went although nobody had told them to", [(role.value,) for role in WorkerRole]
+        text, roles = "Workers that were lost without having been stopped", [(role.value,) for role in WorkerRole]
         self._lost = self._counters("tandem_workers_lost", text, ("role",), known=roles)
-        text = "Whether the router is ready: some decode worker takes requests and gives tokens"
+        text = "Whether the router is ready: at least one decode worker accepts requests and produces tokens"
         self._ready = Gauge("tandem_ready", text, registry=self.registry)
-        text = "Decode workers that give tokens and can be paired with some prefill worker"
+        text = "Decode workers that produce tokens and can be paired with a prefill worker"
         self._pairs = Gauge("tandem_ready_pairs", text, registry=self.registry)
         self._pool = self._of_worker("tandem_worker_kv_blocks", "KV blocks by state", "state")
         self._requests = self._of_worker("tandem_worker_requests", "Requests by state", "state")
-        self._backlog = self._of_worker("tandem_worker_backlog_tokens", "Tokens accepted and not yet computed")
-        age, text = "tandem_worker_step_age_seconds", "For how long the engine has been in the same step"
+        self._backlog = self._of_worker(
+            "tandem_worker_backlog_tokens", "Tokens accepted by the worker and not yet computed"
+        )
+        age, text = "tandem_worker_step_age_seconds", "How long the engine has been in its current step"
         self._step_age = self._of_worker(age, text)
-        version, text = "tandem_worker_protocol_version", "Version of the session that is spoken with it"
+        version, text = "tandem_worker_protocol_version", "Protocol version of the session with the worker"
         self._versions = self._of_worker(version, text)
         self._kv_usage = Gauge(
             "vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1", _LABELS, registry=self.registry

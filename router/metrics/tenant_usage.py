@@ -19,16 +19,16 @@ class UsageMetrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         cost = CounterMetricFamily(
-            "tandem_tenant_cost", "Cost by the configured table, in its currency", labels=("tenant", "currency")
+            "tandem_tenant_cost", "Cost by the `prices` section, in its currency", labels=("tenant", "currency")
         )
         seconds = CounterMetricFamily(
-            "tandem_tenant_seconds", "Seconds of workers' time, by what they did", labels=("tenant", "kind")
+            "tandem_tenant_seconds", "Worker time in seconds, by activity", labels=("tenant", "kind")
         )
         memory = CounterMetricFamily(
-            "tandem_tenant_kv_byte_seconds", "Bytes of KV held, times seconds", labels=("tenant",)
+            "tandem_tenant_kv_byte_seconds", "KV bytes held, multiplied by seconds", labels=("tenant",)
         )
         cached = CounterMetricFamily(
-            "tandem_tenant_cached_tokens", "Prompt tokens that were not computed", labels=("tenant",)
+            "tandem_tenant_cached_tokens", "Prompt tokens served from a cache", labels=("tenant",)
         )
         prices = self._usage.prices
         for tenant, spent in self._shown().items():

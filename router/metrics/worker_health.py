@@ -22,17 +22,29 @@ class HealthMetrics(Collector):
     def collect(self) -> Iterable[Metric]:
         """The figures of now. A worker that never failed is not shown."""
         breakers = GaugeMetricFamily(
-            "tandem_worker_breaker", "1 for the state of a worker's circuit breaker", labels=("worker", "state")
+            "tandem_worker_breaker",
+            "1 for the current state of the worker's circuit breaker",
+            labels=("worker", "state"),
         )
         for key, now in self._health.breakers.states(self._clock()).items():
             for state in BreakerState:
                 breakers.add_metric((key.worker_id, state.value), float(state is now))
         yield breakers
         suspicion, hedging = self._health.suspicion, self._hedging
-        yield _counter("tandem_quarantined_requests", "Requests that ended workers", suspicion.num_condemned)
-        yield _counter("tandem_quarantine_refusals", "Requests refused for being like these", suspicion.num_refused)
-        yield _counter("tandem_hedges", "Second attempts begun", hedging.num_started if hedging else 0)
-        yield _counter("tandem_hedges_won", "Those that gave the first token", hedging.num_won if hedging else 0)
+        yield _counter(
+            "tandem_quarantined_requests",
+            "Requests quarantined because workers died while running them",
+            suspicion.num_condemned,
+        )
+        yield _counter(
+            "tandem_quarantine_refusals",
+            "Requests rejected because they equal a quarantined one",
+            suspicion.num_refused,
+        )
+        yield _counter("tandem_hedges", "Hedged attempts started", hedging.num_started if hedging else 0)
+        yield _counter(
+            "tandem_hedges_won", "Hedged attempts that produced the first token", hedging.num_won if hedging else 0
+        )
 
 
 def _counter(name: str, text: str, value: float) -> Metric:

@@ -128,7 +128,7 @@ class AsyncClient(ClientBase):
             call = self._call(progress, ends_s)
             try:
                 async for message in call:
-                    yield progress.take(message)
+                    yield progress.on_message(message)
                 timing.update(timing_of(await call.trailing_metadata()))
                 return
             except grpc.aio.AioRpcError as error:

@@ -1,14 +1,14 @@
-"""What both clients share: everything but waiting."""
+"""What the two clients share: channels to routers and reconnecting, everything but waiting."""
 
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
 import grpc
 
 from tandem.client.answers import Model
-from tandem.client.connection import Routers
 from tandem.client.failures import came_from_server, error_of
 from tandem.client.options import Options, Tls
 from tandem.client.progress import StreamProgress
@@ -18,7 +18,50 @@ from tandem.v1.inference_pb2_grpc import InferenceStub
 
 _HARMLESS = frozenset({"Embed", "Tokenize", "Detokenize", "ListModels", "GetCachedContent", "ListCachedContents"})
 """Calls that may be made twice."""
+_CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
+    ("grpc.max_receive_message_length", 64 << 20),
+    # As often as a router allows, and only while a call is under way, so that idle clients cost nothing.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    # Time to connect: a router that hangs accepts and then says nothing, while another one may answer.
+    ("grpc.min_reconnect_backoff_ms", 3_000),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+)
 Trailing = Iterable[tuple[str, str | bytes]] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routers:
+    """Addresses of one cluster's routers, and how to connect to them."""
+
+    addresses: tuple[str, ...]
+    api_key: str | None = None
+    tls: Tls | None = None
+
+    @classmethod
+    def from_address(cls, address: str | Sequence[str], api_key: str | None, tls: Tls | None) -> "Routers":
+        """One `host:port`, or several of one cluster."""
+        addresses = (address,) if isinstance(address, str) else tuple(address)
+        if not addresses:
+            raise ValueError("address must name at least one router")
+        return cls(addresses=addresses, api_key=api_key, tls=tls)
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """The metadata of every call."""
+        return () if self.api_key is None else (("authorization", f"Bearer {self.api_key}"),)
+
+    @property
+    def options(self) -> list[tuple[str, int | str]]:
+        name = None if self.tls is None else self.tls.server_name
+        return [*_CHANNEL_OPTIONS, *([] if name is None else [("grpc.ssl_target_name_override", name)])]
+
+    @property
+    def credentials(self) -> grpc.ChannelCredentials | None:
+        """None for a plaintext connection."""
+        tls = self.tls
+        return None if tls is None else grpc.ssl_channel_credentials(tls.ca, tls.key, tls.cert)
 
 
 class ClientBase:
@@ -32,8 +75,8 @@ class ClientBase:
         tls: Tls | None = None,
         max_reconnects: int = 8,
     ) -> None:
-        """`address`: host:port of a router's gRPC door, or of several. `max_reconnects`: in a row, in vain."""
-        self._routers = Routers.of(address, api_key, tls)
+        """`address`: host:port of a router's gRPC server, or of several. `max_reconnects`: failed ones in a row."""
+        self._routers = Routers.from_address(address, api_key, tls)
         self._max_reconnects = max_reconnects
         self._rng = Random()
         self._channels: list[Any] = []
@@ -62,7 +105,7 @@ class ClientBase:
         return self._stub().Generate(progress.request(), metadata=self._routers.metadata, timeout=_left_s(ends_s))
 
     def _asks_next(self, method: str, error: Any, num_asked: int) -> bool:
-        """Whether another router is asked after a connection broke; if not, what is asked next begins there."""
+        """Whether to retry the call on the next router after a broken connection; later calls begin there."""
         if error.code() is not grpc.StatusCode.UNAVAILABLE or came_from_server(error.trailing_metadata()):
             return False
         self._current += 1
@@ -73,7 +116,7 @@ class ClientBase:
         return progress, None if options.timeout_s is None else time.monotonic() + options.timeout_s
 
     def _wait_s(self, progress: StreamProgress, error: Any, trailing: Trailing, ends_s: float | None) -> float:
-        """For how long to wait before the next attempt. Raises what the caller is told when there is none."""
+        """How long to wait before the next attempt. Raises the stream's error when there is none."""
         failure = _failure(error, trailing)
         again = progress.after(failure, from_server=came_from_server(trailing))
         if again is None:
@@ -88,7 +131,7 @@ def _left_s(ends_s: float | None) -> float | None:
         return None
     left_s = ends_s - time.monotonic()
     if left_s <= 0.0:
-        raise DeadlineExceeded("the answer's time is over")
+        raise DeadlineExceeded("timeout_s is over before the answer is complete")
     return left_s
 
 
@@ -97,10 +140,9 @@ def _failure(error: Any, trailing: Trailing) -> ServingError:
 
 
 def failure_of(error: Any) -> ServingError:
-    """A call that is not tried again."""
+    """The error of a call that is not retried."""
     return _failure(error, error.trailing_metadata())
 
 
 def models_of(answer: pb.ListModelsResponse) -> list[Model]:
-    """Those that are served."""
     return [Model(id=m.id, max_model_len=m.max_model_len, created_s=m.created_s) for m in answer.models]

@@ -34,10 +34,10 @@ class StreamProgress:
         self.is_over = False
 
     def request(self) -> pb.GenerateRequest:
-        """To be sent now."""
+        """The request for the next attempt."""
         return self._request
 
-    def take(self, message: pb.GenerateResponse) -> Piece:
+    def on_message(self, message: pb.GenerateResponse) -> Piece:
         self._num_failed = 0
         self._has_begun = True
         if message.stream_id:
@@ -46,15 +46,15 @@ class StreamProgress:
         return piece_of(message)
 
     def after(self, error: ServingError, *, from_server: bool) -> Again | None:
-        """What follows upon an error; None: the caller is told of it.
+        """How to retry after an error; None when the caller gets the error.
 
-        A broken connection is always worth another. What a server says is final, unless it is that it cannot now go on
-        with a stream that had begun.
+        A broken connection is always retried. A server's error is final, unless it is a retryable one of a stream that
+        had begun.
         """
         if self._num_failed >= self._most or (from_server and not (self._has_begun and error.retryable)):
             return None
         if self._has_begun and not self._request.last_stream_id:
-            return None  # what came would come again
+            return None  # tokens that have come would come again
         self._num_failed += 1
         wait_s = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2.0 ** (self._num_failed - 1)) * self._rng.uniform(0.5, 1.0)
         return Again(wait_s=max(wait_s, error.retry_after_s or 0.0), next_router=True)

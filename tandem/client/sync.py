@@ -128,7 +128,7 @@ class Client(ClientBase):
             call = self._call(progress, ends_s)
             try:
                 for message in call:
-                    yield progress.take(message)
+                    yield progress.on_message(message)
                 timing.update(timing_of(call.trailing_metadata()))
                 return
             except grpc.RpcError as error:

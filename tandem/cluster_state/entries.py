@@ -60,7 +60,7 @@ class Process(NamedTuple):
 
     @classmethod
     def parse(cls, mark: str) -> "Process":
-        """Raises BadEntry."""
+        """Raises BadEntry for an entry that is malformed or not authentic."""
         worker_id, at, incarnation = mark.rpartition("@")
         try:
             number = int(incarnation, 16)
@@ -174,7 +174,7 @@ class ClusterStateCodec:
         return self._seal(b"worker", pb.BoardWorker(**_who(notice.process), role=role, address=address))
 
     def open_notice(self, data: bytes, process: Process) -> Notice:
-        """Raises BadEntry."""
+        """Raises BadEntry for an entry that is malformed or not authentic."""
         message = self._open(b"worker", data, pb.BoardWorker, SMALL_BYTES, process)
         role = _ROLE_OF.get(message.role)
         host, _, port = message.address.rpartition(":")
@@ -197,7 +197,7 @@ class ClusterStateCodec:
         )
 
     def open_head(self, data: bytes, process: Process) -> Footprint:
-        """Raises BadEntry."""
+        """Raises BadEntry for an entry that is malformed or not authentic."""
         head = self._open(b"head", data, pb.BoardHead, SMALL_BYTES, process)
         _check_counts(head.next_sequence, head.state_sequence)
         return Footprint(
@@ -217,7 +217,7 @@ class ClusterStateCodec:
         return self._seal(b"changes", message)
 
     def open_changes(self, data: bytes, process: Process) -> Changes:
-        """Raises BadEntry."""
+        """Raises BadEntry for an entry that is malformed or not authentic."""
         message = self._open(b"changes", data, pb.BoardChanges, CHANGES_BYTES, process)
         _check_counts(message.first_sequence)
         count, names, stored = len(message.stored), message.names, message.stored
@@ -234,7 +234,7 @@ class ClusterStateCodec:
         return self._seal(b"state", pb.BoardState(**_who(process), next_sequence=next_sequence, names=packed))
 
     def open_state(self, data: bytes, process: Process) -> CacheState:
-        """Raises BadEntry."""
+        """Raises BadEntry for an entry that is malformed or not authentic."""
         message = self._open(b"state", data, pb.BoardState, STATE_BYTES, process)
         _check_counts(message.next_sequence)
         if len(message.names) % HASH_BYTES:
@@ -264,7 +264,7 @@ class ClusterStateCodec:
         return self._seal(b"load", message)
 
     def open_load(self, data: bytes, router: Incarnation) -> RouterLoad:
-        """Raises BadEntry."""
+        """Raises BadEntry for an entry that is malformed or not authentic."""
         message = self._parse(b"load", data, pb.BoardLoad, LOAD_BYTES)
         if message.router != router:
             raise BadEntry("another router's")
@@ -317,7 +317,7 @@ def tallies_to_pb(tallies: Sequence[TenantTally]) -> list[pb.TenantTally]:
 
 
 def tallies_from_pb(tallies: Sequence[pb.TenantTally]) -> tuple[TenantTally, ...]:
-    """Raises BadEntry."""
+    """Raises BadEntry for an entry that is malformed or not authentic."""
     if len(tallies) > MAX_TALLIES:
         raise BadEntry("too many tenants")
     for tally in tallies:

@@ -49,9 +49,9 @@ class RedisSettings:
         if not parts.hostname or parts.query or parts.fragment or not 0 <= database < 1024:
             raise ConfigError(_FORM)
         if not port:
-            raise ConfigError("redis.url: its port is 0; a port that can be connected to is 1 to 65535")
+            raise ConfigError("redis.url: the port must be 1 to 65535, got 0")
         if ca is not None and not tls:
-            raise ConfigError("redis.ca: only rediss:// has certificates")
+            raise ConfigError("redis.ca is set, but redis.url is not rediss://")
         if password is None and parts.password is not None:
             password = unquote(parts.password)
         return cls(

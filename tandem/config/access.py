@@ -1,4 +1,4 @@
-"""The part of the router's configuration that says who may come in, and what is written down of it."""
+"""The part of the router's configuration about access: keys, TLS, operator pages, the audit log."""
 
 import ipaddress
 import os
@@ -21,70 +21,71 @@ _GROUP, _GROUP_READS, _OTHERS = 0o070, 0o040, 0o007
 
 
 class OperatorAccess(Section):
-    """Pages for who runs the cluster. `open`: to everybody; `key`: to every API key, and to everybody where there are
-    none. null: `open` while `router.host` is loopback, and beyond it `key`; for metrics `operator`."""
+    """Who may read the pages for operators. `open`: everybody; `key`: every API key, or everybody when no keys are
+    configured. null: `open` while `router.host` is loopback, otherwise `key`, and `operator` for metrics."""
 
     health: Openness = "open"
     """/health."""
     readyz: Openness = "open"
     """/readyz."""
     metrics: MetricsAccess | None = None
-    """/metrics. `operator`: to keys with `operator: true`, and to everybody where there are no keys. `key`: other keys
-    see the series of their own tenant alone."""
+    """/metrics. `operator`: keys with `operator: true`, or everybody when no keys are configured. `key`: other keys see
+    only the series of their own tenant."""
     version: Openness | None = None
     """/version."""
     openapi: Openness | None = None
     """/openapi.json."""
     page: Openness = "open"
-    """The files of the page at /, which say nothing of the cluster; what it shows always needs a key where there are
-    any."""
+    """The static files of the page at /, which contain nothing about the cluster. The data that the page shows always
+    needs a key when keys are configured."""
 
     def access_to(self, page: str, *, is_local: bool) -> MetricsAccess:
-        """Who may read the page of that name; `is_local`: the servers listen on loopback alone."""
+        """Who may read a page. `is_local`: the servers listen on loopback."""
         found: dict[str, MetricsAccess | None] = self.model_dump()
         beyond: MetricsAccess = "operator" if page == "metrics" else "key"
         return found[page] or ("open" if is_local else beyond)
 
 
 class RouterTls(Section):
-    """PEM files of the HTTP and the gRPC server. Read again when they change: who is connected stays, who comes gets
-    the new ones."""
+    """PEM files of the HTTP and gRPC servers. They are reloaded when they change; open connections keep the old
+    ones."""
 
     cert: str
-    """The servers' certificate, and what lies between that and its authority."""
+    """The servers' certificate, followed by any intermediate certificates."""
     key: str
-    """The certificate's key, not encrypted."""
+    """The certificate's private key, unencrypted."""
     client_ca: str | None = None
-    """Certificates of the authorities that sign for clients; with it nobody comes in without such a certificate."""
+    """CA certificates for client certificates. When set, every client must present a certificate."""
 
 
 class AuditConfig(Section):
-    """One line of JSON for each request that showed a key or was refused: who, when, what route, how many tokens."""
+    """One JSON line for each request that presented a key or was rejected: who, when, which route, how many tokens."""
 
     path: str
-    """File that lines are appended to; it is made with mode 0600."""
+    """File that lines are appended to, created with mode 0600."""
     max_bytes: PositiveInt = 64 << 20
-    """Then it becomes `path.1`, that one `path.2`, and a new one begins."""
+    """Size at which the file is rotated: it becomes `path.1`, the former `path.1` becomes `path.2`, and so on."""
     keep: int = Field(default=8, ge=1, le=1000)
-    """Of those."""
+    """Number of rotated files to keep."""
 
 
 class RouterAccess(Section):
-    """What the router's section says of its HTTP and gRPC servers."""
+    """Access settings of the `router` section."""
 
     host: Host = "127.0.0.1"
-    """Where the router listens. Beyond loopback they need keys or `tls.client_ca`, unless `allow_open` is set."""
+    """Address that the HTTP and gRPC servers listen on. Beyond loopback API keys or `tls.client_ca` are required,
+    unless `allow_open` is true."""
     allow_open: bool = False
-    """Everybody who can reach the router may use it."""
+    """Serve everybody who can reach the ports, without keys."""
     api_keys: tuple[BearerKey, ...] = ()
-    """Bearer keys, each a text or `{key, tenant}`; the text is a key's digest as `tandem key new` prints it, or the key
-    itself. Empty means that no key is asked for."""
+    """Bearer keys, each a string or `{key, tenant}`; the string is a key's digest as `tandem key new` prints it, or the
+    key itself. Empty: no key is required."""
     api_keys_file: str | None = None
-    """In their place a file `{api_keys: [...], limits: {...}}` that only its owner can read. It is read again when it
-    changes; one that makes no sense changes nothing. Its `limits`, if any, take the place of `router.limits`."""
+    """A file `{api_keys: [...], limits: {...}}` to use instead of `api_keys`; only its owner may have access to it. It
+    is reloaded when it changes; an invalid file changes nothing. Its `limits`, if any, replace `router.limits`."""
     api_keys_trust_s: Seconds = 300.0
-    """How long keys of `api_keys_file` stay good while that file cannot be read, so that nobody could be told that one
-    was revoked; then none is good, and the router is not ready, until the file can be read again."""
+    """How long keys of `api_keys_file` stay valid while the file cannot be read, since a revocation would go unnoticed.
+    After that no key is valid and the router is not ready until the file can be read again."""
     tls: RouterTls | None = None
     operator_access: OperatorAccess = OperatorAccess()
     audit_log: AuditConfig | None = None
@@ -92,22 +93,22 @@ class RouterAccess(Section):
     @model_validator(mode="after")
     def _locked(self) -> Self:
         if self.api_keys and self.api_keys_file is not None:
-            raise ValueError("api_keys and api_keys_file: one of them holds the keys")
+            raise ValueError("api_keys and api_keys_file are both set: set only one of them")
         if not (self.is_local or self.allow_open or self.asks_who):
             raise ValueError(
-                f"host {self.host} can be reached by others, and nothing asks who they are: set api_keys,"
-                " api_keys_file or tls.client_ca, or allow_open if that is meant"
+                f"host {self.host} is reachable from other machines and clients are not authenticated: set api_keys,"
+                " api_keys_file or tls.client_ca, or allow_open if that is intended"
             )
         return self
 
     @property
     def asks_who(self) -> bool:
-        """Whether a client has to show something."""
+        """Whether clients must authenticate."""
         return bool(self.api_keys or self.api_keys_file or (self.tls and self.tls.client_ca))
 
     @property
     def is_local(self) -> bool:
-        """Whether it listens on loopback alone."""
+        """Whether the servers listen on loopback only."""
         if self.host == "localhost":
             return True
         try:
@@ -117,18 +118,18 @@ class RouterAccess(Section):
 
     @property
     def warning(self) -> str | None:
-        """What somebody should know who serves like this."""
+        """A warning about what this exposes; None when there is nothing to warn of."""
         if self.is_local:
             return None
         if not self.asks_who:
             return f"everybody who can reach {self.host} may use this router (router.allow_open)"
         if self.tls is None:
-            return f"keys, prompts and answers travel unencrypted to {self.host}: set router.tls, or end TLS before it"
+            return f"traffic with {self.host} is not encrypted, keys included: set router.tls, or put TLS in front"
         return None
 
 
 class KeysFile(Section):
-    """What `router.api_keys_file` holds."""
+    """The content of `router.api_keys_file`."""
 
     api_keys: Annotated[tuple[BearerKey, ...], Field(min_length=1)]
     limits: LimitsConfig | None = None
@@ -154,7 +155,7 @@ def read_keys(path: Path, limits: LimitsConfig) -> tuple[tuple[BearerKey, ...], 
 
     def check_private(status: os.stat_result) -> None:
         if is_shared(status, user=os.geteuid(), groups=(os.getegid(), *os.getgroups())):
-            raise ConfigError(f"{path}: others than its owner have access; chmod 600 it")
+            raise ConfigError(f"{path} is accessible to users other than its owner; chmod 600 it")
 
     try:
         said = read_mapping(path, check_private)

@@ -1,4 +1,4 @@
-"""The parts of the router's configuration that say who may ask for how much, and what happens to the rest."""
+"""The parts of the router's configuration about admission: API keys, tenants' limits, the queue, hedging."""
 
 import re
 from collections.abc import Sequence
@@ -14,25 +14,25 @@ TenantName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
 
 def _sendable(key: SecretStr) -> SecretStr:
-    """A header can carry it, and it is not what a client sends who has none."""
+    """Check that a header can carry the key. Raises ValueError."""
     text = key.get_secret_value()
     if not _KEY.fullmatch(text):
-        raise ValueError("a key has 1 to 512 visible ASCII characters, and no spaces")
+        raise ValueError("a key must have 1 to 512 printable ASCII characters and no spaces")
     if is_digest(text) and not is_well_formed(text):
-        raise ValueError("after sha256: come 64 hexadecimal digits in small letters")
+        raise ValueError("sha256: must be followed by 64 lowercase hexadecimal digits")
     return key
 
 
 class ApiKey(Section):
-    """One bearer key."""
+    """A bearer key and the tenant that it belongs to."""
 
     key: Annotated[SecretStr, AfterValidator(_sendable)]
-    """`sha256:` and the digest of the key, so that the file gives nobody a key; or the key itself."""
+    """`sha256:` and the key's digest, so that the file reveals no key; or the key itself."""
     tenant: TenantName | None = None
-    """Whose it is: keys of one tenant share its limits, its share and its cached prefixes. Absent: a tenant of its
+    """Tenant of the key. Keys of one tenant share its limits, its weight and its cached prefixes. null: a tenant of its
     own."""
     operator: bool = False
-    """Sees the usage of all tenants and /metrics, and may profile."""
+    """Whether the key may read the usage of all tenants and /metrics, and may profile."""
 
     @property
     def kept(self) -> bytes:
@@ -41,7 +41,7 @@ class ApiKey(Section):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the key itself stands here."""
+        """Whether the file has the key itself."""
         return not is_digest(self.key.get_secret_value())
 
 
@@ -53,36 +53,37 @@ BearerKey = Annotated[ApiKey, BeforeValidator(_bare_key)]
 
 
 class TenantLimits(Section):
-    """What one tenant may have; null: without a limit, but for `best_priority`."""
+    """Limits of one tenant. null means unlimited, except for `best_priority`."""
 
     requests_per_minute: PositiveInt | None = None
     """Requests accepted per minute."""
     tokens_per_minute: PositiveInt | None = None
-    """Of prompts and answers together: estimated when a request comes, settled when it has ended."""
+    """Prompt and completion tokens per minute: estimated when a request arrives, corrected when it ends."""
     concurrent_requests: PositiveInt | None = None
-    """Accepted and not yet answered, those that wait included."""
+    """Requests accepted and not yet completed, queued ones included."""
     weight: float = Field(default=1.0, gt=0.0, le=1000.0)
-    """Share of a cluster that cannot serve all, relative to other tenants'."""
+    """Share of a saturated cluster, relative to other tenants' weights."""
     best_priority: int | None = None
-    """Requests of a better (lower) priority are treated as of this one. null: as of 0 where there are keys, for who
-    goes before others is not their own to say; without keys there are no others. -2147483647: as they ask."""
+    """Best (lowest) priority that the tenant's requests can have; better ones are raised to it. null: 0 when API keys
+    are configured, unlimited otherwise. -2147483647: unlimited."""
 
 
 class LimitsConfig(Section):
     """Limits of API keys."""
 
     default: TenantLimits = TenantLimits()
-    """Of every tenant that is not named below."""
+    """Limits of every tenant that `tenants` does not name."""
     tenants: dict[TenantName, TenantLimits] = Field(default={})
-    """By the `tenant` of API keys; what one of these leaves out has no limit, whatever the default says."""
+    """Limits by the `tenant` of API keys. What an entry leaves out is unlimited, whatever `default` says."""
 
 
 def mistaken_keys(keys: Sequence[ApiKey], limits: LimitsConfig) -> str | None:
-    """What is wrong between keys and limits, beginning with the setting's name; never with a key in it."""
+    """The contradiction between keys and limits, beginning with the setting's name; None when there is none. Never has
+    a key in it."""
     first: dict[bytes, int] = {}
     for index, one in enumerate(keys):
         if (before := first.setdefault(one.kept, index)) != index:
-            return f"api_keys.{index}: the same key as api_keys.{before}"
+            return f"api_keys.{index} is the same key as api_keys.{before}"
     named = {one.tenant for one in keys}
     # Somebody would believe that a tenant is limited who is not.
     for tenant in limits.tenants:
@@ -92,29 +93,29 @@ def mistaken_keys(keys: Sequence[ApiKey], limits: LimitsConfig) -> str | None:
 
 
 class QueueConfig(Section):
-    """Requests that wait in the router for the cluster to have use for them."""
+    """The router's queue of requests that wait for capacity."""
 
     max_requests: PositiveInt = 512
-    """Beyond it the tenant with the longest line is turned away with 429."""
+    """Maximum number of queued requests. When it is exceeded, the tenant with the most queued requests gets 429."""
     max_tokens: PositiveInt = 4_000_000
-    """Of all waiting prompts."""
+    """Maximum number of prompt tokens in the queue."""
     worker_backlog_s: Seconds = 0.25
-    """Work that is kept ahead of each worker, so that none is idle between two requests; what is in its own queue
-    nobody can overtake any more."""
+    """Seconds of work dispatched to a worker ahead of time, so that it is never idle between requests. Requests in a
+    worker's own queue can no longer be overtaken."""
     max_running_per_worker: PositiveInt | None = None
-    """Requests on one decode worker at a time; when absent `engine.max_running_requests`."""
+    """Maximum number of requests on one decode worker. null: `engine.max_running_requests`."""
     max_itl_s: Seconds | None = None
-    """A decode worker whose steps take longer gets no request beside those it has; null: it does."""
+    """A decode worker whose steps take longer than this gets no further requests. null: no such limit."""
     input_weight: float = Field(default=1.0, gt=0.0, le=1000.0)
-    """What a computed prompt token counts in fair shares."""
+    """Weight of a computed prompt token in fair sharing."""
     output_weight: float = Field(default=2.0, gt=0.0, le=1000.0)
-    """What a token of an answer counts."""
+    """Weight of a completion token in fair sharing."""
 
 
 class HedgingConfig(Section):
-    """A second attempt elsewhere for a request whose first token is late."""
+    """Hedging: a second attempt on another worker for a request whose first token is late."""
 
     quantile: float = Field(default=0.95, ge=0.5, lt=1.0)
-    """Of measured times to first token: who has waited longer gets one."""
+    """Quantile of the measured times to first token after which a request is hedged."""
     budget: float = Field(default=0.05, gt=0.0, le=0.5)
-    """Second attempts per request, at most."""
+    """Maximum number of hedged attempts per request."""

@@ -1,4 +1,4 @@
-"""The part of the router's configuration for batches: requests in files, run while nobody else wants the workers."""
+"""The part of the router's configuration for batches: files of requests that run while workers are otherwise idle."""
 
 from pydantic import Field, PositiveInt
 
@@ -6,20 +6,20 @@ from tandem.config.section import Section
 
 
 class BatchesConfig(Section):
-    """`/v1/files` and `/v1/batches`."""
+    """Files and batches of `/v1/files` and `/v1/batches`."""
 
     path: str | None = None
-    """A folder of the router's own for files, batches and their results; null: there are no such routes. Router
-    processes of one host share it, and one of them runs what is there; routers on several hosts must not."""
+    """Directory for files, batches and their results, used by nothing else. null: these routes do not exist. Router
+    processes of one host share it, and one of them runs the batches; routers on different hosts must not share it."""
     max_file_bytes: PositiveInt = 128 << 20
-    """Largest file that may be uploaded."""
+    """Maximum size of an uploaded file."""
     max_tenant_bytes: PositiveInt = 1 << 30
-    """Of all files of a tenant, results included; beyond it nothing more is taken."""
+    """Maximum size of all files of one tenant, results included. Further uploads are rejected."""
     max_requests: PositiveInt = 50_000
-    """In one batch."""
+    """Maximum number of requests in one batch."""
     max_batches: PositiveInt = 64
-    """Of one tenant that have not ended."""
+    """Maximum number of unfinished batches of one tenant."""
     max_concurrent: PositiveInt = 8
-    """Requests of batches that workers have at once."""
+    """Maximum number of batch requests that workers process at once."""
     keep_s: float = Field(default=30 * 86400.0, gt=0.0, le=365 * 86400.0)
-    """After which a file, and a batch that has ended, are deleted."""
+    """How long files, and batches that have ended, are kept."""

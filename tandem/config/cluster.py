@@ -31,7 +31,7 @@ from tandem.config.servers import (
     ReasoningParserName,
     ToolParserName,
 )
-from tandem.config.source.environment import put_variables, set_nested
+from tandem.config.source.environment import put_variables, set_value
 from tandem.config.source.yaml_file import read_mapping
 from tandem.config.telemetry import ProfilingConfig, TelemetryConfig
 from tandem.errors import ConfigError
@@ -51,111 +51,116 @@ _BOUND_ERRORS = {"greater_than", "greater_than_equal", "less_than", "less_than_e
 
 
 class TlsConfig(Section):
-    """PEM files of a worker, the same paths on all; every worker of the cluster has them, or none."""
+    """PEM files of a worker, at the same paths on every host. Either every worker of the cluster has them or none."""
 
     cert: str
-    """Its certificate, and what lies between that and the authority."""
+    """The certificate, followed by any intermediate certificates."""
     key: str
-    """The certificate's key, not encrypted."""
+    """The certificate's private key, unencrypted."""
     ca: str
-    """Certificate of the private authority that signs for workers, and for nobody else."""
+    """CA certificate. It must be a private CA that signs certificates for these workers only."""
 
 
 class TransferConfig(Section):
-    """Moving KV between workers."""
+    """How KV moves between workers."""
 
     transport: Literal["auto", "cuda_ipc", "shm", "nixl", "torch_dist", "tcp"] = "auto"
-    """`auto` takes the best that both workers can do: on one host cuda_ipc between GPUs, else shm; where both have
-    RDMA and `isolated_network` is set nixl (an extra: `pip install tandem-serve[nixl]`); else tcp."""
+    """`auto` picks the fastest transport that both workers support: on one host cuda_ipc between GPUs, else shm; nixl
+    where both have RDMA and `isolated_network` is true (needs `pip install tandem-serve[nixl]`); else tcp."""
     isolated_network: bool = False
-    """Nobody but this cluster can reach the network between its workers. nixl and torch_dist neither encrypt nor
-    authenticate what they move, nor do gloo and NCCL between the ranks of a worker on several `nodes`: off a single
-    machine they start only with `true`."""
+    """Whether only this cluster can reach the network between its workers. nixl and torch_dist neither encrypt nor
+    authenticate what they move, nor do gloo and NCCL between the ranks of a worker on several `nodes`: across
+    machines they start only when this is true."""
     lease_s: float = Field(default=2.0, ge=0.5, le=3600.0)
-    """A hand-off whose peer is silent this long is given up. A live peer speaks every 0.1 s at best, so a much shorter
-    lease would end by itself."""
+    """A hand-off fails when its peer has been silent for this long. Peers send a heartbeat every 0.1 s at best, so a
+    much shorter lease would expire by itself."""
     chunk_bytes: PositiveInt = 8 << 20
-    """Most bytes under one checksum."""
+    """Maximum number of bytes under one checksum."""
     tcp_streams: int = Field(default=2, ge=1, le=16)
-    """Connections of `tcp` from a prefill worker to a decode worker."""
+    """TCP connections from a prefill worker to a decode worker, with `tcp`."""
     succession_s: float = Field(default=5.0, ge=0.0, le=600.0)
-    """Most time, within its pool's `drain_s`, that a worker told to stop stays for another to fetch its cache; 0: it
-    leaves as soon as its work is done."""
+    """Maximum time, within its pool's `drain_s`, that a stopping worker stays so that others can fetch its cache. 0:
+    it exits as soon as its work is done."""
     tls: TlsConfig | None = None
-    """KV over `tcp` in TLS 1.3, with certificates on both sides; in the clear when absent."""
+    """Encrypt KV over `tcp` with mutual TLS 1.3. null: unencrypted."""
     wire_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8_e4m3"] = "auto"
-    """What keys and values travel in where the receiver can convert them (over tcp): `auto` is the smaller of what the
-    two workers cache in; over shared memory they always travel as they are to rest."""
+    """Data type of keys and values on the wire where the receiver can convert them (over tcp). `auto`: the smaller of
+    the two workers' cache types. Over shared memory they always have the receiver's type."""
 
 
 class RouterConfig(RouterAccess):
-    """The HTTP and gRPC servers, and placement."""
+    """HTTP and gRPC servers, admission and placement."""
 
     port: Port = 8000
-    """HTTP port; 0: any free one."""
+    """HTTP port. 0: any free port."""
     grpc_port: Port = 8001
-    """gRPC port; 0: any free one."""
+    """gRPC port. 0: any free port."""
     processes: int = Field(default=1, ge=1, le=64)
-    """Router processes of one host that share its ports, for more cores. Each keeps a session to every worker; bounds
-    such as `max_inflight_requests` are of each, limits of API keys are of all together."""
+    """Router processes on one host that share its ports, to use more cores. Each has a session to every worker; limits
+    such as `max_inflight_requests` apply to each process, limits of API keys to all of them together."""
     connections: ConnectionsConfig = ConnectionsConfig()
     max_body_bytes: PositiveInt = 8 << 20
-    """Largest request body, over HTTP and gRPC; files have a bound of their own, `batches.max_file_bytes`."""
+    """Maximum size of a request body, over HTTP and gRPC. Uploaded files have their own limit,
+    `batches.max_file_bytes`."""
     max_choices: PositiveInt = 16
-    """Bound of `n`."""
+    """Maximum value of `n`."""
     max_prompts: PositiveInt = 64
-    """Prompts in one completions request."""
+    """Maximum number of prompts in one completions request."""
     max_answer_values: PositiveInt = 1 << 20
-    """Tokens and their alternatives in an answer that is not streamed: prompts x n x max_tokens x (1 + logprobs)."""
+    """Maximum number of tokens and alternatives in a response that is not streamed:
+    prompts x n x max_tokens x (1 + logprobs)."""
     max_inflight_requests: PositiveInt = 1024
-    """Requests that workers have at once; others wait in the queue."""
+    """Maximum number of requests that workers process at once; further ones wait in the queue."""
     max_queue_s: Seconds = 60.0
-    """A request that is predicted to wait longer for its turn, or to get its first token after its own deadline, is
-    refused at once with a time to come back."""
+    """A request that is predicted to queue for longer than this, or to get its first token after its own deadline, is
+    rejected at once with a Retry-After."""
     queue: QueueConfig = QueueConfig()
     limits: LimitsConfig = LimitsConfig()
     hedging: HedgingConfig | None = None
-    """null: none."""
+    """null: no hedging."""
     request_timeout_s: Seconds = 600.0
-    """Longest time from a request's arrival to the end of its answer, or to the client's deadline if that is sooner."""
+    """Maximum time from a request's arrival to the end of its response; the client's deadline applies if it is
+    sooner."""
     local_prefill_tokens: int = Field(default=64, ge=0)
-    """Uncached prompt tokens up to which the decode worker prefills itself, whatever a hand-off would cost."""
+    """Prompts with at most this many uncached tokens are prefilled by the decode worker, whatever a hand-off would
+    cost."""
     max_local_prefill_tokens: int | None = Field(default=None, ge=0)
-    """Uncached prompt tokens beyond which a decode worker never prefills while a prefill worker takes requests; null:
-    whatever is predicted to cost less. The same number as `local_prefill_tokens`: that alone decides."""
+    """Prompts with more uncached tokens than this are never prefilled by a decode worker while a prefill worker accepts
+    requests. null: whichever is predicted to cost less. Equal to `local_prefill_tokens`: prompt length alone
+    decides."""
     decisions_kept: int = Field(default=512, ge=0, le=65_536)
-    """The last placements, shown at /debug/decisions to the tenant whose requests they were; 0: none, and there is no
-    such page. Each takes some 100 bytes per worker."""
+    """How many recent placement decisions /debug/decisions shows, to the tenant whose requests they were. 0: none, and
+    the page does not exist. Each takes about 100 bytes per worker."""
     max_attempts: PositiveInt = 4
-    """Workers tried for one request before it fails."""
+    """Maximum number of workers tried for one request before it fails."""
     worker_silence_s: float = Field(default=1.5, ge=0.5, le=86400.0)
-    """A worker that says nothing for so long is taken for dead, and its streams continue elsewhere. A live one speaks
-    every 0.25 s."""
+    """A worker that has been silent for this long is considered dead, and its streams continue on other workers.
+    Workers send a heartbeat every 0.25 s."""
     rejoin_s: Seconds = 60.0
-    """For how long a stream whose decode worker died waits for one to come (back) when none is left; then it ends with
-    503. Restarting a worker, model and all, should take less. What would only begin then waits in line, for
-    `max_queue_s` at most, while a worker is expected: the last one was told to go, or one was lost, or named for the
-    first time, less than `rejoin_s` ago; else it is refused at once."""
+    """How long a stream whose decode worker died waits for a worker when none is left; then it ends with 503. Starting
+    a worker, model loading included, should take less. New requests wait in the queue, for at most `max_queue_s`, while
+    a worker is expected: the last one was stopped, or one was lost or first announced less than `rejoin_s` ago.
+    Otherwise they are rejected at once."""
     takeover_s: float = Field(default=10.0, ge=0.0, le=600.0)
-    """For how long workers go on with the streams of a router that is gone, for their clients to come to another with a
-    `Last-Event-ID`; 0: not at all, then such a stream is generated again."""
+    """How long workers continue the streams of a router that is gone, so that clients can resume them at another router
+    with `Last-Event-ID`. 0: not at all; such a stream is then generated again."""
     grammars: GrammarsConfig = GrammarsConfig()
     prompt_cache: PromptCacheConfig = PromptCacheConfig()
     quality: QualityConfig = QualityConfig()
     batches: BatchesConfig = BatchesConfig()
     handover_socket: str | None = None
-    """Unix socket over which a router that stands alone hands its ports to its successor; null: one named after `port`,
-    beside `control_socket`."""
+    """Unix socket over which a single router process passes its listening sockets to its successor. null: one named
+    after `port`, next to `control_socket`."""
     tool_parser: ToolParserName | None = None
-    """Format of the model's tool calls; when absent it follows from the chat template."""
+    """Format of the model's tool calls. null: derived from the chat template."""
     reasoning_parser: ReasoningParserName | None = None
-    """Marks around the model's reasoning; when absent they follow from the chat template; `none`: there are none."""
+    """Markers around the model's reasoning. null: derived from the chat template; `none`: the model has none."""
     stream_buffer_tokens: PositiveInt = 4096
-    """Tokens waiting for a slow reader before its request is cancelled."""
+    """Tokens buffered for a slow client before its request is cancelled."""
 
 
 class ClusterConfig(Section):
-    """Everything."""
+    """The whole configuration file: one section for each part of the cluster."""
 
     model: ModelSection = ModelSection()
     engine: EngineSection = EngineSection()
@@ -169,17 +174,18 @@ class ClusterConfig(Section):
     prices: PriceConfig = PriceConfig()
     profiling: ProfilingConfig = ProfilingConfig()
     secret: SecretStr | None = None
-    """Keys block names and authenticates workers and routers to each other; `tandem up` draws one when absent."""
+    """Secret that keys block names and authenticates workers and routers to each other. null: `tandem up` generates
+    one."""
     standby_workers: int = Field(default=1, ge=0, le=16)
-    """Processes that `tandem up` keeps on this machine beside the workers, with everything imported: a worker that dies
-    is replaced by one of them, without the two seconds that imports take. Each takes about 250 MB; 0: none."""
+    """Number of processes that `tandem up` keeps ready on this machine with everything imported, so that replacing a
+    dead worker does not wait two seconds for imports. Each takes about 250 MB. 0: none."""
     control_socket: str | None = None
-    """Unix socket over which `tandem scale`, `flip` and `restart` ask `tandem up`; null: one named after `router.port`,
-    in `$XDG_RUNTIME_DIR/tandem` or in the temporary folder."""
+    """Unix socket over which `tandem scale`, `flip` and `restart` reach `tandem up`. null: one named after
+    `router.port`, in `$XDG_RUNTIME_DIR/tandem` or in the temporary directory."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Least severe log lines that are written, by every process."""
+    """Minimum severity of log lines, in every process."""
     log_format: Literal["text", "json"] = "text"
-    """json: one object a line, with the request's id where a line is about one."""
+    """`json`: one object per line, with the request id where a line is about a request."""
 
     def engine_of(self, pool: PoolConfig) -> EngineSection:
         """The engine section with what the pool has of its own."""
@@ -187,7 +193,7 @@ class ClusterConfig(Section):
         return self.engine.model_copy(update=own)
 
     def mistaken_wire_dtype(self, dtype: str) -> str | None:
-        """Why KV cannot travel as `transfer.wire_dtype` says when the model is computed in `dtype`. None: it can."""
+        """Why KV cannot be sent as `transfer.wire_dtype` when the model computes in `dtype`; None if it can."""
         if not self.prefill.replicas or self.transfer.wire_dtype == AUTO_DTYPE:
             return None
         kv_dtypes = [self.engine_of(pool).kv_dtype for pool in (self.prefill, self.decode)]
@@ -219,15 +225,17 @@ class ClusterConfig(Section):
             if reason := mistaken_nodes(pool):
                 raise ValueError(f"{name}.{reason}")
             if pool.nodes > 1 and self.ray.address is not None:
-                raise ValueError(f"{name}.nodes is {pool.nodes}: on Ray a worker's ranks are processes of one node")
+                raise ValueError(
+                    f"{name}.nodes must be 1 on Ray, got {pool.nodes}: all ranks of a worker run on one node"
+                )
             if pool.gpus is not None and self.ray.address is not None:
-                raise ValueError(f"{name}.gpus: on Ray it is Ray that gives a worker its GPUs")
+                raise ValueError(f"{name}.gpus cannot be set on Ray, which assigns GPUs to workers")
         return self
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.decode.replicas < 1:
-            raise ValueError("decode.replicas must be at least 1: only decode workers answer")
+            raise ValueError("decode.replicas must be at least 1: only decode workers produce tokens")
         if self.secret is not None and (reason := mistaken_secret(self.secret.get_secret_value())):
             raise ValueError(f"secret {reason}")
         smallest = min(self.engine_of(pool).block_size for pool in (self.prefill, self.decode) if pool.replicas)
@@ -237,7 +245,9 @@ class ClusterConfig(Section):
             raise ValueError(f"router.port and router.grpc_port are both {self.router.port}")
         kv_dtypes = {self.engine_of(pool).kv_dtype for pool in (self.prefill, self.decode)}
         if self.prefill.replicas and {"int8", "fp8_e4m3"} <= kv_dtypes:
-            raise ValueError("prefill.kv_dtype and decode.kv_dtype: codes are never made of other codes")
+            raise ValueError(
+                "prefill.kv_dtype and decode.kv_dtype: int8 and fp8_e4m3 cannot be converted into each other"
+            )
         dtype = BUILTIN_DTYPE if self.model.path == BUILTIN and self.model.dtype == AUTO_DTYPE else self.model.dtype
         # What `auto` stands for is known to whoever has the model: workers check it at their start.
         if dtype != AUTO_DTYPE and (reason := self.mistaken_wire_dtype(dtype)):
@@ -266,7 +276,7 @@ def load(path: Path | None, overrides: Mapping[str, Any] | None = None) -> Clust
     put_variables(data, os.environ)
     for dotted, value in (overrides or {}).items():
         if value is not None:
-            set_nested(data, dotted.split("."), value)
+            set_value(data, dotted.split("."), value)
     try:
         return ClusterConfig.model_validate(data)
     except ValidationError as error:
@@ -276,19 +286,19 @@ def load(path: Path | None, overrides: Mapping[str, Any] | None = None) -> Clust
 
 
 def _describe(error: ErrorDetails) -> str:
-    """One mistake, beginning with the setting's name; those between sections name theirs in their own words."""
+    """One mistake, beginning with the setting's name; mistakes between sections name theirs themselves."""
     name = ".".join(map(str, error["loc"]))
     told = error["msg"].removeprefix("Value error, ")
     if error["type"] in _BOUND_ERRORS:
-        told += f"; it is {error['input']}"
+        told += f", got {error['input']}"
     if error["type"] == "extra_forbidden":
         meant = _closest_setting(ClusterConfig, error["loc"])
-        return f"{name}: there is no such setting" + (f"; did you mean {meant}?" if meant else "")
+        return f"{name}: unknown setting" + (f"; did you mean {meant}?" if meant else "")
     return f"{name}: {told}" if name else told
 
 
 def _setting_names(section: type[BaseModel], before: str = "") -> Iterator[str]:
-    """All names below it, with dots; sections as well as what is in them."""
+    """The dotted names of all sections and settings below a section."""
     for name, field in section.model_fields.items():
         yield before + name
         for inner in _sections_in(field.annotation):
@@ -296,7 +306,7 @@ def _setting_names(section: type[BaseModel], before: str = "") -> Iterator[str]:
 
 
 def _closest_setting(section: type[BaseModel], wrong: Sequence[str | int]) -> str | None:
-    """The setting that is most like a name that there is not: beside it, else of the same word elsewhere."""
+    """The setting whose name is most similar to an unknown one: in the same section, else with the same last word."""
     *parents, word = map(str, wrong)
     names = list(dict.fromkeys(_setting_names(section)))
     beside = {name.rpartition(".")[2]: name for name in names if name.split(".")[:-1] == parents}
@@ -309,7 +319,7 @@ def _closest_setting(section: type[BaseModel], wrong: Sequence[str | int]) -> st
 
 
 def _sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    """Such as the one in `Section | None`; what is in lists and mappings has names of the user's own."""
+    """The sections in an annotation such as `Section | None`; keys of mappings are the user's own."""
     for one in (annotation, *get_args(annotation)):
         if isinstance(one, type) and issubclass(one, BaseModel):
             yield one

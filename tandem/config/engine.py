@@ -1,4 +1,4 @@
-"""Sections `model` and `engine`: what a worker runs, and with which memory, batches and caches."""
+"""Sections `model` and `engine`: the model, and a worker's memory, batches and caches."""
 
 from typing import Annotated, Any, Literal
 
@@ -18,26 +18,26 @@ Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch)]
 
 
 class PinnedShares(Section):
-    """Of one worker's pool: what prefixes may hold that clients asked to be kept. A request that would not fit beside
-    them makes them give way; one that does never touches them."""
+    """Shares of one worker's KV pool for prefixes that clients pinned. Pins are evicted only for a request that would
+    not fit otherwise."""
 
     pinned_share: float = Field(default=0.25, ge=0.0, le=0.9)
-    """Of the pool's blocks, over all tenants; beyond it a pin is refused."""
+    """Share of the pool's blocks for the pins of all tenants; beyond it a pin is rejected."""
     pinned_tenant_share: float = Field(default=0.125, ge=0.0, le=0.9)
-    """Of the pool's blocks, for one tenant; beyond it its least recently used pins give way to its new one."""
+    """Share of the pool's blocks for the pins of one tenant; beyond it its least recently used pins are evicted."""
 
 
 class ModelSection(Section):
-    """Which model the cluster serves; the same on every worker."""
+    """The model that every worker of the cluster serves."""
 
     path: str = BUILTIN
     """Directory in Hugging Face layout, a hub id, or `builtin` for the small model that ships with Tandem."""
     name: Annotated[str, AfterValidator(checked_name)] | None = None
-    """Name that clients use; the last part of the path when absent."""
+    """Name that clients use. null: the last part of the path."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Compute and KV dtype: `auto` is the checkpoint's own, and float32 for the built-in model."""
+    """Data type of computation and KV. `auto`: the checkpoint's own, and float32 for the built-in model."""
     max_model_len: Annotated[int, Field(ge=2)] | None = None
-    """Context bound in tokens, prompt and answer; the model's own when absent."""
+    """Maximum context length in tokens, prompt and completion together. null: the model's own."""
     generation_config: Literal["auto", "none"] = "auto"
     """Whether temperature, top_k, top_p, min_p, repetition_penalty and max_new_tokens of the model's
     `generation_config.json` stand in for what a request leaves out; its end tokens always hold."""
@@ -47,55 +47,57 @@ class EngineSection(PinnedShares):
     """One worker's model execution."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the model runs: `auto` is a GPU where there is one, else the CPU."""
+    """Where the model runs. `auto`: on a GPU if there is one, else on the CPU."""
     block_size: BlockSize = 16
-    """Tokens per physical KV block."""
+    """Tokens per KV block."""
     num_blocks: Annotated[int, Field(ge=2)] | None = None
-    """KV blocks; when absent as many as `memory_bytes` holds, or on a CPU 32 full contexts."""
+    """Number of KV blocks. null: as many as `memory_bytes` holds, or on a CPU enough for 32 full contexts."""
     memory_bytes: PositiveInt | None = None
-    """For weights, workspace and KV of one worker; when absent a share of 80 % of what machine or container has, on a
-    GPU of its memory, divided evenly among the workers there. More than there is for all of them is refused."""
+    """Memory of one worker for weights, workspace and KV. null: 80 % of the memory of the machine or container, or of
+    the GPU, divided evenly among the workers there. A sum over all workers that exceeds what there is is an error."""
     max_batched_tokens: PositiveInt = 2048
-    """Most tokens computed in one step."""
+    """Maximum number of tokens computed in one step."""
     prefill_chunk_tokens: PositiveInt = 1024
-    """Most prompt tokens computed in one step, given to prompts in order: bounds the gap between a stream's tokens."""
+    """Maximum number of prompt tokens computed in one step, which bounds the gap between a stream's tokens."""
     max_step_s: Seconds | None = 0.4
-    """A step that continues streams gets fewer prompt tokens, though at least 64, where it would take longer than this
-    at the speed that the worker measures; null: never."""
+    """Maximum step duration while streams are running: a step gets fewer prompt tokens, but at least 64, if it would
+    take longer at the worker's measured speed. null: no such limit."""
     stall_s: Seconds | None = 30.0
-    """A worker ends, to be restarted, when its engine hangs in one step for so long, or for eight times as long as it
-    expects of a step so large, whichever is more; null: it is not looked for."""
+    """A worker exits, to be restarted, when its engine has been in one step for this long, or for eight times the
+    expected duration of that step, whichever is longer. null: never."""
     max_running_requests: PositiveInt = 256
-    """Requests in one worker's batch at a time."""
+    """Maximum number of requests in one worker's batch."""
     max_waiting_requests: PositiveInt = 1024
-    """Beyond it new requests are refused with a Retry-After."""
+    """Maximum number of requests in one worker's queue; further ones are rejected with a Retry-After."""
     eviction: Literal["lru", "lfu", "prefix"] = "lru"
-    """Which cached block is given up first: least recently used, least often used (with ageing), or least shared."""
+    """Which cached block is evicted first: least recently used, least frequently used (with aging), or least shared."""
     max_overtakes: int = Field(default=8, ge=0)
-    """How many waiting requests with more of their prompt cached may go before one that came earlier; 0: none."""
+    """How many queued requests with more of their prompt cached may overtake an earlier one. 0: none."""
     priority_aging_s: Seconds | None = None
-    """A request one priority lower ranks as if it had come so much later; absent: after all above it, always."""
+    """A request one priority lower ranks as if it had arrived this much later. null: strictly after all requests of a
+    better priority."""
     offload_bytes: int = Field(default=0, ge=0)
-    """Host memory of a decode worker for the KV of preempted requests, where copying beats computing again; 0: none.
-    Taken, and counted in `memory_bytes` on a CPU, at start."""
+    """Host memory of a decode worker for the KV of preempted requests, used where copying is faster than recomputing.
+    0: none. Allocated at start; on a CPU it counts towards `memory_bytes`."""
     host_cache_bytes: int = Field(default=0, ge=0)
-    """Host memory of each worker for cached blocks that its pool evicts; 0: none. Taken like `offload_bytes`. On a CPU
-    the pool itself is host memory: there it serves the disk below it."""
+    """Host memory of each worker for cached blocks that its pool evicts. 0: none. Allocated like `offload_bytes`. On a
+    CPU, where the pool is host memory already, it is the buffer in front of the disk cache."""
     disk_cache_bytes: int = Field(default=0, ge=0)
-    """Of files of each worker for what `host_cache_bytes` has no room for, at most 262,144 blocks; 0: none."""
+    """Disk space of each worker for blocks evicted from `host_cache_bytes`, at most 262,144 blocks. 0: none."""
     disk_cache_path: str | None = None
-    """Folder for these files: they are not encrypted, and survive a restart if `secret` is stated. One rank only."""
+    """Directory of the disk cache. Its files are not encrypted; they survive a restart if `secret` is set. Needs a
+    tensor parallel size of 1."""
     pipelined: Switch = "auto"
-    """Launch a step before the one before has ended; `auto` does so on a GPU. Never over several ranks."""
+    """Launch a step before the previous one has ended. `auto`: on a GPU only. Never with several ranks."""
     num_threads: PositiveInt | None = None
-    """CPU threads of each rank for tensor work; the cores divided by the ranks of all workers when absent."""
+    """CPU threads of each rank for tensor operations. null: the cores divided by the ranks of all workers."""
     kernels: Literal["auto", "torch"] = "auto"
-    """`auto` takes compiled kernels (C++ on a CPU, Triton on CUDA) where they can be had, and says so when not."""
+    """`auto`: compiled kernels (C++ on a CPU, Triton on CUDA) where available, with a log line where not."""
     quantization: Literal["none", "int8"] = "none"
-    """`int8` keeps and multiplies the layers' matrices in eight bits (W8A8).
-    See docs/extend/measurements.md for its cost."""
+    """`int8` stores and multiplies the layers' matrices in eight bits (W8A8).
+    See docs/extend/measurements.md for the loss of accuracy."""
     kv_dtype: CacheDtype = "auto"
-    """What keys and values are cached in: `auto` is the model's dtype, the others take about half of bfloat16's memory.
-    See docs/extend/measurements.md for their cost."""
+    """Data type of cached keys and values. `auto`: the model's; the others take about half of bfloat16's memory.
+    See docs/extend/measurements.md for the loss of accuracy."""
     deterministic: bool = False
-    """Results never depend on the batch, the chunk size or the step at which a token is computed."""
+    """Make results independent of the batch, the chunk size and the step in which a token is computed."""

@@ -11,14 +11,14 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 BlockSize = Literal[16, 32, 64]
 CacheDtype = Literal["auto", "int8", "fp8_e4m3"]
 MAX_REPLICAS = 256
-"""Workers of one pool that one machine is asked to start."""
+"""Workers of one pool that one machine may start."""
 MAX_TENSOR_PARALLEL = 64
 MAX_GPUS = 64
 """Of one host."""
 
 
 def _gpus(value: Any) -> Any:
-    """One sentence for all that may be wrong."""
+    """Check the setting, with one message for everything that may be wrong. Raises ValueError."""
     if value is None or (isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_GPUS):
         return value
     indices = list(value) if isinstance(value, (list, tuple)) else []
@@ -34,57 +34,57 @@ class PoolConfig(Section):
     """One pool of workers."""
 
     replicas: int = Field(default=1, ge=0, le=MAX_REPLICAS)
-    """Workers of this pool; only the prefill pool may have 0: decode workers then compute prompts themselves."""
+    """Number of workers. Only the prefill pool may have 0; decode workers then prefill themselves."""
     host: Host = "127.0.0.1"
-    """Where a worker of this pool listens."""
+    """Address that a worker of this pool listens on."""
     port: Port = 0
-    """Without `addresses`: at which port each worker listens, at a `host` of its own. Routers then hear of it from
-    Redis; so it is where nobody knows addresses beforehand, as in Kubernetes."""
+    """Port that each worker listens on, each on its own `host`, when there are no `addresses`. Routers then discover
+    workers through Redis, as in Kubernetes, where addresses are not known in advance."""
     addresses: tuple[str, ...] = ()
-    """host:port of each worker; `tandem up` fills it in, a hand-made cluster states it."""
+    """host:port of each worker. `tandem up` fills it in; state it when you start workers yourself."""
     tensor_parallel_size: int = Field(default=1, ge=1, le=MAX_TENSOR_PARALLEL)
-    """Ranks, each a process (on a GPU machine, with a GPU) of its own, that share the model of one worker."""
+    """Number of ranks that share the model of one worker; each is a process, with its own GPU where there are GPUs."""
     gpus: Annotated[tuple[int, ...] | int | None, BeforeValidator(_gpus)] = None
-    """Which GPUs of a host this pool's workers get in turn: a list of indices, or how many; null: all that the other
-    pool does not claim. As `CUDA_VISIBLE_DEVICES` numbers them, else by their place on the bus, from 0. Workers that
-    share one divide 80 % of its memory evenly, unless `engine.memory_bytes` is stated."""
+    """GPUs of a host that this pool's workers get in turn: a list of indices, or how many. null: all that the other
+    pool does not claim. Numbered as in `CUDA_VISIBLE_DEVICES`, else in bus order, from 0. Workers that share a GPU
+    divide 80 % of its memory evenly, unless `engine.memory_bytes` is set."""
     nodes: int = Field(default=1, ge=1, le=MAX_TENSOR_PARALLEL)
-    """Machines over which the ranks of one worker are spread, as many on each: it divides `tensor_parallel_size`. The
-    worker itself runs on the first; on each other one runs `tandem follower`. Beyond one machine that needs
+    """Number of machines that the ranks of one worker are spread over evenly; it must divide `tensor_parallel_size`.
+    The worker runs on the first machine, `tandem follower` on each other one. More than one machine needs
     `transfer.tls` and `transfer.isolated_network`."""
     rank_port: Port = 0
-    """With several `nodes`: where a worker listens, at its own host, for its ranks on the others. Workers whose
-    `addresses` are stated, and may share a machine, add their index."""
+    """With several `nodes`: port on the worker's own host for its ranks on the other nodes. Workers with stated
+    `addresses`, which may share a machine, add their index to it."""
     join_s: Seconds = 600.0
-    """With several `nodes`: how long a worker waits for its ranks on the others, before it gives up and ends."""
+    """With several `nodes`: how long a worker waits for its ranks on the other nodes before it exits."""
     drain_s: Seconds = 30.0
-    """Most time to finish outstanding work after SIGTERM."""
+    """Maximum time to finish outstanding work after SIGTERM."""
     block_size: BlockSize | None = None
-    """This pool's own `engine.block_size`."""
+    """Overrides `engine.block_size` for this pool."""
     kv_dtype: CacheDtype | None = None
-    """This pool's own `engine.kv_dtype`. What the prefill pool caches in the model's dtype is converted on its way to
-    a decode pool that caches codes, and the other way round; codes are never made of other codes."""
+    """Overrides `engine.kv_dtype` for this pool. KV is converted between the model's data type and a quantized one
+    during the hand-off, in either direction, but not between two quantized ones."""
 
     @property
     def ranks_per_node(self) -> int:
-        """Of one worker on one machine."""
+        """Ranks of one worker on one machine."""
         return self.tensor_parallel_size // self.nodes
 
 
 def mistaken_nodes(pool: PoolConfig) -> str | None:
     """Why workers of the pool cannot be spread over nodes as it says; begins with the field. None: they can."""
     if pool.tensor_parallel_size % pool.nodes:
-        return f"nodes is {pool.nodes}: it must divide tensor_parallel_size, which is {pool.tensor_parallel_size}"
+        return f"nodes must divide tensor_parallel_size ({pool.tensor_parallel_size}), got {pool.nodes}"
     if pool.nodes == 1:
         return None
     if pool.gpus is not None:
-        return "gpus: with several nodes a worker takes the first GPUs of each: CUDA_VISIBLE_DEVICES says which"
+        return "gpus cannot be set with several nodes: a worker takes the first of CUDA_VISIBLE_DEVICES on each"
     if not pool.rank_port:
         return f"nodes is {pool.nodes}: rank_port must say where a worker listens for its ranks on other nodes"
     if pool.rank_port == pool.port:
-        return f"rank_port is {pool.rank_port}, which is port, too"
+        return f"rank_port is {pool.rank_port}, the same as port"
     if pool.rank_port + pool.replicas > 65536:
-        return f"rank_port is {pool.rank_port}: with one for each of {pool.replicas} workers it goes beyond 65535"
+        return f"rank_port is {pool.rank_port}: one port for each of {pool.replicas} workers goes beyond 65535"
     return None
 
 

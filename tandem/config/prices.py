@@ -1,4 +1,4 @@
-"""The section `prices`: what requests cost, for the cost line of an answer and the totals of a tenant."""
+"""Section `prices`: what requests cost, shown in responses and in tenants' totals."""
 
 from typing import Annotated
 
@@ -10,19 +10,19 @@ Price = Annotated[float, Field(ge=0.0, le=1e9)]
 
 
 class PriceConfig(Section):
-    """A table of prices; what stands at 0 is free. Prices of tokens and of seconds may stand together."""
+    """Prices; 0 means free. Prices per token and per second add up."""
 
     currency: Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,15}$")] = "USD"
-    """Shown beside amounts."""
+    """Currency shown with amounts."""
     prompt_per_million: Price = 0.0
-    """Tokens of prompts."""
+    """Price of a million prompt tokens."""
     cached_discount: float = Field(default=0.0, ge=0.0, le=1.0)
-    """Share of that price which cached tokens of a prompt are spared: 1 makes them free."""
+    """Discount on that price for cached prompt tokens: 1 makes them free."""
     completion_per_million: Price = 0.0
-    """Tokens of answers."""
+    """Price of a million completion tokens."""
     prefill_second: Price = 0.0
-    """Of computing a prompt, on one worker."""
+    """Price of a second of prefill on one worker."""
     decode_second: Price = 0.0
-    """Of one choice's place in a decode worker's batch."""
+    """Price of a second of one choice in a decode worker's batch."""
     kv_gib_second: Price = 0.0
-    """Of a GiB of KV blocks held."""
+    """Price of holding a GiB of KV blocks for a second."""

@@ -1,4 +1,4 @@
-"""The part of the configuration for `tandem up --ray`: what of a Ray cluster each worker takes."""
+"""The part of the configuration for `tandem up --ray`: the resources that each worker requests from Ray."""
 
 from typing import Annotated
 
@@ -9,7 +9,7 @@ from tandem.config.section import Section
 
 def _custom(name: str) -> str:
     if name in ("CPU", "GPU"):
-        raise ValueError(f"{name} is counted by itself")
+        raise ValueError(f"{name} must not be listed: it follows from the other settings")
     return name
 
 
@@ -17,23 +17,23 @@ ResourceName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_:.-]{0,63}$"),
 
 
 class RayPoolConfig(Section):
-    """One worker of this pool, all its ranks together."""
+    """Resources of one worker of this pool, all its ranks together."""
 
     cpus: Annotated[float, Field(gt=0, le=4096)] | None = None
-    """Null: `engine.num_threads` of each rank, or one of each. On CPUs it is also how many threads a rank has, and
-    how many like it share its node's memory, unless `engine` says either."""
+    """CPUs that a worker requests. null: `engine.num_threads` for each rank, or one. On CPU nodes it also sets how many
+    threads a rank has and how many workers share a node's memory, unless `engine` states them."""
     resources: dict[ResourceName, Annotated[float, Field(gt=0)]] = Field(default={})
-    """What else its node must have, such as `{h100: 1}`; `memory` is in bytes. GPUs are one for each rank."""
+    """Further resources that its node must have, such as `{h100: 1}`; `memory` is in bytes. Each rank gets one GPU."""
 
 
 class RayConfig(Section):
-    """Workers on the nodes of a Ray cluster; the routers stay where `tandem up` runs."""
+    """Workers on the nodes of a Ray cluster; routers run where `tandem up` runs."""
 
     address: str | None = None
-    """`auto`: the Ray cluster that this machine belongs to; host:port of its head; `local`: one of its own, here; null:
-    no Ray."""
+    """`auto`: the Ray cluster that this machine belongs to; host:port: the head of a Ray cluster; `local`: start one
+    here; null: no Ray."""
     prefill: RayPoolConfig = RayPoolConfig()
     decode: RayPoolConfig = RayPoolConfig()
     silence_s: Annotated[float, Field(ge=2.0, le=3600.0)] = 8.0
-    """A node of which nothing is heard for so long is taken for dead, and its workers are started elsewhere, unless Ray
-    says so sooner."""
+    """A node that has been silent for this long is considered dead, and its workers are started elsewhere, unless Ray
+    reports it dead sooner."""

@@ -7,47 +7,48 @@ from pydantic import Field, PositiveInt
 from tandem.config.section import Seconds, Section
 
 ToolParserName: TypeAlias = Literal["hermes", "qwen3_coder", "mistral", "llama3", "deepseek", "pythonic"]
-"""How the model writes calls of functions; null: as its chat template shows."""
+"""Format of the model's tool calls; null: derived from its chat template."""
 ReasoningParserName: TypeAlias = Literal["none", "think", "magistral", "seed_oss"]
-"""Marks between which the model thinks before it answers; null: those that its chat template knows; none: no such."""
+"""Markers around the model's reasoning; null: derived from its chat template; none: the model has none."""
 
 
 class ConnectionsConfig(Section):
-    """Clients' connections to one router process."""
+    """Client connections of one router process."""
 
     head_timeout_s: Seconds = 15.0
-    """For the head of a request, from the connection's or the request's first byte on; over gRPC for the handshake. A
-    new connection has as long to say something at all."""
+    """Timeout for the head of a request, from its first byte on, and for the first byte on a new connection; over gRPC
+    for the handshake."""
     keep_alive_s: Seconds = 65.0
-    """For how long a connection is kept that was answered and asks nothing more."""
+    """How long an idle connection is kept open after a response."""
     max_http: PositiveInt | None = None
-    """Beyond it the one that has asked nothing for the longest time makes way. When absent what is left of the open
-    files that the process may have: a quarter of them, at least 64, are for workers, Redis and logs."""
+    """Maximum number of HTTP connections; beyond it the one that has been idle longest is closed. null: the process's
+    open file limit, less a quarter of it, at least 64, for workers, Redis and logs, and less `max_grpc`."""
     max_grpc: PositiveInt | None = None
-    """Beyond it new ones are refused. When absent a quarter of what HTTP and gRPC have together."""
+    """Maximum number of gRPC connections; further ones are rejected. null: a quarter of what both servers have
+    together."""
 
 
 class GrammarsConfig(Section):
-    """What answers are asked to be is compiled once, by a process that may be killed."""
+    """Limits of compiling a grammar, which happens once for each grammar, in a process that can be killed."""
 
     compile_s: float = Field(default=3.0, gt=0.0, le=60.0)
-    """Most time for one."""
+    """Maximum time to compile one grammar."""
     compile_bytes: int = Field(default=1 << 30, ge=1 << 26)
-    """Most memory for one."""
+    """Maximum memory to compile one grammar."""
 
 
 class PromptCacheConfig(Section):
-    """Prompt caching as clients see it."""
+    """Prompt caching that clients control: pins and named caches."""
 
     shared_by_tenants: bool = False
-    """One tenant finds what another has cached: equal prompts are computed once, and the time that one takes tells
-    whether somebody else has sent it."""
+    """Share cached prefixes between tenants. Equal prompts are then computed once, but response times reveal whether
+    another tenant has sent the same prompt."""
     max_pins: PositiveInt = 4096
-    """Pinned prefixes that one router process knows of."""
+    """Maximum number of pinned prefixes that one router process tracks."""
     max_named: PositiveInt = 64
-    """`cachedContents` that one tenant has on one host, whichever of its router processes made them."""
+    """Maximum number of `cachedContents` of one tenant on one host, over all its router processes."""
     max_ttl_s: Seconds = 86_400.0
-    """Longest life of one of them."""
+    """Maximum TTL of a pin or of `cachedContents`."""
 
 
 _TEXT = (
@@ -59,9 +60,9 @@ _TEXT = (
 
 
 class QualityConfig(Section):
-    """A text that every worker is asked to read: how probable it is to its model is told as a metric."""
+    """Quality probe: every worker scores a fixed text, and its mean log probability is exported as a metric."""
 
     period_s: Seconds | None = None
-    """How often each worker reads it, first as it joins; null: never."""
+    """How often each worker scores the text, first when it joins. null: never."""
     text: str = Field(default=_TEXT, min_length=32, max_length=8192)
-    """Some hundred words of the kind that the model is used for."""
+    """The text: about a hundred words of the kind that the model is used for."""

@@ -1,4 +1,4 @@
-"""Sections `telemetry` and `profiling`: what processes tell about their work, and to whom."""
+"""Sections `telemetry` and `profiling`: traces, latency objectives, profiles."""
 
 from typing import Annotated, Literal
 
@@ -8,17 +8,17 @@ from tandem.config.section import Section
 
 
 class ObjectivesConfig(Section):
-    """When a request went well: goodput counts those. Alarms have the same objectives, in the rules for Prometheus."""
+    """Latency objectives: goodput counts requests that meet both. The Prometheus rules state the same values."""
 
     ttft_s: float = Field(default=2.5, gt=0.0)
-    """Within which the first token comes."""
+    """Maximum time to first token."""
     per_token_s: float = Field(default=0.1, gt=0.0)
-    """That a token after the first takes, in the mean of one request."""
+    """Maximum mean time between a request's tokens after the first."""
 
 
 def _printable(value: SecretStr) -> SecretStr:
     if not all(" " <= letter <= "~" for letter in value.get_secret_value()):
-        raise ValueError("a header's value is printable ASCII, without line breaks")
+        raise ValueError("a header's value must be printable ASCII without line breaks")
     return value
 
 
@@ -26,28 +26,31 @@ _HeaderValue = Annotated[SecretStr, AfterValidator(_printable)]
 
 
 class TelemetryConfig(Section):
-    """Traces, and what is good. Metrics need no more configuration: every router serves /metrics."""
+    """Traces and latency objectives. Metrics need no configuration: every router serves /metrics."""
 
     otlp_endpoint: Annotated[str, Field(pattern=r"^https?://[^/\s]+$")] | None = None
-    """http://host:port (https:// for TLS) of a collector that speaks OTLP over gRPC, such as http://localhost:4317;
-    null: nothing is traced. Needs the `telemetry` extra."""
+    """http://host:port (https:// for TLS) of an OTLP collector, such as http://localhost:4317. null:
+    OTEL_EXPORTER_OTLP_ENDPOINT; without that variable nothing is traced. Needs the `telemetry` extra."""
+    otlp_protocol: Literal["grpc", "http/protobuf"] | None = None
+    """Over HTTP, spans go to /v1/traces at the endpoint. null: OTEL_EXPORTER_OTLP_PROTOCOL, else gRPC."""
     otlp_headers: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")], _HeaderValue] = Field(default={})
-    """Sent with every batch, such as a key that the collector asks for."""
-    sample_ratio: float = Field(default=1.0, ge=0.0, le=1.0)
-    """Share of requests that are traced."""
+    """Sent with every batch, such as an API key of the collector. Empty: OTEL_EXPORTER_OTLP_HEADERS."""
+    sample_ratio: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
+    """Share of requests that are traced. null: OTEL_TRACES_SAMPLER, else every request."""
     trust_clients: Literal["all", "operators", "none"] = "operators"
-    """Whose `traceparent` decides in place of it: everybody's, of operators' keys (without keys all are), nobody's."""
+    """Whose `traceparent` overrides it: every client's, only clients with an operator's key (any client where no API
+    keys are configured), or nobody's."""
     objectives: ObjectivesConfig = ObjectivesConfig()
 
 
 class ProfilingConfig(Section):
-    """Traces of a worker's steps and flame graphs of a router. They tell names of code, counts and times."""
+    """Step traces of workers and flame graphs of routers. They contain function names, counts and times."""
 
     enabled: bool = False
-    """Serve /debug/profile/* to operators' keys. Off, there is no such route and workers have no such service."""
+    """Serve /debug/profile/* to operator keys. When off, routers have no such routes and workers no such service."""
     max_seconds: Annotated[float, Field(ge=0.1, le=600.0)] = 60.0
-    """Longest look."""
+    """Maximum duration of one profile."""
     max_steps: Annotated[int, Field(ge=1, le=10_000)] = 200
-    """Most steps of one trace."""
+    """Maximum number of steps in one trace."""
     max_bytes: Annotated[int, Field(ge=1024, le=1 << 30)] = 64 << 20
-    """Largest trace, compressed; one that grows beyond it is thrown away."""
+    """Maximum compressed size of a trace; a larger one is discarded."""

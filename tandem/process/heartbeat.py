@@ -42,7 +42,7 @@ class Heartbeat:
             self._fd = None
 
     def begin(self, facts: Mapping[str, Any]) -> None:
-        """Say that the process serves."""
+        """Announce that the process serves."""
         if self._fd is None:
             return
         if not self._beats:
@@ -53,8 +53,8 @@ class Heartbeat:
         os.set_blocking(self._fd, False)
         self._beat()
 
-    def tell(self, news: Mapping[str, Any]) -> None:
-        """News, before the next beats; of several that wait the last counts. Nothing, without beats."""
+    def send(self, news: Mapping[str, Any]) -> None:
+        """Send facts ahead of the next beats; the last of several that wait counts. Nothing without beats."""
         self._news = b"\n" + json.dumps(dict(news)).encode() + b"\n"
         if self._timer is not None:
             self._timer.cancel()
@@ -69,7 +69,7 @@ class Heartbeat:
         try:
             self._owed = said[os.write(self._fd, said) :]
         except BlockingIOError:
-            pass  # nobody has read the last ones
+            pass  # the last ones have not been read yet
         except OSError:
-            return  # nobody listens any more
+            return  # the reader has gone
         self._timer = asyncio.get_running_loop().call_later(BEAT_S, self._beat)

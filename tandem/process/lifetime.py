@@ -102,12 +102,12 @@ class OneAtATime:
 
 
 def load_progress(ready_fd: int | None) -> LoadProgress:
-    """Tells whoever started this process how its weights load, in JSON lines before the one that says that it serves.
+    """Report the loading of weights to the parent process, as JSON lines before the one that says that it serves.
 
-    Nobody who does not read them holds up the loading: they are lost then.
+    A parent that does not read them does not delay loading: lines are then dropped.
     """
 
-    def tell(report: LoadReport) -> None:
+    def publish(report: LoadReport) -> None:
         if ready_fd is None:
             return
         os.set_blocking(ready_fd, False)
@@ -118,7 +118,7 @@ def load_progress(ready_fd: int | None) -> LoadProgress:
         finally:
             os.set_blocking(ready_fd, True)
 
-    return LoadProgress(clock=time.monotonic, tell=tell, log=lambda report: _log.info("%s", report))
+    return LoadProgress(clock=time.monotonic, publish=publish, log=lambda report: _log.info("%s", report))
 
 
 def announce(ready_fd: int | None, facts: Mapping[str, Any]) -> None:
@@ -206,7 +206,7 @@ def _parser(prog: str, description: str) -> argparse.ArgumentParser:
 
 
 def _gpus(text: str) -> tuple[int, ...]:
-    """Raises ValueError."""
+    """GPU indices from the command line. Raises ValueError."""
     gpus = tuple(int(part) for part in text.split(","))
     if min(gpus) < 0 or len(set(gpus)) < len(gpus):
         raise ValueError(text)
@@ -242,10 +242,10 @@ def _reread_log_level(path: Path, name: str) -> None:
     try:
         config = load(path)
     except (ConfigError, OSError) as error:
-        _log.error("%s; what was read before stays in force", error)
+        _log.error("%s; the previous settings stay in force", error)
         return
     configure(config.log_level, name, config.log_format)
-    _log.info("read again: how to log, and of a router its workers' addresses and telemetry.sample_ratio")
+    _log.info("reloaded log settings and, in a router, worker addresses and telemetry.sample_ratio")
 
 
 def _blamed(caught: Exception) -> Exception:
@@ -278,6 +278,6 @@ async def _with_signals(main: Callable[[Lifetime], Awaitable[None]]) -> None:
 
 def _on_stray(lifetime: Lifetime, context: dict[str, Any]) -> None:
     error = context.get("exception")
-    _log.error("in a callback: %s", context.get("message"), exc_info=error)
+    _log.error("exception in a callback: %s", context.get("message"), exc_info=error)
     if isinstance(error, InvariantError):
         lifetime.fail(error)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-TELL_S = 0.25
+PUBLISH_S = 0.25
 LOG_S = 10.0
 _LEAST_SHARE = 0.02
 """Before that nothing can be said of the time that is left."""
@@ -28,7 +28,7 @@ class LoadReport:
         left_s = told["left_s"]
         share = float(told["share"])
         if not 0.0 <= share <= 1.0:
-            raise ValueError("share must be from 0 to 1")
+            raise ValueError("share must be in [0, 1]")
         return cls(share=share, left_s=None if left_s is None else float(left_s))
 
     def as_json(self) -> Mapping[str, Any]:
@@ -44,29 +44,29 @@ def _duration(seconds: float) -> str:
 
 
 class LoadProgress:
-    """Called by whoever loads, with the values done and the values in all."""
+    """Called by the loader with the number of values loaded and the total."""
 
     def __init__(
-        self, *, clock: Callable[[], float], tell: Callable[[LoadReport], None], log: Callable[[LoadReport], None]
+        self, *, clock: Callable[[], float], publish: Callable[[LoadReport], None], log: Callable[[LoadReport], None]
     ) -> None:
-        """`tell` hears often, and of the end; `log` every ten seconds of a loading that takes so long."""
+        """`publish` gets reports often, the final one included; `log` every ten seconds."""
         self._clock = clock
-        self._tell = tell
+        self._publish = publish
         self._log = log
         self._started_s = self._logged_s = clock()
-        self._told_s: float | None = None
+        self._published_s: float | None = None
 
     def __call__(self, done: int, total: int) -> None:
         now_s = self._clock()
         is_over = done >= total
-        is_due = self._told_s is None or now_s - self._told_s >= TELL_S
+        is_due = self._published_s is None or now_s - self._published_s >= PUBLISH_S
         if not (is_over or is_due):
             return
         share = done / total if total else 1.0
         left_s = (now_s - self._started_s) * (1.0 - share) / share if share >= _LEAST_SHARE else None
         report = LoadReport(share=min(1.0, share), left_s=left_s)
-        self._told_s = now_s
-        self._tell(report)
+        self._published_s = now_s
+        self._publish(report)
         if now_s - self._logged_s >= LOG_S:
             self._logged_s = now_s
             self._log(report)

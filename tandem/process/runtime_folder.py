@@ -22,7 +22,7 @@ def place_for_socket(path: Path, what: str) -> None:
     """Raises ConfigError, naming the setting `what`, where others could enter or something else than a socket is."""
     enter_privately(path.parent, what)
     if path.exists() and not path.is_socket():
-        raise ConfigError(f"{what}: {path} is there, and no socket")
+        raise ConfigError(f"{what}: {path} exists and is not a socket")
 
 
 def others_could_have_made(path: Path) -> str | None:
@@ -64,4 +64,4 @@ def enter_privately(folder: Path, what: str) -> None:
     except OSError as error:
         raise ConfigError(f"{what}: {folder}: {error.strerror}") from None
     if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
-        raise ConfigError(f"{what}: {folder} can be entered by others than this user")
+        raise ConfigError(f"{what}: {folder} is accessible to other users")

@@ -21,8 +21,8 @@ class VersionRange:
     newest: int
 
     @classmethod
-    def told(cls, oldest: int, newest: int) -> "VersionRange":
-        """As a HELLO says it; `newest` is 0 when it says one number."""
+    def from_hello(cls, oldest: int, newest: int) -> "VersionRange":
+        """The range of a HELLO; `newest` is 0 when it states a single version."""
         return cls(oldest, newest or oldest)
 
     def common(self, peer: "VersionRange") -> int:

@@ -42,7 +42,7 @@ def read_authorities(path: Path, setting: str) -> str:
 
 
 def trust(context: ssl.SSLContext, ca: Path, setting: str) -> None:
-    """Believe whom the file's authorities sign for. Raises ConfigError."""
+    """Trust the CA certificates of the file. Raises ConfigError."""
     read_pem(ca, setting)
     try:
         context.load_verify_locations(ca)
@@ -50,12 +50,12 @@ def trust(context: ssl.SSLContext, ca: Path, setting: str) -> None:
         raise ConfigError(f"{setting}: {ca}: no certificates in PEM ({error.reason})") from None
 
 
-def show(context: ssl.SSLContext, cert: Path, key: Path, setting: str) -> None:
-    """Be who the certificate says. Raises ConfigError."""
+def load_certificate(context: ssl.SSLContext, cert: Path, key: Path, setting: str) -> None:
+    """Load the certificate and its key into the context. Raises ConfigError."""
     name = f"{setting}.key"
 
     def no_password() -> str:
-        raise ConfigError(f"{name}: the key is encrypted; give it in the clear, readable by this process alone")
+        raise ConfigError(f"{name}: the key is encrypted; it must be unencrypted and readable by this process only")
 
     first_certificate(cert, f"{setting}.cert")
     read_pem(key, name)
@@ -69,7 +69,7 @@ def show(context: ssl.SSLContext, cert: Path, key: Path, setting: str) -> None:
 
 
 def shake_hands(client: ssl.SSLContext, server: ssl.SSLContext) -> None:
-    """Have the two meet in memory. Raises ssl.SSLError when they cannot."""
+    """Do a TLS handshake in memory. Raises ssl.SSLError when it fails."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = (client.wrap_bio(to_client, to_server), server.wrap_bio(to_server, to_client, server_side=True))
     for _ in range(_FLIGHTS):

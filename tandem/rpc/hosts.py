@@ -29,7 +29,7 @@ def split(address: str) -> tuple[str, int]:
     if not colon or not port.isascii() or not port.isdigit() or not 0 < int(port[:6]) < 65536 or len(port) > 5:
         raise ValueError(f"{address[:100]!r} is not host:port")
     if bracketed != (":" in bare):
-        raise ValueError(f"{address[:100]!r} is not host:port; an IPv6 address stands in brackets")
+        raise ValueError(f"{address[:100]!r} is not host:port; put an IPv6 address in brackets")
     return checked_host(bare), int(port)
 
 
@@ -39,9 +39,9 @@ def checked_host(host: str) -> str:
         try:
             ipaddress.IPv6Address(host)
         except ValueError:
-            raise ValueError(f"{host[:100]!r} is no address") from None
+            raise ValueError(f"{host[:100]!r} is not an IP address") from None
     elif not _NAME.fullmatch(host) or len(host) > _MAX_CHARS:
-        raise ValueError(f"{host[:100]!r} is no address and no host name")
+        raise ValueError(f"{host[:100]!r} is neither an IP address nor a host name")
     return host
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.errors import ConfigError
-from tandem.rpc.certificates import first_certificate, read_pem, shake_hands, show, trust
+from tandem.rpc.certificates import first_certificate, load_certificate, read_pem, shake_hands, trust
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,5 +65,5 @@ def _context(protocol: int, files: TlsFiles, setting: str) -> ssl.SSLContext:
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
     trust(context, files.ca, f"{setting}.ca")
-    show(context, files.cert, files.key, setting)
+    load_certificate(context, files.cert, files.key, setting)
     return context

@@ -58,8 +58,8 @@ def stated_addresses(*, prefill: Iterable[str], decode: Iterable[str]) -> frozen
     for role, address in stated:
         host, _, port = address.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-            raise ConfigError(f"{role.value}.addresses: {address!r} is not host:port")
+            raise ConfigError(f"{role.value}.addresses: {address!r} is not of the form host:port")
         if address in seen:
-            raise ConfigError(f"{role.value}.addresses: {address} stands twice")
+            raise ConfigError(f"{role.value}.addresses: {address} is listed twice")
         seen.add(address)
     return frozenset(WorkerAddress(role=role, address=address) for role, address in stated)

@@ -6,16 +6,17 @@ import os
 import socket
 from contextlib import AsyncExitStack
 from pathlib import Path
-from random import SystemRandom
 from typing import TYPE_CHECKING
 
 from tandem.errors import ConfigError
-from tandem.telemetry.tracing import NoTracer, RecordingTracer, Tracer
+from tandem.telemetry.tracing import NoTracer, Tracer
 
 if TYPE_CHECKING:
     # GPU machines need not have pydantic.
     from tandem.config.telemetry import TelemetryConfig
 
+_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+_INSTALL = "`pip install 'tandem-serve[telemetry]'`"
 _log = logging.getLogger(__name__)
 
 
@@ -25,29 +26,36 @@ def instance_id(name: str) -> str:
 
 
 def open_tracer(stack: AsyncExitStack, config: "TelemetryConfig", *, service: str, instance: str) -> Tracer:
-    """The tracer that the configuration asks for; spans still queued are sent when `stack` is left.
+    """The tracer that the YAML asks for, or OTEL_EXPORTER_OTLP_ENDPOINT where the YAML names no endpoint.
 
-    `service` and `instance` name the process in every span. Raises ConfigError when OpenTelemetry is missing.
+    Spans still queued are exported when `stack` is left. `service` and `instance` name the process in every span.
+    Raises ConfigError when the YAML asks for tracing and OpenTelemetry is missing. A variable alone, which a platform
+    may set for everything that it runs, is then an error in the log.
     """
-    if config.otlp_endpoint is None:
+    variable = next((name for name in _ENDPOINTS if os.environ.get(name)), None)
+    is_off = os.environ.get("OTEL_TRACES_EXPORTER", "otlp").strip() == "none" or _is_true("OTEL_SDK_DISABLED")
+    if is_off or (config.otlp_endpoint is None and variable is None):
         return NoTracer()
     try:
-        from tandem.telemetry.otlp_exporter import OtlpSink
+        from tandem.telemetry.otel_pipeline import open_pipeline
     except ImportError as error:
-        raise ConfigError(
-            f"telemetry.otlp_endpoint: {error.name} is not installed: `pip install 'tandem-serve[telemetry]'`"
-        ) from None
-    resource = {"service.namespace": "tandem", "service.name": service, "service.instance.id": instance}
-    headers = {name: value.get_secret_value() for name, value in config.otlp_headers.items()}
-    sink = OtlpSink(config.otlp_endpoint, resource, headers)
-    stack.push_async_callback(asyncio.to_thread, sink.close)
-    return RecordingTracer(sink, rng=SystemRandom(), sample_ratio=config.sample_ratio, trusted=config.trust_clients)
+        if config.otlp_endpoint is not None:
+            raise ConfigError(f"telemetry.otlp_endpoint: {error.name} is not installed: {_INSTALL}") from None
+        _log.error("%s is set, but nothing is traced: %s is not installed: %s", variable, error.name, _INSTALL)
+        return NoTracer()
+    tracer, pipeline = open_pipeline(config, service=service, instance=instance)
+    stack.push_async_callback(asyncio.to_thread, pipeline.close)
+    return tracer
 
 
-def read_sampling_again(path: Path | None, tracer: Tracer) -> None:
-    """Trace that share of the requests from now on that the YAML names. In a thread: it reads a file.
+def _is_true(variable: str) -> bool:
+    return os.environ.get(variable, "").strip().lower() == "true"
 
-    Without a path nothing is read, and what makes no sense changes nothing.
+
+def reload_sample_ratio(path: Path | None, tracer: Tracer) -> None:
+    """Trace the share of requests that the YAML names now. In a thread: it reads a file.
+
+    Without a path nothing is read, and a file that is invalid changes nothing.
     """
     from tandem.config.cluster import load
 
@@ -56,6 +64,6 @@ def read_sampling_again(path: Path | None, tracer: Tracer) -> None:
     try:
         ratio = load(path).telemetry.sample_ratio
     except (ConfigError, OSError) as error:
-        _log.error("%s; what is traced stays as it was", error)
+        _log.error("%s; telemetry.sample_ratio stays as it was", error)
         return
-    tracer.sample(ratio)
+    tracer.set_sample_ratio(ratio)

@@ -30,15 +30,17 @@ from tandem_bench.errors import CannotMeasure
 from tandem_bench.report import Row, figure, print_table
 from tandem_bench.router import costs as router_costs
 from tandem_bench.telemetry.receiver import span_counter
+from tandem_bench.telemetry.spans import measure_spans
 from tandem_bench.telemetry.turns import LOADS, Load, Subject, Turn, processes_of, take_turn
 
+SPANS = "spans"
 SETTLED_S = 0.5
 """Reading a YAML takes some hundredths of a second; spans of the turn before leave within this, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """One way of watching a cluster."""
+    """One telemetry setup of a cluster."""
 
     name: str
     sample_ratio: float = 0.0
@@ -47,7 +49,7 @@ class Kind:
     goal: float | None = None
 
     def rewrite(self, path: Path) -> None:
-        """A configuration file that says so, and is otherwise what it was."""
+        """Write this setup into a configuration file and leave the rest of it as it is."""
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         content["telemetry"]["sample_ratio"] = self.sample_ratio
         level, style = ("info", "json") if self.is_watched else ("warning", "text")
@@ -91,7 +93,12 @@ Part = Callable[[AsyncExitStack, dict[str, Any]], Awaitable[Started]]
 
 
 async def measure(given: argparse.Namespace, rows: list[Row], *, out: Console, err: Console) -> None:
-    parts = given.only or list(PARTS)
+    parts = given.only or [SPANS, *PARTS]
+    if SPANS in parts:
+        found = await asyncio.to_thread(measure_spans)
+        print_table(out, found)
+        rows += found
+    parts = [part for part in parts if part != SPANS]
     for part in parts:
         turns: Rounds = {(load, kind): [] for load in LOADS for kind in (OFF, *KINDS)}
         await _sit(PARTS[part], turns, given.seconds / len(parts), given.turn)

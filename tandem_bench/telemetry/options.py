@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-PARTS = ("router", "cluster")
+PARTS = ("spans", "router", "cluster")
 SECONDS = 180.0
 TURN_S = 2.0
 

@@ -1,4 +1,4 @@
-"""A collector as far as a cluster is concerned: takes OTLP over gRPC, and counts the spans."""
+"""A stand-in for a collector: accepts OTLP over gRPC and counts the spans."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,7 +11,7 @@ _SERVICE = "opentelemetry.proto.collector.trace.v1.TraceService"
 
 
 class SpanCounter:
-    """Where spans go, and how many came."""
+    """Accepts spans and counts them."""
 
     def __init__(self) -> None:
         self.url = ""
@@ -26,7 +26,7 @@ class SpanCounter:
 
 @asynccontextmanager
 async def span_counter() -> AsyncIterator[SpanCounter]:
-    """One on a free port."""
+    """Serve a counter on a free port."""
     counter, server = SpanCounter(), grpc.aio.server()
     handler = grpc.unary_unary_rpc_method_handler(
         counter.export,

@@ -1,4 +1,4 @@
-"""One cluster's turn under one load: how much it did, and what processor time each of its processes took for it."""
+"""One cluster's turn under one load: its throughput, and the processor time of each of its processes."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
@@ -56,7 +56,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What a subject did."""
+    """The figures of one turn."""
 
     requests_per_s: float
     tokens_per_s: float
@@ -89,7 +89,7 @@ def processes_of(pids: tuple[int, ...]) -> dict[str, psutil.Process]:
 
 
 async def take_turn(subject: Subject, load: Load, num_requests: int, *, is_scraped: bool) -> Turn:
-    """So many requests, with a scrape each second meanwhile or without. Raises CannotMeasure."""
+    """Send the requests, with or without a scrape each second. Raises CannotMeasure."""
     before = {role: cpu_s(process) for role, process in subject.processes.items()}
     spans = subject.spans.num_spans
     async with _scraped(subject.url, is_scraped=is_scraped):

@@ -14,7 +14,7 @@ from typer.main import get_command
 
 from cluster.cli.main import app
 from cluster.processes.effective_config import STOP_MARGIN_S, PortDrawer
-from cluster.supervisor.ray_placement import Node, Placement, bundle_of
+from cluster.supervisor.ray_placement import Node, RayPlacement, bundle_of
 from cluster.supervisor.supervisor import Role
 from tandem.config.cluster import load
 from tests.chart.pods import lapses
@@ -103,7 +103,7 @@ def test_workers_fit_into_the_pods(tmp_path):
         )
         for i in range(WORKERS["minReplicas"])
     ]
-    placement = Placement()
+    placement = RayPlacement()
     for role, count in ((Role.PREFILL, config.prefill.replicas), (Role.DECODE, config.decode.replicas)):
         for index in range(count):
             bundle = bundle_of(config, role, has_gpus=False)

@@ -1,9 +1,11 @@
-"""An OTLP collector in the test's process: a real gRPC server of the OTLP protocol that keeps what it is sent."""
+"""An OTLP collector in the test's process: real gRPC and HTTP servers of OTLP that keep what they are sent."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import grpc
@@ -28,23 +30,24 @@ class Received:
     events: list[tuple[str, int, dict[str, Any]]]
     state: str
     failed: bool
+    kind: str
 
 
 class OtlpReceiver(rpc.TraceServiceServicer):
     """All spans of all processes."""
 
-    def __init__(self) -> None:
+    def __init__(self, refusal: str | None = None) -> None:
         self.spans: list[Received] = []
         self.metadata: list[dict[str, str]] = []
         self.port = 0
+        self._refusal = refusal
         self._came = asyncio.Event()
 
     async def Export(self, request, context):
+        if self._refusal is not None:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, self._refusal)
         self.metadata.append(dict(context.invocation_metadata()))
-        for of_process in request.resource_spans:
-            instance = values(of_process.resource.attributes)["service.instance.id"].partition(".")[0]
-            for scope in of_process.scope_spans:
-                self.spans.extend(received(span, instance) for span in scope.spans)
+        self.spans.extend(received_in(request))
         self._came.set()
         return pb.ExportTraceServiceResponse()
 
@@ -56,6 +59,13 @@ class OtlpReceiver(rpc.TraceServiceServicer):
         while not complete():
             self._came.clear()
             await self._came.wait()
+
+
+def received_in(request: Any) -> Iterator[Received]:
+    for of_process in request.resource_spans:
+        instance = values(of_process.resource.attributes)["service.instance.id"].partition(".")[0]
+        for scope in of_process.scope_spans:
+            yield from (received(span, instance) for span in scope.spans)
 
 
 def received(span: Any, instance: str) -> Received:
@@ -71,6 +81,7 @@ def received(span: Any, instance: str) -> Received:
         events=[(event.name, event.time_unix_nano, values(event.attributes)) for event in span.events],
         state=span.trace_state,
         failed=span.status.code == 2,
+        kind={1: "INTERNAL", 2: "SERVER"}[span.kind],
     )
 
 
@@ -86,8 +97,9 @@ def value(any_value: Any) -> Any:
 
 
 @asynccontextmanager
-async def otlp_receiver(port: int = 0) -> AsyncIterator[OtlpReceiver]:
-    receiver = OtlpReceiver()
+async def otlp_receiver(port: int = 0, refusal: str | None = None) -> AsyncIterator[OtlpReceiver]:
+    """`refusal`: what it answers to every batch."""
+    receiver = OtlpReceiver(refusal)
     server = grpc.aio.server()
     rpc.add_TraceServiceServicer_to_server(receiver, server)
     receiver.port = server.add_insecure_port(f"127.0.0.1:{port}")
@@ -96,3 +108,39 @@ async def otlp_receiver(port: int = 0) -> AsyncIterator[OtlpReceiver]:
         yield receiver
     finally:
         await server.stop(None)
+
+
+class OtlpHttpReceiver:
+    """All spans that came over HTTP."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self.spans: list[Received] = []
+        self.metadata: list[dict[str, str]] = []
+
+
+@asynccontextmanager
+async def otlp_http_receiver() -> AsyncIterator[OtlpHttpReceiver]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            is_otlp = (self.path, self.headers["content-type"]) == ("/v1/traces", "application/x-protobuf")
+            self.send_response(200 if is_otlp else 404)
+            self.send_header("content-length", "0")
+            self.end_headers()
+            if is_otlp:
+                receiver.metadata.append({name.lower(): value for name, value in self.headers.items()})
+                receiver.spans.extend(received_in(pb.ExportTraceServiceRequest.FromString(body)))
+
+        def log_message(self, *_: Any) -> None:
+            """Keep tests' output to the tests."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        receiver = OtlpHttpReceiver(server.server_port)
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        try:
+            yield receiver
+        finally:
+            await asyncio.to_thread(server.shutdown)
+            thread.join()

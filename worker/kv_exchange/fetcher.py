@@ -76,7 +76,7 @@ class Fetcher:
         try:
             gained = await self._bring(request, holder, None if span is None else span.context, cancelled)
             if span is not None:
-                span.attributes.update({"tandem.fetch.holder": holder.worker_id, "tandem.fetch.tokens": gained})
+                span.set_attributes({"tandem.fetch.holder": holder.worker_id, "tandem.fetch.tokens": gained})
         finally:
             self._waiting.pop(request.request_id, None)
             if span is not None:

@@ -18,7 +18,7 @@ from cluster.simulator.studies.worker_models import worker_with
 from tandem.values.roles import WorkerRole
 
 
-class Controller(Protocol):
+class FleetController(Protocol):
     """Decides what becomes of the fleet; asked once a period."""
 
     def decide(self, now_s: float, seen: Observation, fleet: FleetView) -> Decision:
@@ -61,7 +61,7 @@ class ElasticReport:
     changes: tuple[Change, ...] = field(default=())
 
 
-def run_elastic(elastic: Elastic, controller: Controller, first: Sizes) -> ElasticReport:
+def run_elastic(elastic: Elastic, controller: FleetController, first: Sizes) -> ElasticReport:
     """The whole trace; the fleet begins with these sizes, which serve at once."""
     spec = sized(elastic.spec, first)
     simulation = Simulation(spec, elastic.trace, Choosing(), seed=elastic.seed)
@@ -212,7 +212,7 @@ class Scheduled:
         self._timing = timing
 
     def decide(self, now_s: float, seen: Observation, fleet: FleetView) -> Decision:
-        """See Controller. Machines are ordered as early as they take, so that they serve when their window begins."""
+        """Order machines as early as they take to start, so that they serve when their window begins."""
         now = self._of(now_s)
         soon = self._of(now_s + self._timing.start_s + seen.period_s)
         turn = self._of(now_s + self._timing.flip_s + seen.period_s)

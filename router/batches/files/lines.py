@@ -14,14 +14,14 @@ _RESULT_ID = re.compile(rb'\{"id":"batch_req_[0-9a-f]{32}_(\d{1,9})"')
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLine:
-    """What one line asks for."""
+    """The request of one input line."""
 
     custom_id: str
     body: dict[str, Any]
 
 
 def read_line(data: Any, endpoint: str) -> BatchLine:
-    """A line's JSON. Raises InvalidRequest that names what is wrong."""
+    """Check a line's JSON. Raises InvalidRequest that names the field."""
     if not isinstance(data, dict):
         raise InvalidRequest("a line must be a JSON object")
     if unknown := data.keys() - {"custom_id", "method", "url", "body"}:
@@ -39,11 +39,11 @@ def read_line(data: Any, endpoint: str) -> BatchLine:
 
 
 def body_to_run(body: dict[str, Any], lowest_priority: int) -> dict[str, Any]:
-    """As it is sent in. Raises InvalidRequest for what a batch cannot have."""
+    """The body as the endpoint gets it. Raises InvalidRequest for what a batch cannot have."""
     if body.get("stream"):
-        raise InvalidRequest("stream: answers of a batch are whole", param="stream")
+        raise InvalidRequest("stream is not supported in a batch", param="stream")
     if body.get("priority") is not None:
-        raise InvalidRequest("priority: batches go behind everybody else", param="priority")
+        raise InvalidRequest("priority is not supported in a batch: batches have the lowest one", param="priority")
     return body | {"priority": lowest_priority}
 
 
@@ -54,12 +54,12 @@ def answered(batch_id: str, number: int, custom_id: str, status: int, content: b
 
 
 def not_run(batch_id: str, number: int, custom_id: str, code: str, message: str) -> bytes:
-    """Of a request that never had its turn."""
+    """The result of a request that was never run."""
     return _line(batch_id, number, custom_id, None, {"code": code, "message": message})
 
 
 def number_of(result: bytes) -> int | None:
-    """Which line of the input a line of results answers; None for what is none."""
+    """The number of the input line that a result line answers; None when it is not a result line."""
     found = _RESULT_ID.match(result)
     return None if found is None else int(found[1])
 

@@ -1,19 +1,14 @@
-"""Files and batches on disk, by tenant. Blocking: for threads, or for moments.
+"""Files and batches of tenants: a SQLite database beside the files' contents. Blocking: for threads, or for moments.
 
-A batch is one JSON file that is replaced as a whole, beside the results so far, one line each: what has a line is never
-run again. A torn last line, of a process that died, is cut off. Cancelling is a file of its own, so that any router
-process may ask for it.
+What has a result is never run again: a result is a row of its own, written when it is known. Once a batch has all of
+them they become a file, in one transaction with the files' rows.
 """
 
-import errno
 import fcntl
 import logging
-import os
-import re
 import secrets
-import shutil
-from collections import Counter
-from collections.abc import Iterator
+import sqlite3
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
@@ -21,46 +16,56 @@ from typing import IO, Any
 
 import orjson
 
-from router.batches.files.lines import number_of
+from router.batches.files.database import Database
+from router.batches.files.json_import import import_json_files
 from router.batches.files.private_files import FOLDER, close_to_others, make_private, open_private
 from router.batches.files.types import ObjectNotFound, StoredBatch, StoredFile
+from router.batches.files.upload_slots import UploadSlots, acquire_all
 from tandem.errors import ConfigError, Overloaded
 
-_FILE_ID = re.compile(r"file-[0-9a-f]{32}(-output|-errors)?")
-_BATCH_ID = re.compile(r"batch_[0-9a-f]{32}")
 _INCOMING, _UPLOADS, _TENANTS = "incoming", "uploads", "tenants"
-_BATCHES = f"{_TENANTS}/*/batches/*/batch.json"
-OUTPUT, ERRORS = "output", "errors"
 _UPLOAD_S = 3600.0
 """Longer than any upload may take."""
-MOST_FILES = 10_000
+MAX_FILES = 10_000
 """Of one tenant, however small they are."""
-MOST_UPLOADS = 16
-MOST_UPLOADS_OF_TENANT = 4
-"""On their way at once to all processes, and those of one tenant: each may take twice a file's largest size of disk."""
-MOST_ENDED = 1_000
-"""Batches of one tenant that are remembered once they have ended."""
+MAX_UPLOADS = 16
+MAX_UPLOADS_OF_TENANT = 4
+"""Concurrent uploads of all processes, and those of one tenant: each may take twice a file's largest size of disk."""
+MAX_ENDED_BATCHES = 1_000
+"""Of one tenant; older ones are forgotten."""
+_FILES = "SELECT id, filename, purpose, num_bytes, created_s, expires_s FROM files WHERE owner = ?"
+_ADD_FILE = "INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?, ?, ?)"
+_ADD_BATCH = "INSERT INTO batches (id, owner, created_s, is_final, state) VALUES (?, ?, ?, ?, ?)"
+_SAVE_BATCH = f"{_ADD_BATCH} ON CONFLICT (id) DO UPDATE SET is_final = excluded.is_final, state = excluded.state"
+_OLD_BATCHES = (
+    "SELECT id FROM (SELECT id, created_s, row_number() OVER (PARTITION BY owner ORDER BY created_s DESC, id) AS place "
+    "FROM batches WHERE is_final) WHERE place > ? OR created_s <= ?"
+)
 _log = logging.getLogger(__name__)
 
 
 class BatchStore:
-    """One folder."""
+    """Files and batches of one folder, which several processes may open."""
 
     def __init__(self, folder: Path, *, max_tenant_bytes: int, keep_s: float) -> None:
         self._folder = folder
         self._max_tenant_bytes = max_tenant_bytes
         self._keep_s = keep_s
         self._lock: IO[bytes] | None = None
-        # What has ended stays so: looking for work does not read it again. Touched by one thread at a time.
-        self._ended: set[Path] = set()
+        self._database = Database(folder / "batches.sqlite3")
 
     def open(self) -> None:
-        """Make the folder. Raises ConfigError when it cannot be."""
+        """Create the folder and the database. Raises ConfigError when that fails."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True, mode=FOLDER)
             make_private(self._folder / _INCOMING)
             for name in (_INCOMING, _UPLOADS, _TENANTS):
                 close_to_others(self._folder / name)
+            with exclusive(self._folder):
+                self._database.open()
+                if self.may_run():
+                    import_json_files(self._database, self._folder / _TENANTS)
+                    self._release()
         except OSError as error:
             raise ConfigError(f"router.batches.path: {self._folder}: {error.strerror}") from None
 
@@ -77,7 +82,11 @@ class BatchStore:
         return True
 
     def close(self) -> None:
-        """Another process may run batches now."""
+        """Finish writing, then let another process run batches."""
+        self._database.close()
+        self._release()
+
+    def _release(self) -> None:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -85,32 +94,177 @@ class BatchStore:
     # Files
 
     def incoming(self) -> Path:
-        """A path for what is being uploaded."""
+        """A new path for an upload's bytes."""
         return self._folder / _INCOMING / secrets.token_hex(16)
 
     def begin_upload(self, tenant: str) -> ExitStack:
-        """A place for what is about to be uploaded, to be closed. Raises Overloaded when all are taken."""
-        of_tenant = UploadSlots(self._of(tenant, _UPLOADS), MOST_UPLOADS_OF_TENANT)
-        place = acquire_all(of_tenant, UploadSlots(self._folder / _UPLOADS, MOST_UPLOADS))
-        if place is None:
-            raise Overloaded("too many files are on their way", retry_after_s=1.0)
-        return place
+        """The slots of one upload, to be closed. Raises Overloaded when all are taken."""
+        of_tenant = UploadSlots(self._folder_of(_owner(tenant), _UPLOADS), MAX_UPLOADS_OF_TENANT)
+        slots = acquire_all(of_tenant, UploadSlots(self._folder / _UPLOADS, MAX_UPLOADS))
+        if slots is None:
+            raise Overloaded("too many uploads at once", retry_after_s=1.0)
+        return slots
 
     def add_file(self, tenant: str, content: Path, *, filename: str, purpose: str, now_s: float) -> StoredFile:
-        """Take a finished upload over. Raises Overloaded when the tenant has too much."""
-        size = content.stat().st_size
-        # Uploads that end at once, in whatever process, must not all see the same room.
-        with exclusive(self._of(tenant, "files")):
-            files = self.files(tenant)
-            held = sum(file.num_bytes for file in files)
-            if held + size > self._max_tenant_bytes:
-                raise Overloaded(f"files take {held} bytes, at most {self._max_tenant_bytes}: delete some")
-            if len(files) >= MOST_FILES:
-                raise Overloaded(f"there are {len(files)} files, at most {MOST_FILES}: delete some")
-            return self._take(tenant, f"file-{secrets.token_hex(16)}", content, filename, purpose, now_s)
+        """Store a finished upload, whose content moves. Raises Overloaded when the tenant has too much, OSError."""
+        owner = _owner(tenant)
+        file = self._new_file(f"file-{secrets.token_hex(16)}", content, filename, purpose, now_s)
+        target = self._data(owner, file.id)
 
-    def _take(self, tenant: str, name: str, content: Path, filename: str, purpose: str, now_s: float) -> StoredFile:
-        file = StoredFile(
+        def add(connection: sqlite3.Connection) -> None:
+            [(held, count)] = connection.execute(
+                "SELECT coalesce(sum(num_bytes), 0), count(*) FROM files WHERE owner = ?", (owner,)
+            )
+            if held + file.num_bytes > self._max_tenant_bytes:
+                raise Overloaded(f"files take {held} bytes, at most {self._max_tenant_bytes}: delete some")
+            if count >= MAX_FILES:
+                raise Overloaded(f"there are {count} files, at most {MAX_FILES}: delete some")
+            connection.execute(_ADD_FILE, _file_row(owner, file))
+            content.replace(target)
+
+        try:
+            self._database.write(add)
+        except OSError:
+            target.unlink(missing_ok=True)
+            raise
+        return file
+
+    def file(self, tenant: str, name: str) -> StoredFile:
+        """Raises ObjectNotFound when the tenant has no such file."""
+        owner = _owner(tenant)
+        found = self._database.read(f"{_FILES} AND id = ?", (owner, name))
+        if not found or not self._data(owner, name).exists():
+            raise ObjectNotFound(f"no file {name[:100]!r}", param="file_id")
+        return _file(found[0])
+
+    def content(self, tenant: str, name: str) -> Path:
+        """The file that has its bytes. Raises ObjectNotFound."""
+        return self._data(_owner(tenant), self.file(tenant, name).id)
+
+    def files(self, tenant: str) -> list[StoredFile]:
+        """The tenant's files, newest first."""
+        sql = f"{_FILES} ORDER BY created_s DESC, id"
+        return [_file(row) for row in self._database.read(sql, (_owner(tenant),))]
+
+    def delete_file(self, tenant: str, name: str) -> None:
+        """Raises ObjectNotFound when the tenant has no such file."""
+        path = self.content(tenant, name)
+        self._database.write(lambda connection: connection.execute("DELETE FROM files WHERE id = ?", (name,)))
+        path.unlink(missing_ok=True)
+
+    # Batches
+
+    def add_batch(self, batch: StoredBatch, *, most: int) -> None:
+        """A new one. Raises Overloaded when `most` of the tenant's have not ended."""
+
+        def add(connection: sqlite3.Connection) -> None:
+            [(live,)] = connection.execute(
+                "SELECT count(*) FROM batches WHERE owner = ? AND NOT is_final", (_owner(batch.tenant),)
+            )
+            if live >= most:
+                raise Overloaded(f"{live} batches have not ended, at most {most}", retry_after_s=60.0)
+            connection.execute(_ADD_BATCH, _batch_row(batch))
+
+        self._database.write(add)
+
+    def save(self, batch: StoredBatch) -> None:
+        self._database.write(lambda connection: connection.execute(_SAVE_BATCH, _batch_row(batch)))
+
+    def batch(self, tenant: str, name: str) -> StoredBatch:
+        """Raises ObjectNotFound when the tenant has no such batch."""
+        rows = self._database.read("SELECT state FROM batches WHERE owner = ? AND id = ?", (_owner(tenant), name))
+        for batch in _batches(rows):
+            return batch
+        raise ObjectNotFound(f"no batch {name[:100]!r}", param="batch_id")
+
+    def batches(self, tenant: str) -> list[StoredBatch]:
+        """The tenant's batches, newest first."""
+        sql = "SELECT state FROM batches WHERE owner = ? ORDER BY created_s DESC, id"
+        return list(_batches(self._database.read(sql, (_owner(tenant),))))
+
+    def live(self) -> list[StoredBatch]:
+        """The batches of all tenants that have not ended, oldest first."""
+        sql = "SELECT state FROM batches WHERE NOT is_final ORDER BY created_s, id"
+        return list(_batches(self._database.read(sql)))
+
+    def cancel(self, batch: StoredBatch) -> None:
+        """Ask the process that runs it to end it."""
+        sql = "UPDATE batches SET is_cancelled = 1 WHERE id = ?"
+        self._database.write(lambda connection: connection.execute(sql, (batch.id,)))
+
+    def is_cancelled(self, batch: StoredBatch) -> bool:
+        """Whether somebody asked for it to end."""
+        return self._database.read("SELECT is_cancelled FROM batches WHERE id = ?", (batch.id,)) == [(1,)]
+
+    def results(self, batch: StoredBatch) -> "Results":
+        """The results so far."""
+        return Results(self._database, batch.id)
+
+    def publish(self, batch: StoredBatch, now_s: float) -> tuple[str | None, str | None]:
+        """Make files of the results; the ids of those of answers and of errors. Once done it stays done."""
+        owner, names = _owner(batch.tenant), _result_files(batch.id)
+        with ExitStack() as written:
+            contents = [self.incoming() for _ in names]
+            for path in contents:
+                written.callback(path.unlink, missing_ok=True)
+            files = []
+            for is_error, (name, path) in enumerate(zip(names, contents, strict=True)):
+                if self._write_results(batch.id, is_error, path):
+                    kind = name.rpartition("-")[2]
+                    file = self._new_file(name, path, f"{batch.id}_{kind}.jsonl", "batch_output", now_s)
+                    files.append((file, path))
+
+            def publish(connection: sqlite3.Connection) -> None:
+                if not connection.execute("DELETE FROM results WHERE batch_id = ?", (batch.id,)).rowcount:
+                    return  # it is done already
+                for file, path in files:
+                    connection.execute(_ADD_FILE, _file_row(owner, file))
+                    path.replace(self._data(owner, file.id))
+
+            self._database.write(publish)
+        found = [self._database.read("SELECT id FROM files WHERE id = ?", (name,)) for name in names]
+        output, errors = (rows[0][0] if rows else None for rows in found)
+        return output, errors
+
+    def _write_results(self, batch_id: str, is_error: int, path: Path) -> int:
+        """Write results to a new file; the number of bytes."""
+        sql = "SELECT line FROM results WHERE batch_id = ? AND is_error = ? ORDER BY number"
+        with open_private(path, "wb") as file:
+            for (line,) in self._database.iterate(sql, (batch_id, is_error)):
+                file.write(line)
+            return file.tell()
+
+    def sweep(self, now_s: float) -> None:
+        """Delete what has been kept long enough and uploads that were never finished.
+
+        Only by the process that runs batches: it also imports what the version before left.
+        """
+        import_json_files(self._database, self._folder / _TENANTS)
+        expired = self._database.read("SELECT id, owner FROM files WHERE expires_s <= ?", (now_s,))
+        ended = self._database.read(_OLD_BATCHES, (MAX_ENDED_BATCHES, now_s - self._keep_s))
+
+        def delete(connection: sqlite3.Connection) -> None:
+            connection.executemany("DELETE FROM files WHERE id = ?", [row[:1] for row in expired])
+            connection.executemany("DELETE FROM batches WHERE id = ?", ended)
+            connection.executemany("DELETE FROM results WHERE batch_id = ?", ended)
+            connection.execute("PRAGMA incremental_vacuum").fetchall()
+
+        self._database.write(delete)
+        for name, owner in expired:
+            self._data(owner, name).unlink(missing_ok=True)
+        self._delete_leftovers(now_s)
+
+    def _delete_leftovers(self, now_s: float) -> None:
+        """Bytes without a row: of uploads that were cut off, and of a process that was killed between the two."""
+        known = {name for (name,) in self._database.read("SELECT id FROM files")}
+        unknown = (p for p in self._folder.glob(f"{_TENANTS}/*/files/*.data") if p.stem not in known)
+        for path in (*(self._folder / _INCOMING).iterdir(), *unknown):
+            with suppress(FileNotFoundError):  # its upload has just ended
+                if path.stat().st_mtime + _UPLOAD_S <= now_s and not path.with_suffix(".json").exists():
+                    path.unlink(missing_ok=True)
+
+    def _new_file(self, name: str, content: Path, filename: str, purpose: str, now_s: float) -> StoredFile:
+        return StoredFile(
             id=name,
             filename=filename,
             purpose=purpose,
@@ -118,270 +272,82 @@ class BatchStore:
             created_s=int(now_s),
             expires_s=int(now_s + self._keep_s),
         )
-        told = self._of(tenant, "files") / f"{name}.json"
-        # Before its content: where the disk is full there, or the process ends, nothing is left that has no end.
-        _write(
-            told, {"filename": filename, "purpose": purpose, "created_s": file.created_s, "expires_s": file.expires_s}
-        )
-        content.replace(told.with_suffix(".data"))
-        return file
 
-    def file(self, tenant: str, name: str) -> StoredFile:
-        """Raises ObjectNotFound."""
-        folder = self._of(tenant, "files")
-        if _FILE_ID.fullmatch(name):
-            told = _told(folder / f"{name}.json")
-            with suppress(FileNotFoundError, TypeError):
-                if told is not None:
-                    return StoredFile(id=name, num_bytes=(folder / f"{name}.data").stat().st_size, **told)
-        raise ObjectNotFound(f"no file {name[:100]!r}", param="file_id")
+    def _data(self, owner: str, name: str) -> Path:
+        return self._folder_of(owner, "files") / f"{name}.data"
 
-    def content(self, tenant: str, name: str) -> Path:
-        """Where it is. Raises ObjectNotFound."""
-        return self._of(tenant, "files") / f"{self.file(tenant, name).id}.data"
-
-    def files(self, tenant: str) -> list[StoredFile]:
-        """The newest first."""
-        found = []
-        for path in self._of(tenant, "files").glob("file-*.json"):
-            with suppress(ObjectNotFound):  # deleted since it was listed
-                found.append(self.file(tenant, path.stem))
-        return sorted(found, key=lambda file: (-file.created_s, file.id))
-
-    def delete_file(self, tenant: str, name: str) -> None:
-        """Raises ObjectNotFound."""
-        path = self.content(tenant, name)
-        path.with_suffix(".json").unlink(missing_ok=True)
-        path.unlink(missing_ok=True)
-
-    # Batches
-
-    def add_batch(self, batch: StoredBatch, *, most: int) -> None:
-        """A new one. Raises Overloaded when `most` of the tenant's have not ended."""
-        # As with files.
-        with exclusive(self._of(batch.tenant, "batches")):
-            live = sum(not one.status.is_final for one in self.batches(batch.tenant))
-            if live >= most:
-                raise Overloaded(f"{live} batches have not ended, at most {most}", retry_after_s=60.0)
-            try:
-                self.save(batch)
-            except OSError:
-                shutil.rmtree(self._of(batch.tenant, "batches") / batch.id, ignore_errors=True)
-                raise
-
-    def save(self, batch: StoredBatch) -> None:
-        """As it is now."""
-        folder = self._of(batch.tenant, "batches") / batch.id
-        make_private(folder)
-        _write(folder / "batch.json", batch.to_json())
-
-    def batch(self, tenant: str, name: str) -> StoredBatch:
-        """Raises ObjectNotFound."""
-        if _BATCH_ID.fullmatch(name):
-            batch = _batch(self._of(tenant, "batches") / name / "batch.json")
-            if batch is not None:
-                return batch
-        raise ObjectNotFound(f"no batch {name[:100]!r}", param="batch_id")
-
-    def batches(self, tenant: str) -> list[StoredBatch]:
-        """The newest first."""
-        found = [batch for _, batch in _batches(self._of(tenant, "batches"), "*/batch.json")]
-        return sorted(found, key=lambda batch: (-batch.created_s, batch.id))
-
-    def live(self) -> list[StoredBatch]:
-        """Of all tenants those that have not ended, the oldest first."""
-        live, ended = [], set()
-        for path in self._folder.glob(_BATCHES):
-            if path in self._ended:
-                ended.add(path)
-            elif (batch := _batch(path)) is not None:
-                if batch.status.is_final:
-                    ended.add(path)
-                else:
-                    live.append(batch)
-        self._ended = ended
-        return sorted(live, key=lambda batch: (batch.created_s, batch.id))
-
-    def cancel(self, batch: StoredBatch) -> None:
-        """Ask for it."""
-        open_private(self._mark(batch), "ab").close()
-
-    def is_cancelled(self, batch: StoredBatch) -> bool:
-        """Whether somebody asked for it."""
-        return self._mark(batch).exists()
-
-    def _mark(self, batch: StoredBatch) -> Path:
-        return self._of(batch.tenant, "batches") / batch.id / "cancel"
-
-    def results(self, batch: StoredBatch) -> "Results":
-        """What there is so far."""
-        return Results(self._of(batch.tenant, "batches") / batch.id)
-
-    def publish(self, batch: StoredBatch, now_s: float) -> tuple[str | None, str | None]:
-        """Make files of the results; which those are. Once done it stays done."""
-        folder, names = self._of(batch.tenant, "batches") / batch.id, []
-        for kind in (OUTPUT, ERRORS):
-            name, path = f"file-{batch.id.removeprefix('batch_')}-{kind}", folder / f"{kind}.jsonl"
-            if path.exists() and path.stat().st_size:
-                self._take(batch.tenant, name, path, f"{batch.id}_{kind}.jsonl", "batch_output", now_s)
-            is_there = (self._of(batch.tenant, "files") / f"{name}.data").exists()
-            names.append(name if is_there else None)
-        return names[0], names[1]
-
-    def sweep(self, now_s: float) -> None:
-        """Delete what has been kept long enough, and uploads that were never finished."""
-        for path in self._folder.glob(f"{_TENANTS}/*/files/file-*.json"):
-            told = _told(path)
-            if told is not None and told.get("expires_s", now_s + 1) <= now_s:
-                path.unlink(missing_ok=True)
-                path.with_suffix(".data").unlink(missing_ok=True)
-        num_ended: Counter[str] = Counter()
-        found = sorted(_batches(self._folder, _BATCHES), key=lambda one: -one[1].created_s)
-        for path, batch in found:
-            if batch.status.is_final:
-                num_ended[batch.tenant] += 1
-                if batch.created_s + self._keep_s <= now_s or num_ended[batch.tenant] > MOST_ENDED:
-                    shutil.rmtree(path.parent, ignore_errors=True)
-        for path in (self._folder / _INCOMING).iterdir():
-            with suppress(FileNotFoundError):  # its upload has just ended
-                if path.stat().st_mtime + _UPLOAD_S <= now_s:
-                    path.unlink(missing_ok=True)
-
-    def _of(self, tenant: str, kind: str) -> Path:
-        # A tenant's name may have any characters.
-        name = blake2b(tenant.encode(), digest_size=16, person=b"tandem-batches").hexdigest()
-        folder = self._folder / _TENANTS / name / kind
+    def _folder_of(self, owner: str, kind: str) -> Path:
+        folder = self._folder / _TENANTS / owner / kind
         make_private(folder)
         return folder
 
 
 class Results:
-    """The lines of one batch's answers."""
+    """The results of one batch."""
 
-    def __init__(self, folder: Path) -> None:
-        self._paths = {False: folder / f"{OUTPUT}.jsonl", True: folder / f"{ERRORS}.jsonl"}
-        self.failed: set[int] = set()
-        self.done: set[int] = set()
+    def __init__(self, database: Database, batch_id: str) -> None:
+        self._database = database
+        self._batch_id = batch_id
+        rows = database.read("SELECT number, is_error FROM results WHERE batch_id = ?", (batch_id,))
+        self.done = {number for number, _ in rows}
         """Numbers of the input's lines, the failed ones included."""
-        self._whole: dict[Path, int] = {}
-        for is_error, path in self._paths.items():
-            numbers, self._whole[path] = _whole_lines(path)
-            self.done |= numbers
-            if is_error:
-                self.failed |= numbers
+        self.failed = {number for number, is_error in rows if is_error}
 
-    def cut(self) -> None:
-        """Cut off what follows the last whole line. By whoever adds, before that."""
-        for path, size in self._whole.items():
-            if path.exists():
-                os.truncate(path, size)
+    def add(self, lines: Sequence[tuple[int, bytes]], *, is_error: bool) -> None:
+        """Lines of results by the number of the input's line, all or none; the first result of a number stands.
 
-    def add(self, number: int, line: bytes, *, is_error: bool) -> None:
-        """The one result of a line of the input. Raises OSError, and there is none."""
-        if number in self.done:
-            return
-        with open_private(self._paths[is_error], "ab", buffering=0) as file:
-            begin = file.tell()
-            if file.write(line) < len(line):
-                # The disk is full: what follows must not stand behind half a line.
-                file.truncate(begin)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self.done.add(number)
+        Raises OSError.
+        """
+        rows = [(self._batch_id, number, is_error, line) for number, line in lines if number not in self.done]
+        sql = "INSERT OR IGNORE INTO results VALUES (?, ?, ?, ?)"
+
+        def add(connection: sqlite3.Connection) -> list[int]:
+            return [row[1] for row in rows if connection.execute(sql, row).rowcount]
+
+        added = self._database.write(add)
+        self.done.update(added)
         if is_error:
-            self.failed.add(number)
+            self.failed.update(added)
 
 
-def _whole_lines(path: Path) -> tuple[set[int], int]:
-    """Numbers of whole lines, and the bytes that those are."""
-    numbers: set[int] = set()
-    size = 0
-    if path.exists():
-        with path.open("rb") as file:
-            for line in file:
-                number = number_of(line)
-                if number is None or not line.endswith(b"\n"):
-                    break
-                size += len(line)
-                numbers.add(number)
-    return numbers, size
+def _owner(tenant: str) -> str:
+    """A tenant's name may have any characters: a folder's may not."""
+    return blake2b(tenant.encode(), digest_size=16, person=b"tandem-batches").hexdigest()
 
 
-def _told(path: Path) -> dict[str, Any] | None:
-    """What a file says; None for one that is gone, or that nobody can read, which is logged and harms no other."""
-    try:
-        told = orjson.loads(path.read_bytes())
-        if isinstance(told, dict):
-            return told
-    except FileNotFoundError:
-        return None
-    except orjson.JSONDecodeError:
-        pass
-    _log.warning("%s: cannot be read", path)
-    return None
+def _result_files(batch_id: str) -> tuple[str, str]:
+    stem = f"file-{batch_id.removeprefix('batch_')}"
+    return f"{stem}-output", f"{stem}-errors"
 
 
-def _batch(path: Path) -> StoredBatch | None:
-    told = _told(path)
-    try:
-        return None if told is None else StoredBatch.from_json(told)
-    except (LookupError, TypeError, ValueError):
-        _log.warning("%s: no batch, or another version's", path)
-        return None
+def _file(row: tuple[Any, ...]) -> StoredFile:
+    name, filename, purpose, num_bytes, created_s, expires_s = row
+    return StoredFile(
+        id=name, filename=filename, purpose=purpose, num_bytes=num_bytes, created_s=created_s, expires_s=expires_s
+    )
 
 
-def _batches(folder: Path, pattern: str) -> Iterator[tuple[Path, StoredBatch]]:
-    for path in folder.glob(pattern):
-        if (batch := _batch(path)) is not None:
-            yield path, batch
+def _file_row(owner: str, file: StoredFile) -> tuple[object, ...]:
+    return file.id, owner, file.filename, file.purpose, file.num_bytes, file.created_s, file.expires_s
 
 
-def _write(path: Path, data: dict[str, Any]) -> None:
-    """As a whole or not at all."""
-    fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        with open_private(fresh, "wb") as file:
-            file.write(orjson.dumps(data))
-        fresh.replace(path)
-    except OSError:
-        fresh.unlink(missing_ok=True)
-        raise
+def _batch_row(batch: StoredBatch) -> tuple[object, ...]:
+    state = orjson.dumps(batch.to_json()).decode()
+    return batch.id, _owner(batch.tenant), batch.created_s, batch.status.is_final, state
+
+
+def _batches(rows: Sequence[tuple[Any, ...]]) -> Iterator[StoredBatch]:
+    """Those that can be read: one that cannot, of another version perhaps, harms no other."""
+    for (state,) in rows:
+        try:
+            yield StoredBatch.from_json(orjson.loads(state))
+        except (LookupError, TypeError, ValueError):
+            _log.warning("a batch cannot be read, it may be another version's: %.100s", state)
 
 
 @contextmanager
 def exclusive(folder: Path) -> Iterator[None]:
-    """Wait until nobody else is inside for this folder."""
+    """Wait until no other process is inside for this folder."""
     with open_private(folder / "alone", "ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-
-
-class UploadSlots:
-    """So many of a kind; a folder holds a file for each."""
-
-    def __init__(self, folder: Path, most: int) -> None:
-        self._folder = folder
-        self._most = most
-
-    def acquire(self) -> IO[bytes] | None:
-        """A place, to be closed; None when all are taken."""
-        make_private(self._folder)
-        for number in range(self._most):
-            place = open_private(self._folder / str(number), "ab")
-            try:
-                fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                place.close()
-            else:
-                return place
-        return None
-
-
-def acquire_all(*kinds: UploadSlots) -> ExitStack | None:
-    """A place of each kind, to be closed together; None when there is none of one of them."""
-    with ExitStack() as taken:
-        for places in kinds:
-            if (place := places.acquire()) is None:
-                return None
-            taken.enter_context(place)
-        return taken.pop_all()
-    return None

@@ -1,4 +1,4 @@
-"""Files and batches: what is kept of them, what they are allowed to become, and how OpenAI's clients see them. Pure."""
+"""Files and batches: what is stored of them, their states, and the objects that OpenAI's clients see. Pure."""
 
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
@@ -13,7 +13,7 @@ ENDPOINTS: tuple[str, ...] = get_args(Endpoint)
 
 
 class ObjectNotFound(ServingError):
-    """There is no such file or batch, or it is another tenant's."""
+    """The tenant has no such file or batch."""
 
     code = Code.NOT_FOUND
     http_status = 404
@@ -21,7 +21,7 @@ class ObjectNotFound(ServingError):
 
 
 class BatchStatus(Enum):
-    """OpenAI's words."""
+    """A batch's state under OpenAI's name for it."""
 
     VALIDATING = "validating"
     FAILED = "failed"
@@ -34,7 +34,7 @@ class BatchStatus(Enum):
 
     @property
     def is_final(self) -> bool:
-        """Whether nothing more becomes of it."""
+        """Whether the batch has ended."""
         return self in (BatchStatus.FAILED, BatchStatus.COMPLETED, BatchStatus.EXPIRED, BatchStatus.CANCELLED)
 
 
@@ -50,7 +50,7 @@ class StoredFile:
     expires_s: int
 
     def shown(self) -> dict[str, Any]:
-        """OpenAI's file object."""
+        """The file object of OpenAI's API."""
         return {
             "id": self.id,
             "object": "file",
@@ -66,7 +66,7 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredBatch:
-    """One batch. Written by whoever made it, then by the one process that runs it."""
+    """One batch. Written by the process that created it, then by the one that runs it."""
 
     id: str
     tenant: str
@@ -77,32 +77,31 @@ class StoredBatch:
     metadata: dict[str, str] = field(default_factory=dict)
     status: BatchStatus = BatchStatus.VALIDATING
     at_s: dict[str, int] = field(default_factory=dict)
-    """When it came to each of its states."""
+    """Unix time at which it entered each state."""
     total: int = 0
     completed: int = 0
     failed: int = 0
     errors: tuple[dict[str, Any], ...] = ()
-    """What is wrong with its input."""
+    """Errors in its input file."""
     ends_as: str | None = None
-    """Known once it finalizes: what it becomes when its results are files."""
+    """The final status, known once it finalizes."""
     output_file_id: str | None = None
     error_file_id: str | None = None
 
     def moved(self, status: BatchStatus, now_s: float, **changes: Any) -> "StoredBatch":
-        """In its next state."""
+        """The batch in its next state."""
         return replace(self, status=status, at_s=self.at_s | {status.value: int(now_s)}, **changes)
 
     def to_json(self) -> dict[str, Any]:
-        """For the disk."""
         return asdict(self) | {"status": self.status.value}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:
-        """From the disk."""
+        """The batch that `to_json` wrote. Raises LookupError, TypeError or ValueError for anything else."""
         return cls(**data | {"status": BatchStatus(data["status"]), "errors": tuple(data["errors"])})
 
     def shown(self, *, is_cancelled: bool) -> dict[str, Any]:
-        """OpenAI's batch object. `is_cancelled`: somebody asked for that."""
+        """The batch object of OpenAI's API. `is_cancelled`: a client asked to cancel it."""
         status = BatchStatus.CANCELLING if is_cancelled and not self.status.is_final else self.status
         errors = {"object": "list", "data": list(self.errors)} if self.errors else None
         return {

@@ -8,6 +8,7 @@ from router.placement.placer import Assignment
 from router.types.requests import RoutedRequest
 from router.types.session_events import PrefillRoute, SubmitOrder
 from router.types.worker_view import WorkerSnapshot
+from tandem.telemetry.tracing import Attribute
 from tandem.values.block_hash import BlockHasher
 from tandem.values.ids import BlockHash, RequestId, TransferId
 
@@ -95,19 +96,16 @@ def trace_placement(
     """A span of one decision, if the request is traced; `choice`: index and attempt."""
     if request.span is None:
         return
-    span = request.span.child("tandem.place", between_s[0])
-    span.attributes.update(
-        {
-            "tandem.choice": choice[0],
-            "tandem.attempt": choice[1],
-            "tandem.placement.reason": assignment.placement.reason.value,
-            "tandem.placement.uncached_tokens": assignment.placement.uncached_tokens,
-            "tandem.decode_worker": assignment.decode.worker_id,
-        }
-    )
+    attributes: dict[str, Attribute] = {
+        "tandem.choice": choice[0],
+        "tandem.attempt": choice[1],
+        "tandem.placement.reason": assignment.placement.reason.value,
+        "tandem.placement.uncached_tokens": assignment.placement.uncached_tokens,
+        "tandem.decode_worker": assignment.decode.worker_id,
+    }
     if route is not None:
-        span.attributes["tandem.prefill_worker"] = route.worker.worker_id
-        span.attributes["tandem.transfer.attempt"] = route.attempt
+        attributes["tandem.prefill_worker"] = route.worker.worker_id
+        attributes["tandem.transfer.attempt"] = route.attempt
     if assignment.holder is not None:
-        span.attributes["tandem.prefix_holder"] = assignment.holder.worker_id
-    span.end(between_s[1])
+        attributes["tandem.prefix_holder"] = assignment.holder.worker_id
+    request.span.interval("tandem.place", between_s[0], between_s[1], **attributes)

@@ -9,15 +9,15 @@ from router.types.worker_view import CacheTierLoad, WorkerSnapshot
 
 _LABELS = ("worker", "role", "tier")
 _COUNTERS: Mapping[str, str] = {
-    "hits": "Prompt blocks found in a tier, and in no nearer one",
-    "misses": "Full prompt blocks looked for in a tier and not found there",
-    "stores": "Blocks that came down to a tier",
-    "evictions": "Blocks that a tier gave up",
+    "hits": "Prompt blocks found in a tier and in no faster one",
+    "misses": "Full prompt blocks looked up in a tier and not found",
+    "stores": "Blocks stored in a tier",
+    "evictions": "Blocks evicted from a tier",
     "stored_bytes": "Bytes written to a tier",
     "loaded_bytes": "Bytes read from a tier",
-    "dropped": "Blocks that should have come to a tier and did not: no room, or a slow or full disk",
-    "damaged": "Copies thrown away unused: damaged, cut short, or of another cache",
-    "late": "Requests that stopped waiting for a tier and computed",
+    "dropped": "Blocks that could not be stored in a tier: no room, or a slow or full disk",
+    "damaged": "Stored copies discarded because they were damaged, truncated or of another cache",
+    "late": "Requests that stopped waiting for a tier and computed the blocks instead",
 }
 _SECONDS: Mapping[str, str] = {
     "store_s": "tandem_worker_cache_store_seconds",
@@ -41,7 +41,7 @@ class TierMetrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         blocks = GaugeMetricFamily("tandem_worker_cache_blocks", "Cached blocks by tier", labels=_LABELS)
-        room = GaugeMetricFamily("tandem_worker_cache_capacity_blocks", "Room for blocks by tier", labels=_LABELS)
+        room = GaugeMetricFamily("tandem_worker_cache_capacity_blocks", "Capacity in blocks by tier", labels=_LABELS)
         for labels, tier in self._shown:
             blocks.add_metric(labels, tier.num_blocks)
             room.add_metric(labels, tier.capacity_blocks)

@@ -19,17 +19,17 @@ _ENDS = (*_SIDE, "kind", "transport", "outcome")
 _END_COUNTERS: Mapping[str, tuple[str, str]] = {
     "count": (
         "tandem_worker_transfers",
-        "Attempts to move KV that ended, sent or received, by how: prompts (handoff) and prefixes (fetch)",
+        "Transfer attempts that ended, by outcome; handoff: a prompt's KV, fetch: a cached prefix",
     ),
-    "num_bytes": ("tandem_worker_transfer_bytes", "KV bytes that those attempts moved, on the wire"),
+    "num_bytes": ("tandem_worker_transfer_bytes", "KV bytes on the wire of ended transfer attempts"),
     "seconds": (
         "tandem_worker_transfer_seconds",
-        "Seconds in which just those bytes were written, by the sender's clock; several writes may overlap",
+        "Time spent writing those bytes, by the sender's clock; writes may overlap",
     ),
-    "chunks": ("tandem_worker_transfer_chunks", "Chunks of KV in those attempts, each under one checksum"),
+    "chunks": ("tandem_worker_transfer_chunks", "KV chunks of ended transfer attempts; each has one checksum"),
     "damaged_chunks": (
         "tandem_worker_transfer_damaged_chunks",
-        "Chunks that arrived damaged and were sent again; more than a few mean a bad link",
+        "Chunks that failed their checksum and were resent; more than a few indicate a bad link",
     ),
 }
 _TOLD_OF, _RUNG_FOR = ("failed", "expired"), ("count", "damaged_chunks")
@@ -37,18 +37,18 @@ _TOLD_OF, _RUNG_FOR = ("failed", "expired"), ("count", "damaged_chunks")
 _SIDE_COUNTERS: Mapping[str, tuple[str, str]] = {
     "started": (
         "tandem_worker_transfers_started",
-        "Attempts to move KV that began; less those that ended is what is under way",
+        "Transfer attempts started; minus those that ended, the number under way",
     ),
     "bad_messages": (
         "tandem_worker_transfer_bad_messages",
-        "Messages of peers that were malformed or meant for another process, and ignored",
+        "Messages from peers that were ignored because they were malformed or addressed to another process",
     ),
 }
 _SIDE_GAUGES: Mapping[str, tuple[str, str]] = {
-    "live": ("tandem_worker_transfers_live", "Attempts not closed yet, those in quarantine included"),
+    "live": ("tandem_worker_transfers_live", "Open transfer attempts, quarantined ones included"),
     "bytes_per_s": (
         "tandem_worker_transfer_rate_bytes_per_second",
-        "Measured rate of one write, mean of the last some tens of chunks; 0: nothing was measured",
+        "Measured rate of one write, averaged over recent chunks; 0 if not measured yet",
     ),
 }
 _BLOCK_STATES: Mapping[str, str] = {
@@ -62,19 +62,25 @@ _FETCHES: Mapping[str, str] = {
     "fetches_declined": "declined",
 }
 _WORKER_COUNTERS: Mapping[str, tuple[str, str]] = {
-    "fetches_started": ("tandem_worker_prefix_fetches_started", "Prefixes that the worker began to fetch from a peer"),
+    "fetches_started": ("tandem_worker_prefix_fetches_started", "Prefix fetches from peers that the worker started"),
     "fetched_tokens": ("tandem_worker_prefix_fetched_tokens", "Prompt tokens fetched from peers instead of computed"),
-    "lent_tokens": ("tandem_worker_prefix_lent_tokens", "Prompt tokens held here that peers asked for and were given"),
+    "lent_tokens": (
+        "tandem_worker_prefix_lent_tokens",
+        "Prompt tokens of cached prefixes that the worker sent to peers",
+    ),
 }
 
 
 _INHERITED: Mapping[str, tuple[str, str]] = {
     "num_blocks": (
         "tandem_worker_inherited_blocks",
-        "Cached blocks that workers which left offered to this one, by outcome: moved, failed, held here already, "
-        "computed (that would cost less), no_room, no_time",
+        "Cached blocks offered by stopping workers, by outcome: moved, failed, held (already here), computed (cheaper "
+        "than moving), no_room, no_time",
     ),
-    "num_bytes": ("tandem_worker_inherited_bytes", "Bytes of those blocks, as this worker stores them"),
+    "num_bytes": (
+        "tandem_worker_inherited_bytes",
+        "Size of the cached blocks offered by stopping workers, in this worker's format, by outcome",
+    ),
 }
 
 
@@ -149,8 +155,8 @@ class TransferMetrics(Collector):
 
     def _blocks(self) -> Metric:
         text = (
-            "KV blocks that transfers hold: pinned (sources held for readers), leased (destinations that a peer may "
-            "write), quarantined (those of the leased whose writer failed and is not proven quiet)"
+            "KV blocks held by transfers: pinned (sources being read), leased (destinations that a peer may write "
+            "to), quarantined (leased ones whose writer failed and might still write)"
         )
         gauge = GaugeMetricFamily("tandem_worker_transfer_blocks", text, labels=(*_WORKER, "state"))
         for shown in self._shown:
@@ -159,7 +165,7 @@ class TransferMetrics(Collector):
         return gauge
 
     def _exports(self) -> Metric:
-        text = "Sending attempts alive: prompts being handed over, and prefixes lent to peers that fetch them"
+        text = "Open sending attempts: prompts being handed off, and prefixes that peers fetch"
         gauge = GaugeMetricFamily("tandem_worker_transfer_exports", text, labels=(*_WORKER, "kind"))
         for shown in self._shown:
             sent = next((side.live for side in shown.report.sides if side.direction == "sent"), 0)
@@ -169,8 +175,8 @@ class TransferMetrics(Collector):
 
     def _fetches(self) -> Metric:
         text = (
-            "Hints that a peer holds a prefix, by what came of them: completed, failed (what landed is kept, the rest "
-            "computed), declined (held here already, or cheaper to compute)"
+            "Prefix fetches by outcome: completed, failed (what arrived is kept, the rest computed), declined "
+            "(already here, or cheaper to compute)"
         )
         counter = CounterMetricFamily("tandem_worker_prefix_fetches", text, labels=(*_WORKER, "outcome"))
         for shown in self._shown:

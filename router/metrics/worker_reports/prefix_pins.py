@@ -22,12 +22,16 @@ class PinMetrics(Collector):
         self._shown = tuple(snapshots)
 
     def collect(self) -> Iterable[Metric]:
-        prefixes = GaugeMetricFamily("tandem_worker_pinned_prefixes", "Prefixes that are kept", labels=_LABELS)
-        blocks = GaugeMetricFamily("tandem_worker_pinned_blocks", "KV blocks that stay for them", labels=_LABELS)
-        limit = GaugeMetricFamily("tandem_worker_pinned_blocks_limit", "KV blocks that may", labels=_LABELS)
+        prefixes = GaugeMetricFamily("tandem_worker_pinned_prefixes", "Pinned prefixes", labels=_LABELS)
+        blocks = GaugeMetricFamily("tandem_worker_pinned_blocks", "KV blocks held by pinned prefixes", labels=_LABELS)
+        limit = GaugeMetricFamily(
+            "tandem_worker_pinned_blocks_limit",
+            "Maximum number of KV blocks that pinned prefixes may hold",
+            labels=_LABELS,
+        )
         events = CounterMetricFamily(
             "tandem_worker_pinned_prefix_events",
-            "What became of pins: made, renewed, refused, gave_way (to another, or to a large request), expired",
+            "Pin events: made, renewed, refused, gave_way (evicted for another pin or a large request), expired",
             labels=(*_LABELS, "event"),
         )
         for snapshot in self._shown:

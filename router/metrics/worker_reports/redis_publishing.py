@@ -20,13 +20,21 @@ class PublishMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Of workers that publish."""
         labels = ("worker",)
-        up = GaugeMetricFamily("tandem_worker_redis_up", "Whether Redis takes what the worker publishes", labels=labels)
+        up = GaugeMetricFamily("tandem_worker_redis_up", "Whether Redis accepts the worker's entries", labels=labels)
         lag = GaugeMetricFamily(
-            "tandem_worker_redis_lag_seconds", "Age of the oldest change not yet published", labels=labels
+            "tandem_worker_redis_lag_seconds",
+            "Age of the oldest cache change that the worker has not yet published",
+            labels=labels,
         )
-        connects = CounterMetricFamily("tandem_worker_redis_connects", "Connections that workers made", labels=labels)
-        entries = CounterMetricFamily("tandem_worker_redis_entries", "Entries that workers wrote", labels=labels)
-        states = CounterMetricFamily("tandem_worker_redis_states", "Whole states that workers wrote", labels=labels)
+        connects = CounterMetricFamily(
+            "tandem_worker_redis_connects", "Connections to Redis that the worker established", labels=labels
+        )
+        entries = CounterMetricFamily(
+            "tandem_worker_redis_entries", "Entries that the worker wrote to Redis", labels=labels
+        )
+        states = CounterMetricFamily(
+            "tandem_worker_redis_states", "Full states that the worker wrote to Redis", labels=labels
+        )
         for snapshot in self._snapshots:
             if (report := snapshot.load.board) is not None:
                 name = (snapshot.info.key.worker_id,)

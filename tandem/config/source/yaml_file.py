@@ -13,7 +13,7 @@ class PlainLoader(yaml.SafeLoader):
     """Safe YAML without aliases (a few lines of them can expand to gigabytes) and without duplicate keys."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Refuses aliases."""
+        """Compose a node. Raises ConfigError for an alias: small files could expand without bound."""
         if self.check_event(yaml.events.AliasEvent):
             raise ConfigError("YAML aliases are not allowed")
         return super().compose_node(parent, index)

@@ -16,7 +16,7 @@ from kv_transfer.transports.catalogue import open_receivers, open_senders
 from kv_transfer.transports.in_process import MemoryFabric
 from router.fleet.transfer_wire import transfers_from_pb
 from router.types.worker_view import TransferReport
-from tandem.telemetry.tracing import EndedSpan, TraceContext
+from tandem.telemetry.tracing import TraceContext
 from tests.support.kv_transfer.handoff_fakes import (
     LAYOUT,
     SETTINGS,
@@ -29,7 +29,7 @@ from tests.support.kv_transfer.handoff_fakes import (
     make_job,
     prefill_worker,
 )
-from tests.support.spans import CLIENT, Kept, keeping
+from tests.support.spans import CLIENT, CLIENT_SPAN_ID, CLIENT_TRACE_ID, Kept, KeptSpan, context_of, keeping
 from worker.kv_exchange.fetcher import FetchStats
 from worker.kv_exchange.service import transfer_report
 
@@ -72,7 +72,7 @@ def starved() -> Callable[[], float]:
 @pytest.fixture(params=["memory", "shm", "tcp"])
 async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Watched]:
     fabric, choice = MemoryFabric(), request.param
-    (receiving, received), (sending, sent) = keeping(1), keeping(2)
+    (receiving, received), (sending, sent) = keeping(), keeping()
     settings = replace(SETTINGS, lease_s=WAIT_S)  # a busy machine must not end what the test is about
     async with AsyncExitStack() as stack:
         senders = prefill_worker(
@@ -96,7 +96,7 @@ def ended(stats: TransferStats) -> dict[tuple[str, AttemptOutcome], int]:
     return {(key.transport, key.outcome): totals.count for key, totals in stats.ended.items()}
 
 
-def within(inner: EndedSpan, outer: EndedSpan) -> bool:
+def within(inner: KeptSpan, outer: KeptSpan) -> bool:
     return outer.start_s <= inner.start_s <= inner.end_s <= outer.end_s
 
 
@@ -109,9 +109,9 @@ async def test_a_hand_off_is_one_trace_over_both_workers(pair: Watched) -> None:
     assert all(span.start_s >= asked_s for span in timed_here), "lease time is no time of day"
     assert (pair.received.names(), pair.sent.names()) == (RECEIVED, SENT)
     handoff, send = pair.received.one("tandem.handoff"), pair.sent.one("tandem.send")
-    assert handoff.parent_id == CLIENT.span_id
-    assert send.parent_id == handoff.context.span_id
-    assert {span.context.trace_id for span in pair.received.spans + pair.sent.spans} == {CLIENT.trace_id}
+    assert handoff.parent_id == CLIENT_SPAN_ID
+    assert send.parent_id == handoff.span_id
+    assert {span.trace_id for span in pair.received.spans + pair.sent.spans} == {CLIENT_TRACE_ID}
     for name in ("tandem.bind", "tandem.commit"):
         assert pair.received.parent_of(name) == "tandem.handoff"
         assert within(pair.received.one(name), handoff)
@@ -130,7 +130,7 @@ async def test_a_hand_off_is_one_trace_over_both_workers(pair: Watched) -> None:
 
 
 async def test_what_is_not_traced_leaves_no_span(pair: Watched) -> None:
-    for name, trace in (("none", None), ("unsampled", replace(CLIENT, sampled=False))):
+    for name, trace in (("none", None), ("unsampled", context_of(CLIENT_TRACE_ID, CLIENT_SPAN_ID, sampled=False))):
         transfer = begin(pair.hub, pair.decode, job(name, trace=trace), pair.prefill.route(1))
         await pair.decode.until(transfer, lambda r: r.committed)
     await pair.closed()

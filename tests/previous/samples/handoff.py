@@ -55,7 +55,7 @@ _JOB = handoff.PrefillJob(
     priority=-2,
     timeout_s=8.0,
     holder=_HOLDER,
-    trace=TraceContext(trace_id=1, span_id=2, state="a=1"),
+    trace=TraceContext(traceparent=f"00-{1:032x}-{2:016x}-01", tracestate="a=1"),
 )
 _FETCH = handoff.PrefillJob(
     transfer_id=_KEY.transfer_id,

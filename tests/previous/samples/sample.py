@@ -5,6 +5,10 @@ from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from typing import Any
 
+from opentelemetry.trace import get_current_span
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from tandem.telemetry.tracing import TraceContext
 from tandem.values.ids import BlockHash
 
 SECRET = b"the secret of a cluster of samples"
@@ -39,6 +43,8 @@ def facts(value: Any) -> Any:
             return value.__name__
         case Exception():
             return f"{type(value).__name__}: {value}"
+        case TraceContext():
+            return _trace_facts(value)
         case _ if is_dataclass(value):
             return {field.name: facts(getattr(value, field.name)) for field in fields(value)}
         case Mapping():
@@ -49,3 +55,11 @@ def facts(value: Any) -> Any:
             return sorted(map(facts, value))
         case _:
             return [facts(one) for one in value]
+
+
+def _trace_facts(context: TraceContext) -> dict[str, Any]:
+    """What a tracer reads of it: the version before parsed it where it came in."""
+    carrier = {"traceparent": context.traceparent, "tracestate": context.tracestate}
+    span = get_current_span(TraceContextTextMapPropagator().extract(carrier)).get_span_context()
+    named = {"trace_id": span.trace_id, "span_id": span.span_id, "sampled": span.trace_flags.sampled}
+    return {**named, "state": span.trace_state.to_header()}

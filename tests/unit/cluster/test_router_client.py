@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cluster.cli.chat import Conversation
-from cluster.router_client import Answer, ChatClient, ClientError, Timing
+from cluster.router_client import ChatClient, ChatReply, ClientError, Timing
 from cluster.terminal_text import without_controls
 from tests.support.cluster.fake_router import answer_events, completion_events, event, fake_router
 
@@ -88,7 +88,7 @@ async def test_cancelling_an_answer_hangs_up():
 
 
 def make_answer(text):
-    return Answer(
+    return ChatReply(
         text=text,
         finish_reason="stop",
         prompt_tokens=10,

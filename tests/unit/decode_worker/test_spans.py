@@ -13,7 +13,7 @@ from tandem.telemetry.tracing import MAX_TEXT_CHARS
 from tandem.v1 import session_pb2 as pb
 from tests.support.calls import calls_into
 from tests.support.engine.ledger_host import parts
-from tests.support.spans import CLIENT, Kept, keeping
+from tests.support.spans import CLIENT, CLIENT_SPAN_ID, CLIENT_TRACE_ID, Kept, keeping
 from tests.unit.decode_worker.test_worker import IDENTITY, LENGTH, PROMPT, TRANSFER, expected, route_pb, told
 from tests.unit.decode_worker.test_worker import Bench as WorkerBench
 from worker.engine_host import EngineHost
@@ -29,7 +29,7 @@ class Bench(WorkerBench):
         self.steps: list[tuple[StepOutput, Counter[str]]] = []
 
     def on_output(self, output: StepOutput) -> None:
-        with calls_into("tandem/telemetry/tracing.py", "decode_worker/spans.py") as calls:
+        with calls_into("tandem/telemetry/otel_tracer.py", "decode_worker/spans.py") as calls:
             self.worker.on_output(output)
         if output.events:
             self.steps.append((output, calls))
@@ -64,7 +64,7 @@ async def test_a_prompt_computed_here(traced: tuple[Bench, Kept]) -> None:
     names = ["tandem.decode", "tandem.first_decode_step", "tandem.prefill", "tandem.prefill_queue"]
     assert kept.names() == names
     task = kept.one("tandem.decode")
-    assert (task.parent_id, task.context.trace_id, task.error) == (CLIENT.span_id, CLIENT.trace_id, None)
+    assert (task.parent_id, task.trace_id, task.error) == (CLIENT_SPAN_ID, CLIENT_TRACE_ID, None)
     assert (task.attributes["tandem.prompt_tokens"], task.attributes["tandem.output_tokens"]) == (len(PROMPT), LENGTH)
     assert {kept.parent_of(name) for name in names[1:]} == {"tandem.decode"}
     queue, prefill, step = (kept.one(name) for name in (names[3], names[2], names[1]))

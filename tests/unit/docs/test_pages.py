@@ -155,4 +155,4 @@ def test_metrics_page_has_every_name_in_the_code() -> None:
     assert len(named) > 90
     named -= {"tandem_loop_budget", "tandem_worker", "tandem_worker_cache_", "tandem_audit_entry"}  # no whole metrics
     assert sorted(n for n in named if n not in known and f"{n}_total" not in known) == []
-    assert "| `tandem_worker_transfer_blocks` | gauge | `worker`, `role`, `state` | KV blocks that" in page
+    assert "| `tandem_worker_transfer_blocks` | gauge | `worker`, `role`, `state` | KV blocks held by transfers" in page

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from cluster.autoscaler.command import address_of, sizes_of
 from cluster.autoscaler.live import LiveOptions, LivePlanner, autoscale_live
-from cluster.autoscaler.routers import Routers
+from cluster.autoscaler.routers import RouterGroup
 from cluster.cli.main import app
 from cluster.planner.load_watch import LoadWatch, Unseen
 from cluster.planner.orders import Order, OrderFailed
@@ -208,7 +208,7 @@ async def test_a_key_is_read_anew_and_its_lack_is_named(tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text("old\n")
     with door(key="new") as router:
-        async with Routers([router.url], api_key_file=key, tls=None) as routers:
+        async with RouterGroup([router.url], api_key_file=key, tls=None) as routers:
             assert "--api-key-file" in str((await routers.ask())[router.url])
             key.write_text("new\n")
             assert not isinstance((await routers.ask())[router.url], str)
@@ -233,7 +233,7 @@ async def test_a_router_that_drips_is_given_up_and_the_others_are_heard(monkeypa
     url = f"http://127.0.0.1:{slow.sockets[0].getsockname()[1]}"
     async with slow:
         with door() as router:
-            async with Routers([url, router.url], api_key_file=None, tls=None) as routers:
+            async with RouterGroup([url, router.url], api_key_file=None, tls=None) as routers:
                 told = await routers.ask()
         await asyncio.wait_for(hung_up.wait(), 20)
     assert "more than 0.2 s" in str(told[url])
@@ -243,7 +243,7 @@ async def test_a_router_that_drips_is_given_up_and_the_others_are_heard(monkeypa
 @pytest.mark.parametrize("text", ["hush\nhush", "hush\u00e9"])
 async def test_a_key_that_is_none_is_not_told(tmp_path: Path, text: str) -> None:
     (tmp_path / "key").write_text(text)
-    async with Routers(["http://127.0.0.1:1"], api_key_file=tmp_path / "key", tls=None) as routers:
+    async with RouterGroup(["http://127.0.0.1:1"], api_key_file=tmp_path / "key", tls=None) as routers:
         [said] = (await routers.ask()).values()
     assert "holds no key" in str(said)
     assert "hush" not in str(said)
@@ -252,12 +252,12 @@ async def test_a_key_that_is_none_is_not_told(tmp_path: Path, text: str) -> None
 async def test_a_name_stands_for_its_addresses_and_is_still_told() -> None:
     with door() as router:
         port = router.url.rpartition(":")[2]
-        async with Routers([f"http://localhost:{port}/v1"], api_key_file=None, tls=None) as routers:
+        async with RouterGroup([f"http://localhost:{port}/v1"], api_key_file=None, tls=None) as routers:
             [(name, said)] = (await routers.ask()).items()
         assert name == router.url
         assert not isinstance(said, str)
         assert router.hosts == {f"localhost:{port}"}
-        async with Routers(["no-such-host.invalid"], api_key_file=None, tls=None) as routers:
+        async with RouterGroup(["no-such-host.invalid"], api_key_file=None, tls=None) as routers:
             [said] = (await routers.ask()).values()
         assert "name is not known" in str(said)
 
@@ -266,7 +266,7 @@ async def test_a_name_that_is_not_resolved_once_costs_no_look(monkeypatch: pytes
     looks = LoadWatch(SpeedWatch(WORKER), ttft_s=PROMISE.ttft_s, forget_s=60.0)
     with door(num=5) as router:
         url = router.url.replace("127.0.0.1", "localhost")
-        async with Routers([url], api_key_file=None, tls=None) as routers:
+        async with RouterGroup([url], api_key_file=None, tls=None) as routers:
             assert isinstance(looks.observe(0.0, await routers.ask()), Unseen)
 
             async def fails(*_: object, **__: object) -> None:

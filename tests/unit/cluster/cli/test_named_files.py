@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import typer
 
-from cluster.autoscaler.routers import Routers
+from cluster.autoscaler.routers import RouterGroup
 from cluster.cli.main import _key_of
 from cluster.kv_arithmetic import read_model
 from cluster.router_client import ClientError, client_tls
@@ -34,7 +34,7 @@ from tandem_bench.report import read_json
         ("tokenizer.json", lambda path: Tokenizer.load(path.parent)),
         ("ca.pem", lambda path: client_tls(path, None)),
         ("cert.pem", lambda path: client_tls(None, path)),
-        ("key", lambda path: Routers(["http://127.0.0.1:1"], api_key_file=path, tls=None)._key()),
+        ("key", lambda path: RouterGroup(["http://127.0.0.1:1"], api_key_file=path, tls=None)._key()),
     ],
 )
 def test_a_pipe_is_refused_by_its_name(tmp_path: Path, name: str, read: Callable[[Path], Any]) -> None:

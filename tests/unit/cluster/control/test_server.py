@@ -240,11 +240,11 @@ async def test_a_change_that_cannot_be_written_down_is_told_so_and_ends(folder):
 async def test_no_socket_where_others_can_enter(folder, monkeypatch):
     folder.chmod(0o755)
     async with make(folder) as cluster:
-        with pytest.raises(ConfigError, match="can be entered by others"):
+        with pytest.raises(ConfigError, match="is accessible to other users"):
             await ControlSocket(cluster, tell=[].append).__aenter__()
         folder.chmod(0o700)
         (folder / "c.sock").write_text("mine")
-        with pytest.raises(ConfigError, match="is there, and no socket"):
+        with pytest.raises(ConfigError, match="exists and is not a socket"):
             await ControlSocket(cluster, tell=[].append).__aenter__()
         assert (folder / "c.sock").read_text() == "mine"
     told = []
@@ -274,7 +274,7 @@ async def test_a_place_that_cannot_be_is_found_out_before_anything_is_started(fo
         partial(serve, out=Console(), err=Console(), launcher=never),
         partial(serve_routers, console=Console()),
     ):
-        with pytest.raises(ConfigError, match=r"control_socket: .* can be entered by others"):
+        with pytest.raises(ConfigError, match=r"control_socket: .* is accessible to other users"):
             await start(fake_config().model_copy(update={"control_socket": str(folder / "c.sock")}))
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from cluster.planner.controller import Controller, Outcome, Turn
+from cluster.planner.controller import Controller, Outcome, PlanningRound
 from cluster.planner.load_watch import Unseen
 from cluster.planner.orders import Order
 from cluster.planner.planner import Planner
@@ -30,11 +30,11 @@ class Bench:
         self.sizes = sizes
         self.now_s = 0.0
 
-    def turn(self, load: Observation | Unseen = CALM, fleet: str | None = None) -> Turn:
+    def turn(self, load: Observation | Unseen = CALM, fleet: str | None = None) -> PlanningRound:
         self.now_s += PERIOD_S
         return self.controller.turn(self.now_s, load, fleet or FleetView(sizes=self.sizes))
 
-    def obey(self, load: Observation) -> Turn:
+    def obey(self, load: Observation) -> PlanningRound:
         turn = self.turn(load)
         if turn.order is not None:
             self.sizes = turn.order.after

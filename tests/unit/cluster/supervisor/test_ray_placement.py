@@ -5,7 +5,7 @@ import random
 import pytest
 from pydantic import SecretStr, ValidationError
 
-from cluster.supervisor.ray_placement import SHUN_S, Node, Placement, bundle_of, render_resources, worker_config
+from cluster.supervisor.ray_placement import SHUN_S, Node, RayPlacement, bundle_of, render_resources, worker_config
 from cluster.supervisor.supervisor import Role
 from tandem.config.cluster import ClusterConfig, load
 from tandem.config.worker import num_ranks
@@ -38,7 +38,7 @@ def test_processors_are_not_asked_for_as_custom_resources(name):
 
 
 def test_pools_are_spread():
-    placement, nodes = Placement(), [node("a"), node("b"), node("c")]
+    placement, nodes = RayPlacement(), [node("a"), node("b"), node("c")]
     where = {
         (role, index): placement.choose(f"{role.value}-{index}", role, {"CPU": 1.0}, nodes, 0.0).node_id
         for index in range(3)
@@ -50,7 +50,7 @@ def test_pools_are_spread():
 
 
 def test_what_was_just_taken_is_not_given_twice_though_ray_does_not_know_yet():
-    placement, nodes = Placement(), [node("a", gpus=4.0), node("b", gpus=4.0)]
+    placement, nodes = RayPlacement(), [node("a", gpus=4.0), node("b", gpus=4.0)]
     bundle = {"CPU": 1.0, "GPU": 4.0}
     assert {placement.choose(f"decode-{i}", Role.DECODE, bundle, nodes, 0.0).node_id for i in range(2)} == {"a", "b"}
     assert placement.choose("decode-2", Role.DECODE, bundle, nodes, 0.0) is None
@@ -59,13 +59,13 @@ def test_what_was_just_taken_is_not_given_twice_though_ray_does_not_know_yet():
 
 
 def test_what_others_have_taken_is_not_counted_as_free():
-    placement = Placement()
+    placement = RayPlacement()
     busy, idle = node("a", cpus=16.0, free={"CPU": 0.5}), node("b", cpus=2.0)
     assert placement.choose("decode-0", Role.DECODE, {"CPU": 1.0}, [busy, idle], 0.0) is idle
 
 
 def test_a_node_on_which_a_worker_was_lost_is_the_last_choice_for_a_while():
-    placement, nodes, bundle = Placement(), [node("a"), node("b")], {"CPU": 1.0}
+    placement, nodes, bundle = RayPlacement(), [node("a"), node("b")], {"CPU": 1.0}
     first = placement.choose("decode-0", Role.DECODE, bundle, nodes, 0.0)
     other = next(one for one in nodes if one is not first)
     placement.choose("decode-1", Role.DECODE, bundle, nodes, 0.0)
@@ -81,7 +81,7 @@ def test_whatever_is_asked_no_node_is_promised_more_than_it_has():
     draw = random.Random(7)
     for _ in range(200):
         nodes = [node(name, cpus=float(draw.randrange(1, 9)), gpus=float(draw.randrange(5))) for name in "abcd"]
-        placement, homes = Placement(), {}
+        placement, homes = RayPlacement(), {}
         for step in range(40):
             name = f"decode-{draw.randrange(12)}"
             if draw.random() < 0.3:

@@ -15,7 +15,7 @@ import pytest
 from pydantic import SecretStr
 from rich.console import Console
 
-from cluster.top.status import ClusterStatus, Order, Rates, in_order, joined
+from cluster.top.status import ClusterStatus, Rates, SortOrder, in_order, joined
 from cluster.top.view import View
 from router.http.app import OptionalRoutes, create_app
 from router.http.server.http_server import HttpServer
@@ -101,14 +101,14 @@ async def test_workers_are_sorted_by_what_is_asked() -> None:
         load = WorkerLoad(num_running=number % 3, num_free_blocks=NUM_BLOCKS - number)
         whole.registry.load_changed(one.info.key, load)
     workers = (await status_of(whole)).workers
-    assert [w.used_blocks for w in in_order(workers, Order.KV, reverse=False)] == sorted(range(11), reverse=True)
-    assert [w.running for w in in_order(workers, Order.RUNNING, reverse=True)] == sorted(n % 3 for n in range(11))
-    assert [one.value for one in Order] == ["name", "KV use", "running", "waiting", "backlog"]
-    order, seen = Order.NAME, []
-    for _ in Order:
+    assert [w.used_blocks for w in in_order(workers, SortOrder.KV, reverse=False)] == sorted(range(11), reverse=True)
+    assert [w.running for w in in_order(workers, SortOrder.RUNNING, reverse=True)] == sorted(n % 3 for n in range(11))
+    assert [one.value for one in SortOrder] == ["name", "KV use", "running", "waiting", "backlog"]
+    order, seen = SortOrder.NAME, []
+    for _ in SortOrder:
         seen.append(order)
         order = order.following()
-    assert (seen, order) == (list(Order), Order.NAME)
+    assert (seen, order) == (list(SortOrder), SortOrder.NAME)
 
 
 async def test_what_is_printed_says_what_is_known_and_what_is_not() -> None:

@@ -31,13 +31,14 @@ from kv_transfer.protocol.messages import (
 )
 from tandem.errors import RequestTooLarge
 from tandem.protocol.version_negotiation import VersionRange
-from tandem.telemetry.tracing import MAX_TEXT_CHARS, TraceContext
+from tandem.telemetry.tracing import MAX_TEXT_CHARS
 from tandem.v1 import common_pb2
 from tandem.v1 import handoff_pb2 as pb
 from tandem.values.ids import BlockHash, Incarnation, TransferId, WorkerId
 from tandem.values.outputs import PhaseTimes, SampledToken, TokenLogprob
 from tandem.values.prefix_holder import PrefixHolder
 from tests.support.kv_transfer.halves import JOB, LAYOUT
+from tests.support.spans import context_of, keeping
 
 KEY = TransferKey(transfer_id=TransferId("t"), attempt=3)
 CELLS = CellRange(first_layer=1, num_layers=2, first_unit=3, num_units=4, first_head=0, num_heads=2)
@@ -57,7 +58,7 @@ BODIES = [
     Hello(versions=VersionRange(1, 2), worker_id=WorkerId("w"), layout=LAYOUT, transports=(OFFER,), wire_dtype="int8"),
     Prefill(job=JOB, lease_s=2.0),
     Prefill(job=replace(JOB, holder=HOLDER), lease_s=2.0),
-    Prefill(job=replace(JOB, trace=TraceContext(trace_id=1, span_id=2, state="a=1")), lease_s=2.0),
+    Prefill(job=replace(JOB, trace=context_of(1, 2, state="a=1")), lease_s=2.0),
     Prefill(job=FETCH, lease_s=2.0),
     Offer(num_units=3, queue_s=0.5, tail_hash=BlockHash(b"h" * 16)),
     Reserve(num_units=3, transport="tcp", grant=b"g"),
@@ -122,9 +123,10 @@ def test_what_is_out_of_bounds_is_refused(message: pb.HandoffMessage) -> None:
 
 
 @pytest.mark.parametrize("trace", ["", "nonsense", "00-1-2-01", "x" * (MAX_TEXT_CHARS + 1)])
-def test_a_trace_that_is_none_is_no_reason_to_refuse(trace: str) -> None:
+def test_decode_malformed_trace_context_is_not_refused_and_traces_nothing(trace: str) -> None:
     message = pb.HandoffMessage(transfer_id="t", prefill=fetch(trace=trace))
-    assert wire.decode(message).body.job.trace is None
+    tracer, _ = keeping()
+    assert tracer.span("tandem.send", wire.decode(message).body.job.trace) is None
 
 
 @given(st.binary(max_size=200))

@@ -1,24 +1,28 @@
 """Batches: bounds of what many of them, broken files and a full disk may do to others."""
 
 import asyncio
-import fcntl
+import os
 import resource
+import sqlite3
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from router.batches.files import store as store_module
-from router.batches.files.store import BatchStore, UploadSlots, acquire_all
-from router.batches.files.types import BatchStatus, StoredBatch, StoredFile
+from router.batches.files.store import BatchStore
+from router.batches.files.types import BatchStatus, ObjectNotFound, StoredBatch
+from router.batches.files.upload_slots import UploadSlots, acquire_all
 from router.batches.runner import MOST_AT_WORK, MOST_OF_TENANT, startable
 from router.http.body.upload import FRAME_BYTES
 from tandem.config.cluster import RouterConfig
-from tandem.errors import Overloaded
+from tandem.errors import ConfigError, Overloaded
 from tests.support.router.servers import fakes
 from tests.support.router.servers.batch_server import running
 
@@ -65,22 +69,60 @@ def test_what_is_begun_is_bounded_and_the_oldest_goes_first() -> None:
     assert startable(live, {**at_work, live[0].id: "0"}, lambda one: one is over) == [over]
 
 
-def test_a_broken_file_harms_no_other(store: BatchStore, tmp_path: Path) -> None:
-    content = tmp_path / "content"
+def test_store_batch_of_another_version_harms_no_other(
+    store: BatchStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     for number in range(3):
         store.save(batch(number))
-        content.write_bytes(b"x")
-        store.add_file("acme", content, filename=str(number), purpose="batch", now_s=100.0)
-    for path, text in zip(tmp_path.glob("tenants/*/batches/*/batch.json"), (b"", b'{"id": 5}'), strict=False):
-        path.write_bytes(text)
-    for path, text in zip(tmp_path.glob("tenants/*/files/*.json"), (b"{", b'{"id": 5}'), strict=False):
-        path.write_bytes(text)
+    with sqlite3.connect(tmp_path / "batches.sqlite3") as other:
+        for number, state in enumerate(("", '{"id": 5}')):
+            other.execute("UPDATE batches SET state = ? WHERE id = ?", (state, batch(number).id))
+    other.close()
     store.sweep(200.0)
-    assert len(store.live()) == len(store.batches("acme")) == len(store.files("acme")) == 1
+    assert store.live() == store.batches("acme") == [batch(2)]
+    assert "another version" in caplog.text
+
+
+def test_store_file_whose_bytes_are_gone_is_not_found(store: BatchStore, tmp_path: Path) -> None:
+    content = tmp_path / "content"
+    content.write_bytes(b"x")
+    file = store.add_file("acme", content, filename="f", purpose="batch", now_s=100.0)
+    store.content("acme", file.id).unlink()
+    with pytest.raises(ObjectNotFound):
+        store.file("acme", file.id)
+
+
+def test_store_bytes_without_a_row_are_deleted_when_no_upload_can_be_theirs(store: BatchStore, tmp_path: Path) -> None:
+    content = tmp_path / "content"
+    content.write_bytes(b"x")
+    file = store.add_file("acme", content, filename="f", purpose="batch", now_s=time.time())
+    kept = store.content("acme", file.id)
+    orphan = kept.with_name(f"file-{'0' * 32}.data")
+    orphan.write_bytes(b"of a process that was killed")
+    store.sweep(time.time())
+    assert orphan.exists()
+    for path in (kept, orphan):
+        os.utime(path, (0.0, 0.0))
+    store.sweep(time.time())
+    assert (kept.exists(), orphan.exists()) == (True, False)
+
+
+def test_store_database_of_a_newer_version_is_refused(store: BatchStore, tmp_path: Path) -> None:
+    other = sqlite3.connect(tmp_path / "batches.sqlite3")
+    other.execute("PRAGMA user_version = 2")
+    other.close()
+    with pytest.raises(ConfigError, match=r"router\.batches\.path: .* version 2, at most 1"):
+        BatchStore(tmp_path, max_tenant_bytes=1, keep_s=1.0).open()
+
+
+def test_store_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "batches.sqlite3").write_bytes(b"x" * 4096)
+    with pytest.raises(ConfigError, match=r"router\.batches\.path: .*not a database"):
+        BatchStore(tmp_path, max_tenant_bytes=1, keep_s=1.0).open()
 
 
 def test_batches_that_ended_are_remembered_up_to_a_bound(store: BatchStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "MOST_ENDED", 2)
+    monkeypatch.setattr(store_module, "MAX_ENDED_BATCHES", 2)
     for number in range(5):
         store.save(batch(number, status=BatchStatus.FAILED))
     live, other = batch(0x10), batch(0x11, tenant="other-company", status=BatchStatus.FAILED)
@@ -94,7 +136,7 @@ def test_batches_that_ended_are_remembered_up_to_a_bound(store: BatchStore, monk
 
 
 def test_files_are_bounded_in_number(store: BatchStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "MOST_FILES", 1)
+    monkeypatch.setattr(store_module, "MAX_FILES", 1)
     content = tmp_path / "content"
     content.write_bytes(b"x")
     store.add_file("acme", content, filename="f", purpose="batch", now_s=100.0)
@@ -118,21 +160,39 @@ def test_a_full_disk_leaves_no_half_line(store: BatchStore, tmp_path: Path) -> N
     made = batch(0)
     store.save(made)
     results = store.results(made)
-    first, second = (f'{{"id":"batch_req_{0:032x}_{number}"}}\n'.encode() for number in range(2))
-    results.add(0, first, is_error=False)
-    with full_disk(len(first) + 5), pytest.raises(OSError, match="No space"):
-        results.add(1, second, is_error=False)
-    assert results.done == {0}
-    results.add(1, second, is_error=False)
-    (path,) = tmp_path.glob("tenants/*/batches/*/output.jsonl")
-    assert path.read_bytes() == first + second
+    lines = [f"{number}{'x' * 100_000}\n".encode() for number in range(2)]
+    results.add([(0, lines[0])], is_error=False)
+    with full_disk((tmp_path / "batches.sqlite3-wal").stat().st_size + 50_000), pytest.raises(OSError):  # noqa: PT011
+        results.add([(1, lines[1])], is_error=False)
+    assert results.done == store.results(made).done == {0}
+    results.add([(1, lines[1])], is_error=False)
+    output, _ = store.publish(made, 100.0)
+    assert output is not None
+    assert store.content("acme", output).read_bytes() == b"".join(lines)
+
+
+def test_results_first_result_of_a_line_stands(store: BatchStore) -> None:
+    """Two processes may answer the same line, when one is stopped in the middle of it and another goes on."""
+    made = batch(0)
+    store.save(made)
+    first, second = store.results(made), store.results(made)
+    first.add([(0, b"first\n")], is_error=False)
+    second.add([(0, b"second\n"), (1, b"other\n")], is_error=True)
+    assert (second.done, second.failed) == ({1}, {1})
+    output, errors = store.publish(made, 100.0)
+    assert output is not None
+    assert errors is not None
+    assert store.content("acme", output).read_bytes() == b"first\n"
+    assert store.content("acme", errors).read_bytes() == b"other\n"
+    assert store.publish(made, 100.0) == (output, errors)
+    assert store.results(made).done == set()
 
 
 def test_results_that_find_a_full_disk_become_files_later(store: BatchStore) -> None:
     made = batch(0)
     store.save(made)
     line = f'{{"id":"batch_req_{0:032x}_0"}}\n'.encode()
-    store.results(made).add(0, line, is_error=False)
+    store.results(made).add([(0, line)], is_error=False)
     with full_disk(0), pytest.raises(OSError, match="File too large"):
         store.publish(made, 100.0)
     assert store.files("acme") == []
@@ -194,47 +254,66 @@ async def test_batches_that_have_not_ended_are_bounded_for_all_processes(parts: 
         assert Counter(answer.status_code for answer in answers) == {200: 3, 429: 5}
 
 
-class Looked(BatchStore):
-    """Between a look at what there is and what is written upon it, another process tries to come in."""
-
-    num_looks = 0
-
-    def _nobody_comes_in(self) -> None:
-        self.num_looks += 1
-        for lock in self._folder.glob("tenants/*/*/alone"):
-            with lock.open("ab") as other, pytest.raises(BlockingIOError):
-                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-    def files(self, tenant: str) -> list[StoredFile]:
-        self._nobody_comes_in()
-        return super().files(tenant)
-
-    def batches(self, tenant: str) -> list[StoredBatch]:
-        self._nobody_comes_in()
-        return super().batches(tenant)
-
-
 @pytest.mark.parametrize("what", ["file", "batch"])
-def test_room_is_looked_for_and_taken_by_one_process_at_a_time(tmp_path: Path, what: str) -> None:
-    store = Looked(tmp_path, max_tenant_bytes=10, keep_s=1000.0)
-    store.open()
+def test_store_bounds_hold_for_processes_that_add_at_once(tmp_path: Path, what: str) -> None:
+    stores = [BatchStore(tmp_path, max_tenant_bytes=40, keep_s=1000.0) for _ in range(4)]
+    for store in stores:
+        store.open()
 
-    def add(number: int) -> None:
-        if what == "batch":
-            store.add_batch(batch(number), most=1)
-            return
+    def add(number: int) -> bool:
+        store = stores[number % len(stores)]
         content = store.incoming()
         content.write_bytes(b"0123456789")
-        store.add_file("acme", content, filename="f", purpose="batch", now_s=100.0)
+        try:
+            if what == "batch":
+                store.add_batch(batch(number), most=4)
+            else:
+                store.add_file("acme", content, filename="f", purpose="batch", now_s=100.0)
+        except Overloaded:
+            return False
+        return True
 
-    add(0)
-    with pytest.raises(Overloaded):
-        add(1)
-    assert store.num_looks == 2
+    with ThreadPoolExecutor(len(stores)) as threads:
+        assert sum(threads.map(add, range(32))) == 4
+    assert len(stores[0].files("acme")) + len(stores[1].batches("acme")) == 4
+
+
+ADDS_RESULTS = """
+import sys, pathlib
+from router.batches.files.store import BatchStore
+from router.batches.files.types import StoredBatch
+store = BatchStore(pathlib.Path(sys.argv[1]), max_tenant_bytes=1 << 20, keep_s=1000.0)
+store.open()
+[batch] = store.live()
+results = store.results(batch)
+for number in range(1_000_000):
+    if number not in results.done:
+        results.add([(number, b"%d\\n" % number)], is_error=False)
+        print(number, flush=True)
+"""
+
+
+def test_store_process_killed_while_it_writes_loses_no_result(store: BatchStore) -> None:
+    made = batch(0)
+    store.save(made)
+    told: list[int] = []
+    for _ in range(3):
+        command = [sys.executable, "-c", ADDS_RESULTS, str(store._folder)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            told += [int(process.stdout.readline()) for _ in range(20)]
+            process.kill()
+            told += [int(line) for line in process.stdout if line.endswith("\n")]
+    done = store.results(made).done
+    assert set(told) <= done <= set(range(max(told) + 2)), "at most one was written and not told"
+    assert len(told) == len(set(told)), "nothing that was written is written again"
+    output, _ = store.publish(made, 100.0)
+    assert output is not None
+    assert store.content("acme", output).read_bytes() == b"".join(b"%d\n" % number for number in sorted(done))
 
 
 def test_a_process_that_is_killed_gives_its_places_back(tmp_path: Path) -> None:
-    code = "import sys, pathlib; from router.batches.files.store import UploadSlots; "
+    code = "import sys, pathlib; from router.batches.files.upload_slots import UploadSlots; "
     code += "held = UploadSlots(pathlib.Path(sys.argv[1]), 1).acquire(); print(held is not None, flush=True); input()"
     command = [sys.executable, "-c", code, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:

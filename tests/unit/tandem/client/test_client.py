@@ -247,14 +247,14 @@ def test_what_follows_upon_a_break() -> None:
 
     progress = progress_of()
     assert progress.after(Unavailable("drains", retry_after_s=3.0), from_server=True) is None
-    progress.take(pb.GenerateResponse(text="a", stream_id="there"))
+    progress.on_message(pb.GenerateResponse(text="a", stream_id="there"))
     assert progress.request().last_stream_id == "there"
     again = progress.after(Unavailable("no worker yet", retry_after_s=3.0), from_server=True)
     assert again is not None
     assert again.wait_s == 3.0
     assert progress.after(InvalidRequest("wrong"), from_server=True) is None
     assert not progress.is_over
-    progress.take(pb.GenerateResponse(usage=pb.Usage(prompt_tokens=1)))
+    progress.on_message(pb.GenerateResponse(usage=pb.Usage(prompt_tokens=1)))
     assert progress.is_over
 
 

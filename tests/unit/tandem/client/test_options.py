@@ -146,7 +146,7 @@ def test_what_has_no_ids_is_not_asked_for_twice(more: dict[str, Any]) -> None:
     progress = StreamProgress(request, max_reconnects=2, rng=Random(1))
     broken = Unavailable("Socket closed")
     assert progress.after(broken, from_server=False) is not None
-    progress.take(pb.GenerateResponse(text="a"))
+    progress.on_message(pb.GenerateResponse(text="a"))
     assert progress.after(broken, from_server=False) is None
 
 

@@ -76,7 +76,7 @@ async def test_news_come_whole_between_the_beats_and_the_last_of_several_counts(
         while not is_full(writing):
             pass
         for number in range(3):
-            heart.tell({"number": number, "long": "y" * 100_000})
+            heart.send({"number": number, "long": "y" * 100_000})
         said = b""
         while said.count(b"\n") < 5:  # the ready line; an end before each news and behind it
             said += await read(reading)

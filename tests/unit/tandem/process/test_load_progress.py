@@ -18,7 +18,7 @@ class World:
         self.now_s = 50.0
         self.told: list[LoadReport] = []
         self.logged: list[LoadReport] = []
-        self.progress = LoadProgress(clock=lambda: self.now_s, tell=self.told.append, log=self.logged.append)
+        self.progress = LoadProgress(clock=lambda: self.now_s, publish=self.told.append, log=self.logged.append)
 
     def at(self, seconds: float, done: int) -> None:
         self.now_s = 50.0 + seconds

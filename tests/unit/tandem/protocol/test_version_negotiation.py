@@ -55,7 +55,7 @@ def test_the_newest_version_of_both_is_spoken() -> None:
 
 
 def test_one_number_is_a_range() -> None:
-    assert VersionRange.told(3, 0) == VersionRange(3, 3)
+    assert VersionRange.from_hello(3, 0) == VersionRange(3, 3)
     assert (str(VersionRange(3, 3)), str(VersionRange(3, 4))) == ("3", "3 to 4")
 
 

@@ -1,62 +1,206 @@
-"""How much is traced may be said anew while a process runs."""
+"""Which tracer a process gets, of the YAML and of the OTEL_* variables; a sample ratio that changes while it runs."""
 
 import logging
+import subprocess
+import sys
+from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tandem.telemetry.setup import read_sampling_again
-from tandem.telemetry.tracing import EndedSpan, NoTracer, RecordingTracer
+from tandem.config.telemetry import TelemetryConfig
+from tandem.errors import ConfigError
+from tandem.telemetry.otel_pipeline import make_resource
+from tandem.telemetry.otel_tracer import OtelTracer
+from tandem.telemetry.setup import open_tracer, reload_sample_ratio
+from tandem.telemetry.tracing import NoTracer, Tracer
+from tests.support.otlp_receiver import OtlpHttpReceiver, OtlpReceiver, otlp_http_receiver, otlp_receiver
+from tests.support.spans import CLIENT, keeping
 
 
-class FirstId:
-    """Draws ids that are all traced but at ratio 0."""
-
-    def getrandbits(self, _bits: int) -> int:
-        return 1
-
-
-class NoSink:
-    def take(self, span: EndedSpan) -> None:
-        raise AssertionError(span)
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ENDPOINT", "TRACES_ENDPOINT", "PROTOCOL", "TRACES_PROTOCOL", "HEADERS", "TRACES_HEADERS"):
+        monkeypatch.delenv(f"OTEL_EXPORTER_OTLP_{name}", raising=False)
 
 
-@pytest.fixture
-def tracer() -> RecordingTracer:
-    return RecordingTracer(NoSink(), rng=FirstId(), sample_ratio=0.0)  # type: ignore[arg-type]
-
-
-def test_what_the_file_says_holds_for_requests_that_begin_later(tmp_path: Path, tracer: RecordingTracer) -> None:
+def test_a_ratio_in_the_file_holds_for_requests_that_begin_later(tmp_path: Path) -> None:
+    tracer, _ = keeping(sample_ratio=0.0)
     path = tmp_path / "cluster.yaml"
-    path.write_text("{telemetry: {otlp_endpoint: 'http://localhost:4317', sample_ratio: 0.5}}")
+    path.write_text("{telemetry: {otlp_endpoint: 'http://localhost:4317', sample_ratio: 1.0}}")
     assert tracer.request("before", None, 0.0) is None
-    read_sampling_again(path, tracer)
+    reload_sample_ratio(path, tracer)
     begun = tracer.request("after", None, 0.0)
     path.write_text("{telemetry: {otlp_endpoint: 'http://localhost:4317', sample_ratio: 0.0}}")
-    read_sampling_again(path, tracer)
+    reload_sample_ratio(path, tracer)
     assert begun is not None
-    assert begun.child("of one under way", 0.0).context.sampled
+    child = begun.child("of one under way", 0.0)
+    assert tracer.span("elsewhere", child.context, 0.0) is not None
     assert tracer.request("last", None, 0.0) is None
 
 
 @pytest.mark.parametrize("content", ["{telemetry: {sample_ratio: 2}}", None])
-def test_what_makes_no_sense_changes_nothing(
-    tmp_path: Path, tracer: RecordingTracer, caplog: pytest.LogCaptureFixture, content: str | None
+def test_a_file_that_is_invalid_changes_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, content: str | None
 ) -> None:
+    tracer, _ = keeping(sample_ratio=1.0)
     path = tmp_path / "cluster.yaml"
     if content is not None:
         path.write_text(content)
-    tracer.sample(1.0)
     with caplog.at_level(logging.ERROR):
-        read_sampling_again(path, tracer)
-    assert "what is traced stays as it was" in caplog.text
+        reload_sample_ratio(path, tracer)
+    assert "telemetry.sample_ratio stays as it was" in caplog.text
     assert tracer.request("as before", None, 0.0) is not None
 
 
-def test_who_has_nowhere_to_send_spans_reads_nothing_into_it(tmp_path: Path) -> None:
+def test_no_tracer_reloads_without_effect(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text("{telemetry: {sample_ratio: 1.0}}")
     tracer = NoTracer()
-    read_sampling_again(path, tracer)
-    read_sampling_again(None, tracer)
-    assert tracer.request("any", None, 0.0) is None  # type: ignore[func-returns-value]
+    reload_sample_ratio(path, tracer)
+    reload_sample_ratio(None, tracer)
+    assert tracer.request("any", None, 0.0) is None
+
+
+@pytest.mark.parametrize(
+    ("sampler", "ratio", "is_traced"),
+    [
+        ("always_off", None, False),
+        ("parentbased_always_on", None, True),
+        ("always_off", 1.0, True),
+        ("always_on", 0.0, False),
+    ],
+)
+async def test_sampler_of_the_environment_decides_unless_the_yaml_names_a_ratio(
+    monkeypatch: pytest.MonkeyPatch, sampler: str, ratio: float | None, is_traced: bool
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler)
+    config = TelemetryConfig(otlp_endpoint="http://127.0.0.1:1", sample_ratio=ratio)
+    async with AsyncExitStack() as stack:
+        tracer = open_tracer(stack, config, service="s", instance="i")
+        assert (tracer.request("r", None, 0.0) is not None) == is_traced
+        tracer.set_sample_ratio(1.0)
+        assert tracer.request("r", None, 0.0) is not None
+        tracer.set_sample_ratio(None)
+        assert (tracer.request("r", None, 0.0) is not None) == (sampler != "always_off")
+
+
+@pytest.mark.parametrize("variable", ["OTEL_SDK_DISABLED=true", "OTEL_TRACES_EXPORTER=none"])
+def test_tracing_switched_off_by_the_environment_is_off(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    monkeypatch.setenv(*variable.split("="))
+    config = TelemetryConfig(otlp_endpoint="http://127.0.0.1:1")
+    assert isinstance(open_tracer(AsyncExitStack(), config, service="s", instance="i"), NoTracer)
+
+
+def test_tracing_is_off_without_an_endpoint() -> None:
+    tracer = open_tracer(AsyncExitStack(), TelemetryConfig(), service="s", instance="i")
+    assert isinstance(tracer, NoTracer)
+    assert tracer.request("request", CLIENT, 0.0) is None
+    assert tracer.span("span", CLIENT, 0.0) is None
+
+
+async def exported(tracer: Tracer, stack: AsyncExitStack, receiver: OtlpReceiver | OtlpHttpReceiver) -> Any:
+    """The only span, and what it came with."""
+    assert isinstance(tracer, OtelTracer)
+    span = tracer.request("r", None, 1.0)
+    assert span is not None
+    span.end(2.0)
+    await stack.aclose()
+    [found] = receiver.spans
+    [metadata] = receiver.metadata
+    return found, metadata
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http/protobuf"])
+@pytest.mark.parametrize("by", ["yaml", "environment"])
+async def test_endpoint_protocol_and_headers_come_from_the_yaml_or_the_environment(
+    monkeypatch: pytest.MonkeyPatch, protocol: str, by: str
+) -> None:
+    open_receiver = otlp_receiver if protocol == "grpc" else otlp_http_receiver
+    async with open_receiver() as receiver:
+        url = f"http://127.0.0.1:{receiver.port}"
+        config = TelemetryConfig()
+        if by == "yaml":
+            # What the YAML states wins over all of these.
+            monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
+            monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc" if protocol != "grpc" else "http/protobuf")
+            monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-key=other")
+            config = TelemetryConfig(otlp_endpoint=url, otlp_protocol=protocol, otlp_headers={"X-Key": "k"})
+        else:
+            monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
+            monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", protocol)
+            monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-key=k")
+        stack = AsyncExitStack()
+        tracer = open_tracer(stack, config, service="tandem-router", instance="router.host")
+        found, metadata = await exported(tracer, stack, receiver)
+    assert (found.name, found.instance) == ("r", "router")
+    assert metadata["x-key"] == "k"
+
+
+def test_resource_names_the_process_and_the_environment_wins_but_for_the_instance(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = make_resource("tandem-router", "router.host.7").attributes
+    assert (own["service.name"], own["service.namespace"]) == ("tandem-router", "tandem")
+    assert own["service.instance.id"] == "router.host.7"
+    assert own["service.version"]
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "service.instance.id=one,service.version=9,k8s.pod.name=p")
+    stated = make_resource("tandem-router", "router.host.7").attributes
+    assert (stated["service.name"], stated["service.version"], stated["k8s.pod.name"]) == ("mine", "9", "p")
+    assert stated["service.instance.id"] == "router.host.7", "several processes have the same environment"
+
+
+@pytest.mark.parametrize(
+    ("variable", "named"),
+    [
+        ("OTEL_EXPORTER_OTLP_PROTOCOL=http/json", "OTEL_EXPORTER_OTLP_PROTOCOL"),
+        ("OTEL_EXPORTER_OTLP_TIMEOUT=soon", "soon"),
+        ("OTEL_BSP_MAX_QUEUE_SIZE=1", "max_queue_size"),
+    ],
+)
+def test_variables_that_are_invalid_are_config_errors(
+    monkeypatch: pytest.MonkeyPatch, variable: str, named: str
+) -> None:
+    monkeypatch.setenv(*variable.split("="))
+    config = TelemetryConfig(otlp_endpoint="http://127.0.0.1:1")
+    with pytest.raises(ConfigError, match=named):
+        open_tracer(AsyncExitStack(), config, service="s", instance="i")
+
+
+def without_the_extra(config: str, **environment: str) -> str:
+    code = (
+        "import sys\nsys.modules['opentelemetry'] = None\n"
+        "from contextlib import AsyncExitStack\n"
+        "from tandem.config.cluster import TelemetryConfig\n"
+        "from tandem.errors import ConfigError\n"
+        "from tandem.telemetry.setup import open_tracer\n"
+        f"config = TelemetryConfig({config})\n"
+        "try: print(type(open_tracer(AsyncExitStack(), config, service='s', instance='i')).__name__)\n"
+        "except ConfigError as error: print(error)\n"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, env={"PYTHONPATH": ":".join(sys.path), **environment}
+    )
+    return done.stdout + done.stderr
+
+
+def test_missing_library_is_named_when_the_yaml_asks_for_tracing() -> None:
+    said = without_the_extra("otlp_endpoint='http://localhost:4317'")
+    assert "telemetry.otlp_endpoint" in said
+    assert "tandem-serve[telemetry]" in said
+
+
+def test_missing_library_is_logged_when_only_a_variable_asks_for_tracing() -> None:
+    said = without_the_extra("", OTEL_EXPORTER_OTLP_ENDPOINT="http://localhost:4317")
+    assert "NoTracer" in said
+    assert "OTEL_EXPORTER_OTLP_ENDPOINT is set, but nothing is traced" in said
+    assert "tandem-serve[telemetry]" in said
+
+
+@pytest.mark.parametrize("endpoint", ["localhost:4317", "ftp://host:1", "http://", "http://a/b c"])
+def test_endpoint_that_is_no_url_is_refused(endpoint: str) -> None:
+    with pytest.raises(ValueError, match="otlp_endpoint"):
+        TelemetryConfig(otlp_endpoint=endpoint)

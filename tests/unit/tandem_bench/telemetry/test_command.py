@@ -8,13 +8,12 @@ from statistics import stdev
 import pytest
 import yaml
 
-from tandem.telemetry.otlp_exporter import OtlpSink
 from tandem_bench.errors import CannotMeasure
-from tandem_bench.telemetry import options
-from tandem_bench.telemetry.measure import KINDS, OFF, PARTS, Kind, _rows
+from tandem_bench.telemetry import options, spans
+from tandem_bench.telemetry.measure import KINDS, OFF, PARTS, SPANS, Kind, _rows
 from tandem_bench.telemetry.receiver import span_counter
 from tandem_bench.telemetry.turns import LOADS, ROLES, Turn
-from tests.unit.tandem.telemetry.test_otlp_exporter import span
+from tests.unit.tandem.telemetry.test_otel_pipeline import end_span, exporting
 
 TURN = Turn(
     requests_per_s=100.0,
@@ -52,7 +51,7 @@ def test_costs_are_against_the_same_rounds_without() -> None:
 
 
 def test_parts_are_those_that_the_command_names() -> None:
-    assert tuple(PARTS) == options.PARTS
+    assert (SPANS, *PARTS) == options.PARTS
 
 
 @pytest.mark.parametrize(("num_spans", "named"), [(0, "every trace"), (TURN.num_spans, "off again")])
@@ -77,10 +76,19 @@ def test_a_switch_leaves_the_rest_of_the_file_as_it_is(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o077 == 0
 
 
+def test_spans_part_measures_each_step_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spans, "_UNSAMPLED_CALLS", 3)
+    monkeypatch.setattr(spans, "_SAMPLED_CALLS", 3)
+    unsampled, sampled, encoded = spans.measure_spans()
+    assert unsampled.unit == sampled.unit == encoded.unit == "CPU us/request"
+    assert min(unsampled.value, sampled.value, encoded.value) > 0.0
+    assert unsampled.value < sampled.value
+
+
 async def test_spans_are_counted() -> None:
     async with span_counter() as counter:
-        sink = OtlpSink(counter.url, {}, {})
-        for number in range(1, 8):
-            sink.take(span(number))
-        await asyncio.to_thread(sink.close)
+        with exporting(int(counter.url.rpartition(":")[2])) as (tracer, pipeline):
+            for _ in range(7):
+                end_span(tracer)
+            await asyncio.to_thread(pipeline.close)
     assert counter.num_spans == 7

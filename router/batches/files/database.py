@@ -1,0 +1,125 @@
+"""The SQLite database of files and batches: many readers, one writing thread. Blocking.
+
+All router processes of a host open the same file. Write-ahead logging keeps readers going while one writes; a write is
+a transaction, so a process that is killed leaves all of it or nothing. Errors of SQLite are OSErrors here.
+"""
+
+import errno
+import os
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from router.batches.files.private_files import open_private
+
+_T = TypeVar("_T")
+_BUSY_S = 10.0
+"""How long a write waits for another process's."""
+_VERSION = 1
+_MAX_IDLE_WAL_BYTES = 4 << 20
+_SCHEMA = """
+PRAGMA auto_vacuum = INCREMENTAL;
+PRAGMA journal_mode = WAL;
+CREATE TABLE IF NOT EXISTS files (
+    id TEXT PRIMARY KEY, owner TEXT NOT NULL, filename TEXT NOT NULL, purpose TEXT NOT NULL,
+    num_bytes INTEGER NOT NULL, created_s INTEGER NOT NULL, expires_s INTEGER NOT NULL
+);
+CREATE INDEX IF NOT EXISTS files_of_owner ON files (owner, created_s);
+CREATE TABLE IF NOT EXISTS batches (
+    id TEXT PRIMARY KEY, owner TEXT NOT NULL, created_s INTEGER NOT NULL, is_final INTEGER NOT NULL,
+    is_cancelled INTEGER NOT NULL DEFAULT 0, state TEXT NOT NULL
+);
+CREATE INDEX IF NOT EXISTS batches_of_owner ON batches (owner, created_s);
+CREATE INDEX IF NOT EXISTS live_batches ON batches (created_s) WHERE NOT is_final;
+CREATE TABLE IF NOT EXISTS results (
+    batch_id TEXT NOT NULL, number INTEGER NOT NULL, is_error INTEGER NOT NULL, line BLOB NOT NULL,
+    PRIMARY KEY (batch_id, number)
+);
+"""
+
+
+class Database:
+    """One file, opened by `open`. Reads happen on the calling thread, writes on the database's own."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._local = threading.local()
+        self._connections: list[sqlite3.Connection] = []
+        self._writer: ThreadPoolExecutor | None = None
+
+    def open(self) -> None:
+        """Create what is missing. One process at a time. Raises OSError."""
+        open_private(self._path, "ab").close()  # the write-ahead log gets the same mode
+        with _as_os_errors():
+            connection = self._connection()
+            [(version,)] = connection.execute("PRAGMA user_version")
+            if version > _VERSION:
+                raise OSError(errno.EPROTO, f"the database is of version {version}, at most {_VERSION} can be read")
+            if version < _VERSION:
+                connection.executescript(_SCHEMA)
+                connection.execute(f"PRAGMA user_version = {_VERSION}")
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="batch-store")
+
+    def close(self) -> None:
+        """Finish the writes under way. Reads still work afterwards, writes raise RuntimeError."""
+        if self._writer is not None:
+            self._writer.shutdown()
+        connections, self._connections = self._connections, []
+        self._local = threading.local()
+        for connection in connections:
+            connection.close()
+
+    def read(self, sql: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+        """All rows of a query. Raises OSError."""
+        with _as_os_errors():
+            return self._connection().execute(sql, values).fetchall()
+
+    def iterate(self, sql: str, values: Sequence[Any] = ()) -> Iterator[tuple[Any, ...]]:
+        """Rows one by one, for results that are too large for memory. Raises OSError."""
+        with _as_os_errors():
+            yield from self._connection().execute(sql, values)
+
+    def write(self, work: Callable[[sqlite3.Connection], _T]) -> _T:
+        """Run `work` in a transaction on the writing thread. Raises OSError, and then nothing of it has happened."""
+        if self._writer is None:
+            raise RuntimeError("the database is not open")
+        return self._writer.submit(self._transact, work).result()
+
+    def _transact(self, work: Callable[[sqlite3.Connection], _T]) -> _T:
+        with _as_os_errors():
+            connection = self._connection()
+            connection.execute("BEGIN IMMEDIATE")
+            try:
+                result = work(connection)
+                connection.execute("COMMIT")
+            except BaseException:
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
+                raise
+            return result
+
+    def _connection(self) -> sqlite3.Connection:
+        """The connection of the calling thread."""
+        if (found := getattr(self._local, "connection", None)) is not None:
+            return found  # type: ignore[no-any-return]
+        # Other threads only close it. Transactions are begun where `write` says so.
+        made = sqlite3.connect(self._path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
+        made.execute("PRAGMA synchronous = NORMAL")  # a killed process loses nothing, a machine without power little
+        made.execute(f"PRAGMA journal_size_limit = {_MAX_IDLE_WAL_BYTES}")
+        self._connections.append(made)
+        self._local.connection = made
+        return made
+
+
+@contextmanager
+def _as_os_errors() -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.Error as error:
+        is_full = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
+        code = errno.ENOSPC if is_full else errno.EIO
+        raise OSError(code, os.strerror(code) if is_full else f"SQLite: {error}") from None
