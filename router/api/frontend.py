@@ -80,7 +80,7 @@ class Frontend:
     async def prepare_chat(self, messages: Sequence[Message], fields: ClientRequest) -> PreparedRequest:
         """A conversation. Raises InvalidRequest, ContextLengthExceeded or ModelNotFound."""
         started_s = self.clock()
-        fields, calling = self._calling(fields)
+        fields, calling = self._calling(self._closed(fields))
         self.check_fields(fields)
         with self._preparation():
             fields = await self._structured(fields)
@@ -101,6 +101,7 @@ class Frontend:
         self, prompts: Sequence[str | tuple[int, ...]], fields: ClientRequest
     ) -> list[PreparedRequest]:
         """Plain prompts, each text or token ids. Raises as `prepare_chat`."""
+        fields = self._closed(fields)
         self.check_fields(fields)
         prepared = []
         with self._preparation():
@@ -147,6 +148,13 @@ class Frontend:
             asked = replace(asked, grammar=fields.structure.grammar())
         asked.validate(vocab_size=self.model.vocab_size)
         StopStrings(fields.stop)
+
+    def _closed(self, fields: ClientRequest) -> ClientRequest:
+        """With what the operator has set for JSON schemas."""
+        structure = fields.structure
+        if structure is None or not self._config.grammars.disable_additional_properties:
+            return fields
+        return replace(fields, structure=replace(structure, disables_additional_properties=True))
 
     def _calling(self, fields: ClientRequest) -> tuple[ClientRequest, ToolCallReading | None]:
         """With the structure that keeps calls to what was asked of them, and how they are read."""

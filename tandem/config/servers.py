@@ -34,6 +34,9 @@ class GrammarsConfig(Section):
     """Most time for one."""
     compile_bytes: int = Field(default=1 << 30, ge=1 << 26)
     """Most memory for one."""
+    disable_additional_properties: bool = False
+    """Objects of a JSON schema have no properties but those that it names, unless it says otherwise with
+    `additionalProperties`. So it is in any case for schemas sent with `strict: true` and for the arguments of tools."""
 
 
 class PromptCacheConfig(Section):
