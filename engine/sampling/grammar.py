@@ -15,7 +15,7 @@ from typing import Any
 from engine.types.token_guide import Bits
 from tandem.config.source.regular_file import read_regular_text
 from tandem.errors import ConfigError, InvalidRequest
-from tandem.values.grammar_bounds import LIMITS, fault_on_the_way, most_bytes, unforced
+from tandem.values.grammar_bounds import LIMITS, fault_on_the_way, most_bytes, tokenizer_for_guides, unforced
 
 _MAX_CACHE_BYTES = 1 << 30
 _CACHE_SHARE = 8
@@ -167,7 +167,7 @@ class LlGuides:
         with self._lock:
             if self._tokenizer is None:
                 try:
-                    text = read_regular_text(self._path, max_bytes=_MAX_FILE_BYTES)
+                    text = tokenizer_for_guides(read_regular_text(self._path, max_bytes=_MAX_FILE_BYTES))
                     ends = list(self._end_token_ids) or None
                     self._tokenizer = llguidance.LLTokenizer(text, n_vocab=self._vocab_size, eos_token=ends)
                 except (ConfigError, ValueError) as error:

@@ -58,6 +58,37 @@ def unforced(grammar: str) -> str:
     return json.dumps({**said, "grammars": [*said["grammars"], _UNFORCED]})
 
 
+_SPACE_MARK = "\u2581"
+_FALLBACK_DECODER = {
+    "type": "Sequence",
+    "decoders": [
+        {"type": "Replace", "pattern": {"String": _SPACE_MARK}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ],
+}
+
+
+def tokenizer_for_guides(spec: str) -> str:
+    """A tokenizer.json as llguidance can read it, which looks at the decoder to know what bytes a token stands for.
+
+    It wants `ByteFallback` in those that write `\u2581` for a space; many have none, or `Metaspace`, and mean the same.
+    """
+    try:
+        said = json.loads(spec)
+        decoder = said["decoder"]
+        steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+        kinds = [step["type"] for step in steps]
+        marks_spaces = any(
+            step.get("replacement") == _SPACE_MARK or step.get("pattern") == {"String": _SPACE_MARK} for step in steps
+        )
+    except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
+        return spec  # left to llguidance to refuse
+    if not marks_spaces or not {"Replace", "Metaspace", "Fuse", "Strip"}.issuperset(kinds):
+        return spec
+    return json.dumps(said | {"decoder": _FALLBACK_DECODER})
+
+
 def fault_on_the_way(matcher: Any, end_token_ids: Collection[int], *, num_paths: int, num_tokens: int) -> str:
     """Have copies of an LLMatcher follow a few answers, of so many tokens each, that its grammar allows.
 
