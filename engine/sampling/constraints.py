@@ -13,6 +13,7 @@ class AllowedTokens:
     """Nothing but these. See TokenGuide."""
 
     is_over = False
+    takes_too_much = False
 
     def __init__(self, token_ids: Sequence[int], vocab_size: int) -> None:
         flags = np.zeros(32 * num_words(vocab_size), dtype=np.uint8)
@@ -37,6 +38,7 @@ class BannedSequences:
     """Anything but the last token of a sequence whose others have just come. See TokenGuide."""
 
     is_over = False
+    takes_too_much = False
 
     def __init__(self, sequences: Sequence[Sequence[int]]) -> None:
         self._endings: dict[tuple[int, ...], set[int]] = {}
@@ -85,6 +87,11 @@ class AllOf:
     def has_refused(self) -> bool:
         """See TokenGuide."""
         return any(guide.has_refused for guide in self._guides)
+
+    @property
+    def takes_too_much(self) -> bool:
+        """See TokenGuide."""
+        return any(guide.takes_too_much for guide in self._guides)
 
     def allow(self, bits: Bits) -> None:
         """See TokenGuide."""

@@ -237,6 +237,7 @@ class Frontend:
             request_id=name_request(seen.head.request_id if seen else None),
             prompt_token_ids=tuple(ids),
             sampling=sampling,
+            grammar_param=None if fields.structure is None else fields.structure.param,
             hash_root=self.hash_root(self._salt(fields)),
             tenant=fields.tenant,
             num_choices=fields.num_choices,
