@@ -32,8 +32,8 @@ MAX_REROUTES = 2
 """Prefill workers tried after the first one, before the decode worker computes the prompt itself."""
 LEAST_WAIT_S = 0.1
 MAX_WAIT_DOUBLINGS = 3
-_GRAMMAR = "grammar"
-"""Workers' name of what an answer must follow, and of its field."""
+_OF_GRAMMAR = "grammar: "
+"""How workers begin what they say of what an answer must follow; sessions carry no name of a field."""
 
 
 class RetryReason(Enum):
@@ -86,9 +86,9 @@ def is_final(error: ServingError) -> bool:
 
 def in_clients_field(error: ServingError, grammar_param: str | None) -> ServingError:
     """What a worker says of a grammar, said of the client's field that it was made of."""
-    if grammar_param is None or error.param != _GRAMMAR or not isinstance(error, InvalidRequest):
+    if grammar_param is None or not isinstance(error, InvalidRequest) or not error.message.startswith(_OF_GRAMMAR):
         return error
-    return type(error)(f"{grammar_param}: {error.message.removeprefix(f'{_GRAMMAR}: ')}", param=grammar_param)
+    return type(error)(f"{grammar_param}: {error.message.removeprefix(_OF_GRAMMAR)}", param=grammar_param)
 
 
 @dataclass(slots=True, kw_only=True)

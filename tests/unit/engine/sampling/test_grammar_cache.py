@@ -124,7 +124,7 @@ REALISTIC = {
     "400 properties": {"type": "object", "properties": dict.fromkeys(NAMES, STRING)} | CLOSED,
     "rows of 200": {
         "type": "array",
-        "items": {"type": "object", "properties": dict.fromkeys(NAMES[:200], {"type": "integer"})} | CLOSED,
+        "items": {"type": "object", "properties": {name: {"type": "integer"} for name in NAMES[:200]}} | CLOSED,
         "minItems": 20,
     },
     "100 long enums": {"type": "object", "properties": ENUMS, "required": list(ENUMS)} | CLOSED,

@@ -348,7 +348,7 @@ def test_no_other_model_may_come_even_when_all_have_left(registry: WorkerRegistr
 
 
 def test_workers_word_of_a_grammar_is_said_of_the_clients_field() -> None:
-    error = InvalidRequest("grammar: it takes too much", param="grammar")
+    error = InvalidRequest("grammar: it takes too much")
     told = in_clients_field(error, "response_format")
     assert (type(told), told.message, told.param) == (
         InvalidRequest,
