@@ -43,7 +43,7 @@ _KNOWN = _PER_TOKEN | {"BPEDecoder", "ByteFallback", "ByteLevel", "CTC", "Fuse"}
 Decode = Callable[[list[str]], str]
 
 
-class Step(Protocol):
+class DecoderStep(Protocol):
     """One step within one stream."""
 
     def push(self, token: str) -> Sequence[str]:
@@ -74,7 +74,7 @@ class DecoderChain:
             raise ConfigError(f"tokenizer.json: decoder {unknown[0]} is not known")
         self.has_byte_tokens = any(step["type"] == "ByteFallback" for step in steps)
         self.is_byte_level = any(step["type"] == "ByteLevel" for step in steps)
-        self._makers: list[Callable[[], Step]] = [] if decoder else [_Spaced]
+        self._makers: list[Callable[[], DecoderStep]] = [] if decoder else [_Spaced]
         is_text = False
         for step in steps:
             self._makers += _text_step(step) if is_text else _token_step(step)
@@ -82,7 +82,7 @@ class DecoderChain:
         self._decode = _library_decoder(decoder)
 
     def stream(self) -> "ChainStream":
-        """A fresh one."""
+        """A stream that has read no token yet."""
         return ChainStream([maker() for maker in self._makers])
 
     def piece(self, token: str) -> str:
@@ -98,7 +98,7 @@ class DecoderChain:
 class ChainStream:
     """The steps of one stream, in their order."""
 
-    def __init__(self, steps: Sequence[Step]) -> None:
+    def __init__(self, steps: Sequence[DecoderStep]) -> None:
         self._steps = steps
 
     def push(self, token: str) -> str:
@@ -137,7 +137,7 @@ def text_of_run(run: bytes) -> str:
         return "\ufffd" * len(run)
 
 
-def _token_step(step: dict[str, Any]) -> list[Callable[[], Step]]:
+def _token_step(step: dict[str, Any]) -> list[Callable[[], DecoderStep]]:
     """Of a step that still has tokens before it. What it finds out about a token is known to all streams."""
     decode = _library_decoder(step)
     known: tuple[dict[str, str], dict[str, str]] = {}, {}
@@ -155,7 +155,7 @@ def _token_step(step: dict[str, Any]) -> list[Callable[[], Step]]:
     return [lambda: _FirstDiffers(decode, known)]
 
 
-def _text_step(step: dict[str, Any]) -> list[Callable[[], Step]]:
+def _text_step(step: dict[str, Any]) -> list[Callable[[], DecoderStep]]:
     """Of a step behind another that has made one token of all."""
     decode = _library_decoder(step)
     replaced: Sequence[tuple[Any, str]] = ()
