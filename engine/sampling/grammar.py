@@ -53,7 +53,7 @@ class _Compiled:
 
 
 class LlGuide:
-    """See TokenGuide."""
+    """Follows one answer with a copy of a compiled grammar's matcher."""
 
     def __init__(
         self,
@@ -77,11 +77,10 @@ class LlGuide:
 
     @property
     def is_over(self) -> bool:
-        """See TokenGuide."""
         return self._has_ended or bool(self._matcher.is_stopped())
 
     def allow(self, bits: Bits) -> None:
-        """See TokenGuide. A parser that has given up allows ends only, none of which it will accept."""
+        """A parser that has given up allows ends only, none of which it will accept."""
         if bits is not self._bits:  # the same for as long as a batch stays together; asking numpy is slow
             self._bits, self._address = bits, int(bits.ctypes.data)
         begun_s = thread_time()
@@ -89,7 +88,6 @@ class LlGuide:
         self._time.add(thread_time() - begun_s)
 
     def accept(self, token_id: int) -> bool:
-        """See TokenGuide."""
         begun_s = thread_time()
         if token_id in self._end_token_ids:
             accepted = self._has_ended = bool(self._matcher.is_accepting())
@@ -108,7 +106,7 @@ class LlGuide:
 
 
 class LlGuides:
-    """See Guides."""
+    """Compiles grammars and keeps what it has compiled, in so many bytes."""
 
     def __init__(self, tokenizer: Path, *, vocab_size: int, eos_token_ids: Sequence[int], cache_bytes: int) -> None:
         """`tokenizer`: a tokenizer.json, read when the first grammar comes. `vocab_size`: of the model's logits.
@@ -126,7 +124,6 @@ class LlGuides:
         self.kept_bytes = 0
 
     def kept(self, grammar: str) -> LlGuide | None:
-        """See Guides."""
         key = _key(grammar)
         with self._lock:
             compiled = self._kept.get(key)
@@ -139,7 +136,6 @@ class LlGuides:
         return self._guide(compiled)
 
     def guide(self, grammar: str) -> LlGuide:
-        """See Guides."""
         guide = self.kept(grammar)
         if guide is None:
             compiled = self._compile(grammar)

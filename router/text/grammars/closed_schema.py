@@ -57,7 +57,7 @@ _NO_NAMES = _Names()
 
 
 class _Closing:
-    """Closes one schema."""
+    """One schema while it is being closed."""
 
     def __init__(self, root: dict[str, Any]) -> None:
         self._root = root
