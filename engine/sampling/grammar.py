@@ -62,7 +62,7 @@ class LlGuide:
         time: ParserTime,
         on_fault: Callable[[_Compiled], None],
     ) -> None:
-        """`on_fault`: called when the matcher has failed, and perhaps what it shares with its copies."""
+        """`on_fault`: called when the matcher fails, or takes too much: perhaps by what it shares with its copies."""
         self._compiled = compiled
         self._matcher = compiled.matcher.deep_copy()
         self._end_token_ids = end_token_ids
@@ -100,7 +100,7 @@ class LlGuide:
         hit_limit = is_error and _NOT_ALLOWED not in self._matcher.get_error()
         self.takes_too_much = not self._time.end_token() or hit_limit
         self.has_refused = not accepted or is_error or self.takes_too_much
-        if self.has_refused and is_error:
+        if is_error or self.takes_too_much:
             self._on_fault(self._compiled)
         return not self.has_refused
 

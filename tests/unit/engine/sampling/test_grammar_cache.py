@@ -95,8 +95,10 @@ AMBIGUOUS = [
 @pytest.mark.parametrize("rules", AMBIGUOUS)
 def test_guide_of_an_ambiguous_grammar_gives_up_before_its_tokens_take_long(rules):
     """Without a bound the 600th token takes a quarter of a second, and so does its mask."""
-    guide = llguides().guide(json.dumps({"grammars": [{"lark_grammar": f"start: s\n{rules}"}]}))
+    guides, grammar = llguides(), json.dumps({"grammars": [{"lark_grammar": f"start: s\n{rules}"}]})
+    guide = guides.guide(grammar)
     follow(guide, seed=0, num_tokens=600)
+    assert guides.kept(grammar) is None
     assert guide.takes_too_much
     assert guide.has_refused
     assert guide.num_tokens < 400
