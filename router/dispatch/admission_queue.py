@@ -1,4 +1,4 @@
-"""The servers' way to dispatch: each request has its turn here first. The thin shell around `FairAdmission`.
+"""The queue before dispatch: each request waits for its turn here. Asyncio around `FairAdmission`, which decides.
 
 Canaries do not come this way, and a stream that is continued passes if that was promised
 (`router.admission.continuations`).
@@ -19,11 +19,13 @@ from router.dispatch.dispatcher import OnTaken
 from router.types.requests import ChoiceDelta, DeltaSink, RoutedRequest
 from router.types.worker_view import WorkerSnapshot
 from router.workers.registry import WorkerRegistry
-from tandem.errors import ServingError
+from tandem.errors import ServingError, Unavailable
 from tandem.values.ids import RequestId
 
 _LOOK_S = 0.1
 """Between two looks at who waits in vain."""
+_NO_TOKENS_RETRY_S = 5.0
+"""After a refusal because no worker gives tokens: they are asked again every few seconds."""
 _DELTAS_TOGETHER = 16
 """Of one request, that are charged to its tenant at once."""
 
@@ -56,8 +58,13 @@ class AdmissionQueue:
         """Of calls with several requests: those that have still to be run."""
         self._look: asyncio.TimerHandle | None = None
         self._ended = asyncio.Event()
+        self._no_tokens_reason: Callable[[], str | None] = lambda: None
         registry.on_load = _after(registry.on_load, self._pump)
         registry.watch(self._pump)
+
+    def refuse_while(self, no_tokens_reason: Callable[[], str | None]) -> None:
+        """Refuse new requests at once while there is a reason; streams that are continued pass."""
+        self._no_tokens_reason = no_tokens_reason
 
     async def drain(self, *, most_s: float) -> None:
         """Refuse new requests; those that wait here still have their turn, within the bound."""
@@ -69,12 +76,16 @@ class AdmissionQueue:
                 while self.admission.num_inflight:
                     self._ended.clear()
                     await self._ended.wait()
+        self.admission.ended = True
         await self._inner.drain(most_s=max(0.0, ends_s - loop.time()))
 
     async def generate(self, request: RoutedRequest) -> AsyncGenerator[ChoiceDelta, None]:
         """See `router.types.requests.Generator`. Raises Overloaded or Unavailable, with a time to come back, as
         well."""
-        async with self._inside(request) as visit, aclosing(self._inner.generate(visit.request, visit.take)) as deltas:
+        async with (
+            self._inside(request) as visit,
+            aclosing(self._inner.generate(visit.request, visit.on_taken)) as deltas,
+        ):
             async for delta in deltas:
                 self._note(visit, (delta,))
                 yield delta
@@ -84,7 +95,7 @@ class AdmissionQueue:
         async with self._inside(request) as visit:
             counting = _CountingSink(reader, partial(self._note, visit))
             try:
-                await self._inner.run(visit.request, counting, visit.take)
+                await self._inner.run(visit.request, counting, visit.on_taken)
             finally:
                 counting.flush()
 
@@ -120,8 +131,10 @@ class AdmissionQueue:
 
     def _enter(self, requests: Sequence[RoutedRequest]) -> "list[_AdmittedRequest]":
         promised = [bool(one.resume) and self._continuations.is_promised(one.request_id) for one in requests]
+        if not all(promised) and (reason := self._no_tokens_reason()) is not None:
+            raise Unavailable(reason, retry_after_s=_NO_TOKENS_RETRY_S)
         entered = self.admission.enter_call([self._wanted(*each) for each in zip(requests, promised, strict=True)])
-        self._tell(entered.evicted)
+        self._refuse(entered.evicted)
         if entered.refusal is not None:
             raise entered.refusal
         loop = asyncio.get_running_loop()
@@ -206,11 +219,11 @@ class AdmissionQueue:
     def _look_again(self) -> None:
         self._look = None
         self._pump()
-        self._tell(self.admission.hopeless())
+        self._refuse(self.admission.hopeless())
         if self.admission.num_waiting:
             self._look = asyncio.get_running_loop().call_later(_LOOK_S, self._look_again)
 
-    def _tell(self, refused: list[tuple[AdmissionEntry, ServingError]]) -> None:
+    def _refuse(self, refused: list[tuple[AdmissionEntry, ServingError]]) -> None:
         for entry, error in refused:
             if (turn := self._turns.get(entry)) is not None and not turn.done():
                 turn.set_exception(error)
@@ -239,7 +252,7 @@ class _AdmittedRequest:
         self.taken = False
         self.adopted: frozenset[int] = frozenset()
 
-    def take(self, adopted: frozenset[int]) -> None:
+    def on_taken(self, adopted: frozenset[int]) -> None:
         """A worker took it, or may have; these choices of it one still had."""
         self.taken, self.adopted = True, adopted
 

@@ -1,6 +1,6 @@
-"""The router's half of a request's life: admitted, placed, submitted, streamed, continued elsewhere, ended.
+"""The router's half of a request's life from its turn on: placed, submitted, streamed, continued elsewhere, ended.
 
-`Dispatcher` is the `Generator` of the doors. It admits and counts; a `RequestRun` does the rest.
+`Dispatcher` counts what runs; a `RequestRun` does the rest. Who runs is decided before (`router.admission`).
 """
 
 import asyncio
@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import partial
 from random import Random
 
-from router.admission.concurrency_limit import Admission
 from router.dispatch.beam_run import BeamRun
 from router.dispatch.choices.context import DispatchContext, DispatchSettings
 from router.dispatch.choices.hedging import Hedging
@@ -42,14 +41,12 @@ class Dispatcher:
         self,
         *,
         placer: Placer,
-        admission: Admission,
         hasher: BlockHasher,
         settings: DispatchSettings,
         clock: Callable[[], float],
         rng: Random,
         observer: DispatchObserver | None = None,
     ) -> None:
-        self._admission = admission
         asked = settings.hedging
         self.hedging = None if asked is None else Hedging(quantile=asked.quantile, budget=asked.budget)
         self.health = WorkerHealth(clock=clock)
@@ -75,11 +72,8 @@ class Dispatcher:
         self._reads = PromptScorer(self._context)
         self._runs: dict[RequestId, RequestRun] = {}
         self._ended = asyncio.Event()
-
-    @property
-    def num_inflight(self) -> int:
-        """Requests accepted and not yet ended: zero when a drain is complete."""
-        return self._admission.num_inflight
+        self.num_inflight = 0
+        """Requests begun and not yet ended: zero when a drain is complete."""
 
     @property
     def num_waiting_for_room(self) -> int:
@@ -87,8 +81,7 @@ class Dispatcher:
         return len(self._room)
 
     async def drain(self, *, most_s: float) -> None:
-        """Refuse new requests from now on, at both doors; wait until those accepted have ended, or for `most_s`."""
-        self._admission.close()
+        """Wait until all requests have ended, or for `most_s`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(most_s):
                 while self.num_inflight:
@@ -98,7 +91,7 @@ class Dispatcher:
     async def generate(self, request: RoutedRequest, taken: OnTaken = _unheard) -> AsyncGenerator[ChoiceDelta, None]:
         """Stream all choices, interleaved. Closing the iterator early cancels the request on every worker.
 
-        Raises Overloaded, Unavailable, RequestTooLarge, DeadlineExceeded or InternalError, or what a worker found wrong
+        Raises Unavailable, RequestTooLarge, DeadlineExceeded or InternalError, or what a worker found wrong
         with the request. Reads no prompts and searches with no beams.
         """
         if request.reads is not None or request.beams is not None:
@@ -118,7 +111,7 @@ class Dispatcher:
                 await run.follow(reader)
             return
         sent = partial(taken, frozenset())
-        with self._admitted(request):
+        with self._counted(request):
             if (ask := request.reads) is not None:
                 reading = await self._reads.read(request, ask, sent)
                 reader.on_delta(ChoiceDelta(0, reading=reading))
@@ -134,18 +127,18 @@ class Dispatcher:
 
     @contextlib.contextmanager
     def _running(self, request: RoutedRequest, taken: OnTaken) -> Iterator[RequestRun]:
-        with self._admitted(request), self._under_way(request, taken) as run:
+        with self._counted(request), self._under_way(request, taken) as run:
             yield run
 
     @contextlib.contextmanager
-    def _admitted(self, request: RoutedRequest) -> Iterator[None]:
-        """Has a place while inside."""
+    def _counted(self, request: RoutedRequest) -> Iterator[None]:
+        """In flight while inside."""
         self.health.check(request)
+        self.num_inflight += 1
         try:
-            with self._admission.admit(request.priority, promised=bool(request.resume)):
-                yield
+            yield
         finally:
-            # Last, when its place is free again.
+            self.num_inflight -= 1
             self._ended.set()
 
     @contextlib.contextmanager

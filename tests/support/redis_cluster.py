@@ -14,7 +14,7 @@ from typing import Any
 
 import grpc.aio
 
-from router.admission.concurrency_limit import Admission
+from router.admission.shared_rate_limits import SharedRateLimits
 from router.cluster_state.redis_tasks import RouterClusterState
 from router.dispatch.choices.context import DispatchSettings
 from router.dispatch.dispatcher import Dispatcher
@@ -23,7 +23,6 @@ from router.fleet.worker_session import SessionSettings
 from router.placement.costs import CostModel
 from router.placement.placer import Placer
 from router.process.admission_setup import make_limits
-from router.tenants.shared_rate_limits import SharedRateLimits
 from router.workers.prefix_map import PrefixMap
 from router.workers.registry import WorkerRegistry
 from tandem.backoff import Backoff
@@ -237,7 +236,6 @@ async def router(
         placer = Placer(registry=registry, model=CostModel(), rng=Random(number), clock=time.monotonic)
         dispatcher = Dispatcher(
             placer=placer,
-            admission=Admission(max_inflight=1000, clock=time.monotonic),
             hasher=BlockHasher(SECRET),
             settings=DispatchSettings(),
             clock=time.monotonic,
