@@ -61,8 +61,8 @@ def unusable(guide: TokenGuide | None) -> ServingError:
     if guide is not None and guide.takes_too_much:
         return InvalidRequest("grammar: this answer has come to take too much to follow", param="grammar")
     if guide is not None and guide.has_refused:
-        return InvalidRequest("no token may come next: what was asked of the answer leaves none")
-    return InternalError("the model gave no usable logits (NaN or infinity)")
+        return InvalidRequest("the grammar allows no next token")
+    return InternalError("the model's logits are not finite (NaN or infinity)")
 
 
 def follow(guide: TokenGuide, output: Sequence[int]) -> bool:
@@ -71,5 +71,5 @@ def follow(guide: TokenGuide, output: Sequence[int]) -> bool:
 
 
 def num_words(vocab_size: int) -> int:
-    """Length of `Bits`."""
+    """Number of 32-bit words in a mask over the vocabulary."""
     return (vocab_size + 31) // 32

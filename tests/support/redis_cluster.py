@@ -39,7 +39,7 @@ from tandem.values.roles import WorkerRole
 from tests.support.fake_worker import SECRET, FakeWorker, Submission
 from tests.support.redis_server import RedisServer, until
 from tests.support.router.cluster import ROOT, collect, routed
-from worker.cluster_state.publisher import BoardPublisher
+from worker.cluster_state.publisher import ClusterStatePublisher
 from worker.session_port import orders_of
 
 CAPACITY = 64
@@ -71,7 +71,7 @@ class PublishingWorker(FakeWorker):
         self._settings = settings
         self._stack = AsyncExitStack()
         self._queues: set[asyncio.Queue[pb.WorkerMessage]] = set()
-        self.publisher: BoardPublisher | None = None
+        self.publisher: ClusterStatePublisher | None = None
 
     @property
     def process(self) -> Process:
@@ -79,7 +79,7 @@ class PublishingWorker(FakeWorker):
 
     async def __aenter__(self) -> "PublishingWorker":
         await self.start()
-        self.publisher = BoardPublisher(
+        self.publisher = ClusterStatePublisher(
             Notice(process=self.process, role=WorkerRole.DECODE, address=self.address),
             self._settings,
             ClusterStateCodec(SECRET, self._settings.cluster),
