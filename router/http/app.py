@@ -1,28 +1,34 @@
-"""The HTTP door: OpenAI's routes, those for operators, and nothing that decides."""
+"""The HTTP application: FastAPI over the routers of each API, with those routes below it that generate."""
 
 from dataclasses import dataclass
+from typing import Any
 
+import orjson
+from fastapi import APIRouter, Depends, FastAPI
+from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from router.access.access_control import AccessControl
 from router.api.frontend import Frontend
 from router.api.named_cache_prompts import NamedCacheService
+from router.api.request.client_request import ModelInfo
 from router.http.admin.debug import DecisionRoutes, PinRoutes
-from router.http.admin.operations import ReadinessSource, UsageRoutes, add_operator_routes, installed_version
+from router.http.admin.operations import OperatorRoutes, ReadinessSource, UsageRoutes, installed_version
 from router.http.admin.profiles import ProfileRoutes
-from router.http.admin.status import StatusRoutes, add_page
-from router.http.anthropic.messages import MessagesRoutes
-from router.http.body.error_formats import anthropic_error, google_error
-from router.http.google.cached_contents import PATH, CachedContentRoutes
+from router.http.admin.status import StatusRoutes, page_router
+from router.http.anthropic.messages import MESSAGES_PATH, MessagesRoutes
+from router.http.body.json_body import BodyBounds
+from router.http.google.cached_contents import CachedContentRoutes
 from router.http.openai.batches import BATCHES, FILES, BatchRoutes
 from router.http.openai.embeddings import EmbeddingRoutes
-from router.http.openai.generation import GenerationRoutes
+from router.http.openai.generation import CHAT_PATH, COMPLETIONS_PATH, GenerationRoutes
 from router.http.openai.models_and_tokenize import TextRoutes
-from router.http.openai.responses.routes import ResponsesRoutes
-from router.http.openapi.document import OpenApiRoute
-from router.http.routing.access_guard import Guard, OperatorPage, operator, public
+from router.http.openai.responses.routes import RESPONSES_PATH, ResponsesRoutes
+from router.http.openapi.document import OpenApiDocument, operation_id
+from router.http.routing.access import AccessGuard, ClientAccess, OperatorPage, PageAccess, check_access
+from router.http.routing.direct_routes import DirectRoutes
+from router.http.routing.error_answers import ErrorAnswers, MissingRoutes
 from router.http.routing.generation_calls import GenerationContext
-from router.http.routing.route_table import Routes
 from router.http.server.middleware import RequestMiddleware
 from router.metrics.router_metrics import RouterMetrics
 from router.placement.decision_log import DecisionLog
@@ -31,20 +37,27 @@ from router.types.requests import Generator
 from tandem.config.cluster import RouterConfig
 
 STATUS_WRITE_TIMEOUT_S = 10.0
-"""Whoever does not read a status for so long has none to look at."""
+"""A client that reads nothing of a status for so long is given up."""
+DIRECT_PATHS = (CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH, MESSAGES_PATH)
+"""Answered below FastAPI, for what its way costs each request (ADR 17)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptionalRoutes:
-    """What a door may have beside its models; without one its routes are none."""
+    """Parts that an application may have beside its models; without one its routes are absent."""
 
     decisions: DecisionLog | None = None
-    """Shown at /debug/decisions, unless none are kept."""
+    """At /debug/decisions, unless none are kept."""
     status: StatusFeed | None = None
-    """Shown below /status/ and on the page at /."""
+    """Below /status/ and on the page at /."""
     batches: BatchRoutes | None = None
     profiles: ProfileRoutes | None = None
     """Below /debug/profile."""
+
+    def disabled(self) -> dict[str, str]:
+        """Paths that are absent because a setting has not turned them on, and the setting."""
+        found = {} if self.batches is not None else dict.fromkeys((FILES, BATCHES), "router.batches.path")
+        return found if self.profiles is not None else found | {"/debug/profile": "profiling.enabled"}
 
 
 def create_app(
@@ -54,71 +67,81 @@ def create_app(
     config: RouterConfig,
     metrics: RouterMetrics,
     extras: OptionalRoutes | None = None,
-    keeper: AccessControl | None = None,
+    access: AccessControl | None = None,
 ) -> ASGIApp:
     """The ASGI application. It owns nothing: whoever made the parts closes them.
 
-    `keeper`: of keys and audit log; the configured keys alone when absent.
+    `access`: of keys and audit log; the configured keys alone when absent.
     """
-    keeper, extras = keeper or AccessControl(config), extras or OptionalRoutes()
-    routes = Routes(guard := Guard(keeper.keys, config))
-    named, most_bytes = NamedCacheService.from_frontend(frontend), config.max_body_bytes
-    generation = GenerationRoutes(frontend, generator, metrics, max_body_bytes=most_bytes, named=named)
-    answering = GenerationContext.create(frontend, generator, metrics, max_body_bytes=most_bytes)
-    _add_prompt_caching(routes, answering, named)
-    texts = TextRoutes(frontend, max_body_bytes=most_bytes)
-    routes.add("POST", "/v1/chat/completions", public(generation.chat))
-    routes.add("POST", "/v1/completions", public(generation.completions))
-    routes.add("POST", "/v1/responses", public(ResponsesRoutes(answering).create))
-    routes.add("POST", "/v1/embeddings", public(EmbeddingRoutes(frontend, generator, metrics, config).embed))
-    routes.add("GET", "/v1/models", public(texts.models))
-    routes.add("GET", "/v1/models/*", public(texts.model))
-    routes.add("POST", "/tokenize", public(texts.tokenize))
-    routes.add("POST", "/detokenize", public(texts.detokenize))
-    routes.add("GET", "/v1/usage", public(UsageRoutes(metrics.usage).get_usage))
-    _add_extras(routes, extras)
-    document = OpenApiRoute(routes, guard, keeper.keys, frontend.model, installed_version())
-    routes.add("GET", "/openapi.json", operator(document.get_document, OperatorPage.OPENAPI))
-    add_operator_routes(routes, readiness, metrics)
-    return RequestMiddleware(routes, metrics, keeper.audit)
+    access = access or AccessControl(config)
+    guard = AccessGuard(access.keys, config)
+    bounds = BodyBounds.for_model(config.max_body_bytes, frontend.model.max_model_len)
+    api = _create_api(guard, frontend.model, bounds, extras or OptionalRoutes())
+    context = GenerationContext(frontend=frontend, generator=generator, metrics=metrics)
+    for router in _routers(context, config, readiness, guard, extras or OptionalRoutes()):
+        api.include_router(router)
+    check_access(api)
+    return RequestMiddleware(DirectRoutes(api, guard, bounds, DIRECT_PATHS), metrics, access.audit)
 
 
-def _add_extras(routes: Routes, extras: OptionalRoutes) -> None:
-    if extras.batches is not None:
-        extras.batches.add_to(routes)
-    else:
-        for path in (FILES, BATCHES):
-            routes.off(path, "router.batches.path")
-    if extras.decisions is not None and extras.decisions.most:
-        routes.add("GET", "/debug/decisions", public(DecisionRoutes(extras.decisions).list_decisions))
-    if extras.profiles is not None:
-        routes.add("POST", "/debug/profile/router", public(extras.profiles.router))
-        routes.add("POST", "/debug/profile/worker", public(extras.profiles.worker))
-    else:
-        routes.off("/debug/profile", "profiling.enabled")
-    if extras.status is not None:
-        shown = StatusRoutes(extras.status, write_timeout_s=STATUS_WRITE_TIMEOUT_S)
-        routes.add("GET", "/status/snapshot", public(shown.snapshot))
-        routes.add("GET", "/status/events", public(shown.events))
-        add_page(routes)
+def _create_api(guard: AccessGuard, model: ModelInfo, bounds: BodyBounds, extras: OptionalRoutes) -> FastAPI:
+    api = FastAPI(
+        title="Tandem",
+        version=installed_version(),
+        # The document needs access like every route; /docs is of our own files, which come from nowhere else.
+        openapi_url=None,
+        redirect_slashes=False,
+        generate_unique_id_function=operation_id,
+        # Spans, metrics and logs are the router's own.
+        telemetry={"tracing": False, "metrics": False, "logs": False},
+    )
+    api.state.body_bounds = bounds
+    api.add_middleware(ErrorAnswers)
+    MissingRoutes(guard, extras.disabled()).add_to(api)
+    api.include_router(_document_router(OpenApiDocument(api, guard, model), guard))
+    return api
 
 
-def _add_prompt_caching(routes: Routes, answering: GenerationContext, named: NamedCacheService | None) -> None:
-    messages, kept = MessagesRoutes(answering), answering.frontend.kept
-    routes.add("POST", "/v1/messages", public(messages.messages), show_error=anthropic_error)
-    routes.add("POST", "/v1/messages/count_tokens", public(messages.count_tokens), show_error=anthropic_error)
-    if kept is not None:
-        routes.add("GET", "/debug/pins", public(PinRoutes(kept.pins).list_pins))
+def _document_router(document: OpenApiDocument, guard: AccessGuard) -> APIRouter:
+    router = APIRouter(dependencies=[Depends(PageAccess(guard, OperatorPage.OPENAPI))])
+
+    async def get_document() -> Response:
+        """Return the OpenAPI document of this router."""
+        return Response(orjson.dumps(document.render()), media_type="application/json")
+
+    router.add_api_route("/openapi.json", get_document, methods=["GET"], response_model=dict[str, Any])
+    return router
+
+
+def _routers(
+    context: GenerationContext,
+    config: RouterConfig,
+    readiness: ReadinessSource,
+    guard: AccessGuard,
+    extras: OptionalRoutes,
+) -> list[APIRouter]:
+    frontend, metrics, clients = context.frontend, context.metrics, ClientAccess(guard)
+    named = NamedCacheService.from_frontend(frontend)
+    found = [
+        OperatorRoutes(readiness, metrics).router(guard),
+        GenerationRoutes(frontend, context.generator, metrics, named).router(clients),
+        ResponsesRoutes(context).router(clients),
+        MessagesRoutes(context).router(clients),
+        EmbeddingRoutes(frontend, context.generator, metrics, config).router(clients),
+        TextRoutes(frontend).router(clients),
+        UsageRoutes(metrics.usage).router(clients),
+    ]
+    if frontend.kept is not None:
+        found.append(PinRoutes(frontend.kept.pins).router(clients))
     if named is not None:
-        _add_cached_contents(routes, CachedContentRoutes(answering, named))
-
-
-def _add_cached_contents(routes: Routes, cached: CachedContentRoutes) -> None:
-    for method, path, handler in (
-        ("POST", PATH, public(cached.create)),
-        ("GET", PATH, public(cached.list_all)),
-        ("GET", f"{PATH}/*", public(cached.get)),
-        ("PATCH", f"{PATH}/*", public(cached.patch)),
-        ("DELETE", f"{PATH}/*", public(cached.delete)),
-    ):
-        routes.add(method, path, handler, show_error=google_error)
+        found.append(CachedContentRoutes(context, named).router(clients))
+    if extras.batches is not None:
+        found.append(extras.batches.router(clients))
+    if extras.decisions is not None and extras.decisions.most:
+        found.append(DecisionRoutes(extras.decisions).router(clients))
+    if extras.profiles is not None:
+        found.append(extras.profiles.router(clients))
+    if extras.status is not None:
+        status = StatusRoutes(extras.status, write_timeout_s=STATUS_WRITE_TIMEOUT_S)
+        found += [status.router(clients), page_router(guard)]
+    return found

@@ -4,7 +4,7 @@ Processes that share a door share its answers: what each counted is added up. Wh
 is known of them, every process knows alike: there the greatest stands, because it is the latest. Of what each process
 has of its own and needs, the least.
 
-All of them write as `router.metrics.exposition` does, labels in one order, so that what stands before the value names
+All of them write with prometheus_client, labels in one order, so that what stands before the value names
 a series: labels need not be taken apart and put together again.
 """
 

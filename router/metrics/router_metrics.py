@@ -9,12 +9,11 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from itertools import islice
 from typing import Protocol, TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from router.dispatch.choices.retry import RetryReason
 from router.metrics.engine_work import WorkMetrics
-from router.metrics.exposition import render_exposition
 from router.metrics.genai import GenAiMetrics
 from router.metrics.instruments import LabelledCounter, LocalHistogram, SingleValue
 from router.metrics.latency_slices import SliceMetrics
@@ -185,7 +184,7 @@ class RouterMetrics:
     def render(self) -> bytes:
         """The text exposition format."""
         self._refresh()
-        return render_exposition(self.registry)
+        return generate_latest(self.registry)
 
     def http_answered(self, route: str, method: str, status: int) -> None:
         """`route` is the route's pattern, never the path that was asked for."""

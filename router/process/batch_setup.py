@@ -8,13 +8,12 @@ from typing import Any, Protocol
 from router.api.frontend import Frontend
 from router.api.request.strict_json import check_num_values, parse
 from router.batches.files.store import BatchStore
-from router.batches.files.types import ENDPOINTS
 from router.batches.runner import BatchRunner, RunnerBounds
 from router.dispatch.admission_queue import AdmissionQueue
 from router.http.body.json_body import BodyBounds
 from router.http.openai.batches import BatchRoutes
-from router.http.openai.generation import GenerationRoutes
-from router.http.routing.internal_calls import InternalCalls
+from router.http.openai.generation import CHAT_BODY, CHAT_PATH, COMPLETION_BODY, COMPLETIONS_PATH, GenerationRoutes
+from router.http.routing.internal_calls import InternalCalls, InternalEndpoint
 from router.metrics.router_metrics import RouterMetrics
 from router.types.requests import Generator
 from tandem.config.cluster import RouterConfig
@@ -35,15 +34,19 @@ def make_batches(
     batches = config.batches
     if batches.path is None:
         return None
-    max_values = BodyBounds.for_model(config.max_body_bytes, frontend.model.max_model_len).max_values
+    body_bounds = BodyBounds.for_model(config.max_body_bytes, frontend.model.max_model_len)
 
     def read(text: bytes) -> Any:
-        check_num_values(text, max_values)
+        check_num_values(text, body_bounds.max_values)
         return parse(text)
 
     store = BatchStore(Path(batches.path), max_tenant_bytes=batches.max_tenant_bytes, keep_s=batches.keep_s)
-    generation = GenerationRoutes(frontend, generator, metrics, max_body_bytes=config.max_body_bytes)
-    calls = InternalCalls(dict(zip(ENDPOINTS, (generation.chat, generation.completions), strict=True)))
+    generation = GenerationRoutes(frontend, generator, metrics)
+    endpoints = {
+        CHAT_PATH: InternalEndpoint(generation.chat, CHAT_BODY),
+        COMPLETIONS_PATH: InternalEndpoint(generation.completions, COMPLETION_BODY),
+    }
+    calls = InternalCalls(endpoints, body_bounds)
     bounds = RunnerBounds(
         max_concurrent=batches.max_concurrent,
         max_requests=batches.max_requests,

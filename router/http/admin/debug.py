@@ -1,50 +1,72 @@
 """What one looks at when one wonders why: the last placements of one's own requests."""
 
 import asyncio
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from fastapi import APIRouter, Depends, Query
+from pydantic import Field
 from starlette.requests import Request
 
+from router.http.body.answer_object import AnswerObject, AnyObject, Count
+from router.http.body.query_parameters import QueryParameters
+from router.http.routing.access import ClientAccess
 from router.placement.decision_log import DecisionLog
 from router.workers.prefix_pins import PinRegistry
-from tandem.errors import InvalidRequest
 
 DEFAULT_LIMIT = 20
 MAX_LIMIT = 1000
 _MAX_ID_CHARS = 256
 
 
+class DebugList(AnswerObject):
+    object: Literal["list"]
+    data: list[AnyObject]
+
+
+class DecisionList(DebugList):
+    kept: Count
+
+
+class DecisionQuery(QueryParameters):
+    limit: Annotated[int, Field(ge=1, le=MAX_LIMIT)] = DEFAULT_LIMIT
+    request_id: Annotated[str | None, Field(max_length=_MAX_ID_CHARS)] = None
+
+
 class DecisionRoutes:
-    """GET /debug/decisions."""
+    """The path operation of /debug/decisions."""
 
     def __init__(self, decisions: DecisionLog) -> None:
         self._decisions = decisions
         self._one_at_a_time = asyncio.Lock()
 
-    async def list_decisions(self, request: Request) -> dict[str, Any]:
-        """The tenant's own, newest first. `?limit=` of them, `?request_id=` of one request. Raises InvalidRequest."""
-        query = request.query_params
-        if unknown := query.keys() - {"limit", "request_id"}:
-            raise InvalidRequest(f"{min(unknown)[:40]!r} is no parameter of this page; limit and request_id are")
-        request_id = query.get("request_id")
-        if request_id is not None and len(request_id) > _MAX_ID_CHARS:
-            raise InvalidRequest(f"request_id has more than {_MAX_ID_CHARS} characters", param="request_id")
-        tenant, limit = request.state.tenant, _limit(query.get("limit"))
+    def router(self, access: ClientAccess) -> APIRouter:
+        router = APIRouter(dependencies=[Depends(access)])
+        router.add_api_route("/debug/decisions", self.list_decisions, methods=["GET"], response_model=DecisionList)
+        return router
+
+    async def list_decisions(self, request: Request, query: Annotated[DecisionQuery, Query()]) -> dict[str, Any]:
+        """List the tenant's last placements, newest first; those of one request where `request_id` names it."""
+        tenant = request.state.tenant
         async with self._one_at_a_time:
             # It takes milliseconds: between two of many who ask for it, streams have their turn.
             await asyncio.sleep(0)
-            shown = self._decisions.described(tenant, limit=limit, request_id=request_id)
+            shown = self._decisions.described(tenant, limit=query.limit, request_id=query.request_id)
         return {"object": "list", "kept": self._decisions.num_kept(tenant), "data": shown}
 
 
 class PinRoutes:
-    """GET /debug/pins."""
+    """The path operation of /debug/pins."""
 
     def __init__(self, pins: PinRegistry) -> None:
         self._pins = pins
 
+    def router(self, access: ClientAccess) -> APIRouter:
+        router = APIRouter(dependencies=[Depends(access)])
+        router.add_api_route("/debug/pins", self.list_pins, methods=["GET"], response_model=DebugList)
+        return router
+
     async def list_pins(self, request: Request) -> dict[str, Any]:
-        """The tenant's own pinned prefixes that this router process knows of, the most recently used first."""
+        """List the tenant's pinned prefixes that this router process knows of, the most recently used first."""
         shown = [
             {
                 "name": name,
@@ -56,11 +78,3 @@ class PinRoutes:
             for name, record, left_s in self._pins.of_tenant(request.state.tenant)
         ]
         return {"object": "list", "data": shown[:MAX_LIMIT]}
-
-
-def _limit(text: str | None) -> int:
-    if text is None:
-        return DEFAULT_LIMIT
-    if not (text.isascii() and text.isdigit() and len(text) <= 6 and 1 <= int(text) <= MAX_LIMIT):
-        raise InvalidRequest(f"limit must be an integer in [1, {MAX_LIMIT}]", param="limit")
-    return int(text)

@@ -3,17 +3,17 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from importlib import metadata
-from typing import Any, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
+from fastapi import APIRouter, Depends, Query
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
-from router.http.routing.access_guard import OperatorPage, operator
-from router.http.routing.route_table import Routes
-from router.metrics.exposition import only_tenant
+from router.http.body.answer_object import AnswerObject, AnyObject
+from router.http.routing.access import AccessGuard, ClientAccess, OperatorPage, PageAccess
 from router.metrics.router_metrics import RouterMetrics
 from router.tenants.usage import TenantUsage
-from tandem.errors import InvalidRequest, Unavailable
+from tandem.errors import Unavailable
 
 _DISTRIBUTION = "tandem-serve"
 
@@ -46,14 +46,25 @@ class SharedScrape:
         return await self._read()
 
 
+class UsageReport(AnswerObject):
+    object: Literal["usage"]
+    data: list[AnyObject]
+    total: AnyObject
+
+
 class UsageRoutes:
-    """The handler of the one route."""
+    """The path operation of /v1/usage."""
 
     def __init__(self, usage: TenantUsage) -> None:
         self._usage = usage
 
+    def router(self, access: ClientAccess) -> APIRouter:
+        router = APIRouter(dependencies=[Depends(access)])
+        router.add_api_route("/v1/usage", self.get_usage, methods=["GET"], response_model=UsageReport)
+        return router
+
     async def get_usage(self, request: Request) -> dict[str, Any]:
-        """Totals of the key's own tenant; of all tenants for an operator, and where no keys are configured."""
+        """Return the totals of the key's own tenant; of all tenants for an operator, and where there are no keys."""
         only = None if request.state.sees_all else request.state.tenant
         return self._usage.object(await self._usage.collect(), only=only)
 
@@ -76,32 +87,78 @@ def installed_version() -> str:
         return "unknown"
 
 
-def add_operator_routes(routes: Routes, readiness: ReadinessSource, metrics: RouterMetrics) -> None:
-    """Probes, metrics, version."""
+class LivenessReport(AnswerObject):
+    status: str
 
-    async def health(_request: Request) -> dict[str, Any]:
+
+class VersionReport(AnswerObject):
+    version: str
+
+
+class OperatorRoutes:
+    """Path operations for orchestrators and scrapers: probes, metrics, version."""
+
+    def __init__(self, readiness: ReadinessSource, metrics: RouterMetrics) -> None:
+        self._readiness = readiness
+        self._metrics = metrics
+        self._scrape = SharedScrape(metrics.collect)
+
+    def router(self, guard: AccessGuard) -> APIRouter:
+        router = APIRouter()
+        for path, page, endpoint, model in (
+            ("/health", OperatorPage.HEALTH, self.health, LivenessReport),
+            ("/readyz", OperatorPage.READYZ, self.readyz, LivenessReport),
+            ("/version", OperatorPage.VERSION, self.version, VersionReport),
+        ):
+            access = [Depends(PageAccess(guard, page))]
+            router.add_api_route(path, endpoint, methods=["GET"], response_model=model, dependencies=access)
+        access = [Depends(PageAccess(guard, OperatorPage.METRICS))]
+        router.add_api_route(
+            "/metrics", self.render_metrics, methods=["GET"], response_class=PlainTextResponse, dependencies=access
+        )
+        return router
+
+    async def health(self) -> dict[str, Any]:
+        """Answer that the process is alive."""
         return {"status": "alive"}
 
-    async def readyz(request: Request) -> dict[str, Any]:
-        excluded = set(request.query_params.getlist("exclude"))
-        if excluded - {"workers"}:
-            raise InvalidRequest("exclude must be workers", param="exclude")
-        if (reason := readiness.not_ready_reason(exclude_workers=bool(excluded))) is not None:
+    async def readyz(self, exclude: Annotated[list[Literal["workers"]] | None, Query()] = None) -> dict[str, Any]:
+        """Answer whether requests can be served; 503 says what is missing. `exclude=workers`: of the router alone."""
+        if (reason := self._readiness.not_ready_reason(exclude_workers=bool(exclude))) is not None:
             raise Unavailable(f"not ready: {reason}", retry_after_s=1.0)
         return {"status": "ready"}
 
-    scrape = SharedScrape(metrics.collect)
-
-    async def render_metrics(request: Request) -> Response:
-        text = await scrape()
+    async def render_metrics(self, request: Request) -> Response:
+        """Return the metrics as Prometheus reads them; to a tenant's key its own series alone."""
+        text = await self._scrape()
         if not request.state.sees_all:
-            text = only_tenant(text, metrics.tenants.label(request.state.tenant))
+            text = _only_tenant(text, self._metrics.tenants.label(request.state.tenant))
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    async def version(_request: Request) -> dict[str, Any]:
+    async def version(self) -> dict[str, Any]:
+        """Return the installed version."""
         return {"version": installed_version()}
 
-    routes.add("GET", "/health", operator(health, OperatorPage.HEALTH))
-    routes.add("GET", "/readyz", operator(readyz, OperatorPage.READYZ))
-    routes.add("GET", "/metrics", operator(render_metrics, OperatorPage.METRICS))
-    routes.add("GET", "/version", operator(version, OperatorPage.VERSION))
+
+def _only_tenant(text: bytes, label: str) -> bytes:
+    """Return the series of an exposition that carry `tenant="label"`, below the heads of their families.
+
+    An unescaped quote ends a label's value, so what is looked for cannot stand inside of one.
+    """
+    marks = [f'{before}tenant="{_escaped(label)}"' for before in ("{", ",")]
+    kept: list[str] = []
+    head: list[str] = []
+    for line in text.decode().split("\n"):
+        if line.startswith("#"):
+            # HELP begins a family's head, and TYPE follows.
+            head = [line] if line.startswith("# HELP ") else [*head, line]
+        elif any(mark in line for mark in marks):
+            kept += [*head, line]
+            head = []
+    return "".join([f"{line}\n" for line in kept]).encode()
+
+
+def _escaped(value: str) -> str:
+    if "\\" in value or "\n" in value or '"' in value:
+        return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+    return value

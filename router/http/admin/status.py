@@ -1,16 +1,22 @@
-"""GET /status/snapshot and GET /status/events: the cluster as it is now, once or every second."""
+"""GET /status/snapshot and GET /status/events: the cluster as it is now, once or every second; and the pages at / and
+/docs.
+"""
 
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from hashlib import blake2b
 from importlib import resources
+from typing import Annotated, Literal
 
+from fastapi import APIRouter, Depends
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from router.http.body.answer_object import AnswerObject, AnyObject, Count
 from router.http.body.sse import EventStream, SseResponse
-from router.http.routing.access_guard import Handler, OperatorPage, operator
-from router.http.routing.route_table import Routes
+from router.http.openapi.event_streams import openai_events
+from router.http.routing.access import AccessGuard, ClientAccess, OperatorPage, PageAccess
 from router.status.feed import StatusFeed
 from tandem.errors import InvalidRequest
 
@@ -33,25 +39,73 @@ HEADERS = {
     "Cache-Control": "no-cache",
 }
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-_INDEX = "index.html"
+_PATHS = {"index.html": "/", "docs.html": "/docs"}
+"""Of pages; what they are made of lies under /status/."""
+
+
+class ModelStatus(AnswerObject):
+    name: str
+    max_model_len: Count
+
+
+class QueueStatus(AnswerObject):
+    requests: Count
+    tokens: Count
+    oldest_s: Annotated[float, Field(ge=0)]
+
+
+class PoolStatus(AnswerObject):
+    role: Literal["prefill", "decode"]
+    workers: list[AnyObject]
+
+
+class HandoffStatus(AnswerObject):
+    in_flight: Count
+    shown: list[AnyObject]
+
+
+class StatusObject(AnswerObject):
+    """The cluster as it is now."""
+
+    model: ModelStatus
+    processes: Annotated[int, Field(ge=1)]
+    not_ready: str | None
+    requests: dict[str, Count]
+    queue: QueueStatus
+    pools: list[PoolStatus]
+    handoffs: HandoffStatus
+    prefixes: list[AnyObject]
+    recent: AnyObject
+    curves: AnyObject
+    decisions: list[AnyObject]
 
 
 class StatusRoutes:
-    """Both; a key is asked for where there are keys, and never taken from the address."""
+    """Path operations of the status; a key is required where there are keys, and never read from the address."""
 
     def __init__(self, feed: StatusFeed, *, write_timeout_s: float) -> None:
         self._feed = feed
         self._write_timeout_s = write_timeout_s
 
-    async def snapshot(self, request: Request) -> Response:
-        """As of now, or of half a second ago. Raises InvalidRequest."""
-        _check_query(request)
+    def router(self, access: ClientAccess) -> APIRouter:
+        router = APIRouter(dependencies=[Depends(access), Depends(_check_query)])
+        router.add_api_route("/status/snapshot", self.get_snapshot, methods=["GET"], response_model=StatusObject)
+        router.add_api_route(
+            "/status/events",
+            self.stream_events,
+            methods=["GET"],
+            response_class=Response,
+            responses={200: openai_events(StatusObject)},
+        )
+        return router
+
+    async def get_snapshot(self, request: Request) -> Response:
+        """Return the cluster's status as of now, or of half a second ago."""
         content = await self._feed.snapshot(request.state.tenant)
         return Response(content, headers=_NOT_KEPT, media_type="application/json")
 
-    async def events(self, request: Request) -> Response:
-        """One event a second, for five minutes, or until the client leaves, reads nothing or the router drains."""
-        _check_query(request)
+    async def stream_events(self, request: Request) -> Response:
+        """Stream the status every second, for five minutes, or until the client leaves or the router drains."""
         return SseResponse(partial(self._stream, request.state.tenant), write_timeout_s=self._write_timeout_s)
 
     async def _stream(self, tenant: str, events: EventStream) -> None:
@@ -64,16 +118,29 @@ class StatusRoutes:
                 status, left = await listener.next(), left - 1
 
 
-def _check_query(request: Request) -> None:
+async def _check_query(request: Request) -> None:
     if request.url.query:
         raise InvalidRequest("this page has no parameters; a key goes into the Authorization header")
 
 
-def add_page(routes: Routes) -> None:
-    """The page at `/`, what it is made of under `/status/`."""
+def page_router(guard: AccessGuard) -> APIRouter:
+    """The pages at `/` and `/docs`, and what they are made of.
+
+    Not StaticFiles: its ETag is of a file's time and size, and all files of an image have one time. A script that
+    changed without changing its length would stay in browsers.
+    """
+    router = APIRouter(dependencies=[Depends(PageAccess(guard, OperatorPage.PAGE))])
     for name, media_type, content in _files():
-        path = "/" if name == _INDEX else f"/status/{name}"
-        routes.add("GET", path, operator(_shown(content, media_type), OperatorPage.PAGE))
+        path = _PATHS.get(name, f"/status/{name}")
+        file = {"content": {media_type: {"schema": {"type": "string"}}}}
+        router.add_api_route(
+            path,
+            _page_endpoint(name, content, media_type),
+            methods=["GET"],
+            response_class=Response,
+            responses={200: file},
+        )
+    return router
 
 
 def _files() -> Iterator[tuple[str, str, bytes]]:
@@ -83,13 +150,14 @@ def _files() -> Iterator[tuple[str, str, bytes]]:
             yield file.name, media_type, file.read_bytes()
 
 
-def _shown(content: bytes, media_type: str) -> Handler:
+def _page_endpoint(name: str, content: bytes, media_type: str) -> Callable[[Request], Awaitable[Response]]:
     tag = f'"{blake2b(content, digest_size=16).hexdigest()}"'
     headers = {**HEADERS, "ETag": tag}
 
-    async def show(request: Request) -> Response:
+    async def get_file(request: Request) -> Response:
         if request.headers.get("if-none-match") == tag:
             return Response(status_code=304, headers=headers)
         return Response(content, headers=headers, media_type=media_type)
 
-    return show
+    get_file.__doc__ = f"Return {name}."
+    return get_file

@@ -42,7 +42,6 @@ class MessagesUsage:
         self.output_tokens = 0
 
     def add(self, delta: TextDelta) -> None:
-        """Count one delta."""
         self.output_tokens += len(delta.tokens)
         if delta.finish is not None:
             self.cached_tokens = delta.finish.cached_tokens
@@ -50,7 +49,6 @@ class MessagesUsage:
             self.cached_tokens = delta.cached_tokens
 
     def shown(self) -> dict[str, Any]:
-        """The usage object."""
         read = self.cached_tokens
         # What both marks cover is written once, for the longer time.
         long = max(0, self._marked["1h"] - read)
@@ -65,7 +63,7 @@ class MessagesUsage:
 
 
 def _ending(reader: AnswerParser, delta: TextDelta) -> dict[str, Any]:
-    """Why it ended."""
+    """Return Anthropic's stop reason and stop sequence."""
     stopped_by = delta.stopped_by if isinstance(delta.stopped_by, str) else None
     reason = FinishReason.STOP if delta.finish is None else delta.finish.reason
     if reason is FinishReason.LENGTH:
@@ -118,11 +116,9 @@ class MessageStream:
         """Of the block that grows."""
 
     async def ready(self) -> None:
-        """See TextSink."""
         await self._events.ready()
 
     def on_delta(self, delta: TextDelta) -> bool:
-        """See TextSink."""
         self._usage.add(delta)
         parts = [] if self._has_begun else self._opening()
         self._has_begun = True

@@ -33,8 +33,6 @@ _SAMPLING = ("temperature", "top_k", "top_p")
 
 
 class AnthropicMessage(StrictBody):
-    """One message."""
-
     role: Literal["user", "assistant"]
     content: Blocks
 
@@ -59,8 +57,6 @@ class AnthropicConversation(NamedTuple):
 
 
 class CountBody(StrictBody):
-    """POST /v1/messages/count_tokens."""
-
     model: str
     messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     system: Texts | None = None
@@ -104,8 +100,6 @@ class CountBody(StrictBody):
 
 
 class MessagesBody(CountBody):
-    """POST /v1/messages."""
-
     max_tokens: int
     stop_sequences: Annotated[list[str] | None, at_most(MAX_STOP_STRINGS)] = None
     temperature: float | None = None
@@ -116,7 +110,6 @@ class MessagesBody(CountBody):
     service_tier: Literal["auto", "standard_only"] | None = None
 
     def fields(self, tenant: str) -> ClientRequest:
-        """See CountBody."""
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         return replace(
             super().fields(tenant),

@@ -29,8 +29,6 @@ class CacheControl(StrictBody):
 
 
 class TextBlock(StrictBody):
-    """Text."""
-
     # A client that sends an answer's blocks back as they were sends these as well.
     NOT_YET: ClassVar[dict[str, tuple[Any, ...]]] = {"citations": (None, [])}
     type: Literal["text"]
@@ -49,7 +47,7 @@ class ToolUseBlock(StrictBody):
     cache_control: CacheControl | None = None
 
     def call(self) -> AssistantToolCall:
-        """The same for every door."""
+        """The call or tool in the form that all APIs share."""
         return AssistantToolCall(id=self.id, name=self.name, arguments=orjson.dumps(self.input).decode())
 
 
@@ -124,7 +122,7 @@ class AnthropicTool(StrictBody):
     cache_control: CacheControl | None = None
 
     def tool(self) -> ToolDefinition:
-        """The same for every door."""
+        """The call or tool in the form that all APIs share."""
         return ToolDefinition(
             name=self.name, description=self.description, parameters=self.input_schema, strict=bool(self.strict)
         )

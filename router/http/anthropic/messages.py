@@ -1,9 +1,10 @@
 """POST /v1/messages and /v1/messages/count_tokens: Anthropic's Messages API."""
 
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import orjson
+from fastapi import APIRouter, Depends
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -12,11 +13,14 @@ from router.api.cache_breakpoints import prepare_with_breakpoints
 from router.api.request.client_request import ClientRequest
 from router.http.anthropic.answer import MessageStream, error_event, whole_message
 from router.http.anthropic.body import AnthropicConversation, CountBody, MessagesBody
+from router.http.anthropic.objects import MESSAGE_EVENTS, AnthropicErrorObject, MessageObject, TokenCountObject
 from router.http.body.client_link import WhileConnected
+from router.http.body.json_body import JsonBody
 from router.http.body.sse import EventStream, SseResponse
 from router.http.openai.generation import trace_and_time
-from router.http.openai.schemas import validate
 from router.http.openai.whole_answer import WholeResponse
+from router.http.openapi.event_streams import typed_events
+from router.http.routing.access import ClientAccess
 from router.http.routing.generation_calls import GenerationContext
 from tandem.errors import InvalidRequest
 
@@ -25,29 +29,45 @@ _VERSIONS = ("2023-06-01", "2026-10-21")
 """The second is what clients of late 2026 send; their types of all that is served here are those of the first."""
 
 
+MESSAGES_PATH = "/v1/messages"
+
+
 class MessagesRoutes:
-    """The handlers of the two routes."""
+    """Path operations of Anthropic's Messages API."""
 
     def __init__(self, answering: GenerationContext) -> None:
         self._answering = answering
         self._frontend = answering.frontend
 
-    async def messages(self, request: Request) -> Response:
-        """A conversation."""
+    def router(self, access: ClientAccess) -> APIRouter:
+        router = APIRouter(dependencies=[Depends(access)])
+        events = typed_events(MESSAGE_EVENTS, AnthropicErrorObject)
+        router.add_api_route(
+            MESSAGES_PATH, self.messages, methods=["POST"], response_model=MessageObject, responses={200: events}
+        )
+        router.add_api_route(
+            f"{MESSAGES_PATH}/count_tokens", self.count_tokens, methods=["POST"], response_model=TokenCountObject
+        )
+        return router
+
+    async def messages(
+        self, request: Request, body: Annotated[MessagesBody, Depends(JsonBody(MessagesBody))]
+    ) -> Response:
+        """Answer a conversation, whole or as a stream of events."""
         _check_version(request)
-        body = validate(MessagesBody, await self._answering.read_object(request))
         fields = trace_and_time(body.fields(request.state.tenant), request)
         talk = body.conversation()
         if body.stream:
-            return SseResponse(partial(self._stream, talk, fields), show_error=error_event, closing=b"")
+            return SseResponse(partial(self._stream, talk, fields), format_error=error_event, closing=b"")
         async with WhileConnected(request.scope, request.receive):
             content = await self._whole(talk, fields)
         return WholeResponse(orjson.dumps(content))
 
-    async def count_tokens(self, request: Request) -> dict[str, Any]:
-        """The size of the prompt that such a conversation makes."""
+    async def count_tokens(
+        self, request: Request, body: Annotated[CountBody, Depends(JsonBody(CountBody))]
+    ) -> dict[str, Any]:
+        """Count the tokens of the prompt that a conversation makes."""
         _check_version(request)
-        body = validate(CountBody, await self._answering.read_object(request))
         self._frontend.check_model(body.model)
         fields = body.fields(request.state.tenant)
         ids = await self._frontend.prompts.encode_chat(

@@ -1,14 +1,22 @@
-"""Errors as clients of other APIs than OpenAI's expect them."""
+"""Errors as clients of other APIs than OpenAI's expect them, and which requests are of such an API."""
 
 from typing import Any
 
+from starlette.types import Scope
+
+from router.http.body.errors import ErrorShape, error_object
 from tandem.errors import ServingError
+
+_ANTHROPIC_PATH, _GOOGLE_PATH = "/v1/messages", "/v1beta"
+_ANTHROPIC_HEADER = b"anthropic-version"
+"""Anthropic's clients send it with every request."""
 
 _ANTHROPIC = {
     400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
+    405: "invalid_request_error",
     408: "timeout_error",
     413: "request_too_large",
     422: "invalid_request_error",
@@ -21,6 +29,7 @@ _GOOGLE = {
     401: "UNAUTHENTICATED",
     403: "PERMISSION_DENIED",
     404: "NOT_FOUND",
+    405: "INVALID_ARGUMENT",
     413: "INVALID_ARGUMENT",
     422: "INVALID_ARGUMENT",
     429: "RESOURCE_EXHAUSTED",
@@ -39,3 +48,19 @@ def google_error(error: ServingError) -> dict[str, Any]:
     """`{"error": {"code", "message", "status"}}`."""
     status = _GOOGLE.get(error.http_status, "INTERNAL")
     return {"error": {"code": error.http_status, "message": error.message, "status": status}}
+
+
+def error_shape(scope: Scope) -> ErrorShape:
+    """How the client of a request expects an error: by its path or, where there is no such route, by its headers."""
+    path: str = scope["path"]
+    if _is_below(path, _ANTHROPIC_PATH):
+        return anthropic_error
+    if _is_below(path, _GOOGLE_PATH):
+        return google_error
+    is_unknown = "route" not in scope
+    is_anthropics = is_unknown and any(name == _ANTHROPIC_HEADER for name, _ in scope["headers"])
+    return anthropic_error if is_anthropics else error_object
+
+
+def _is_below(path: str, root: str) -> bool:
+    return path == root or path.startswith(f"{root}/")

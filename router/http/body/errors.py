@@ -2,16 +2,23 @@
 
 import math
 from collections.abc import Callable
-from http import HTTPStatus
 from typing import Any
 
 import orjson
 from starlette.responses import Response
 
-from tandem.errors import ServingError
+from tandem.errors import InvalidRequest, ServingError
 
 ErrorShape = Callable[[ServingError], dict[str, Any]]
 """How clients of one API expect an error."""
+
+
+class MethodNotAllowed(InvalidRequest):
+    """The path has other methods."""
+
+    http_status = 405
+    allowed = ""
+    """Its methods, for the header Allow."""
 
 
 def error_object(error: ServingError) -> dict[str, Any]:
@@ -19,7 +26,7 @@ def error_object(error: ServingError) -> dict[str, Any]:
     return {"error": {"message": error.message, "type": error.kind, "param": error.param, "code": error.word()}}
 
 
-def error_response(error: ServingError, show: ErrorShape = error_object) -> Response:
+def error_response(error: ServingError, shape: ErrorShape = error_object) -> Response:
     """The whole answer, with Retry-After where coming back helps."""
     headers = {}
     if error.retry_after_s is not None or error.http_status in (429, 503):
@@ -29,15 +36,9 @@ def error_response(error: ServingError, show: ErrorShape = error_object) -> Resp
         headers["Connection"] = "close"
     if error.http_status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return _json(show(error), error.http_status, headers)
-
-
-def method_not_allowed(allowed: str) -> Response:
-    """405, for a path that has another method."""
-    phrase = HTTPStatus.METHOD_NOT_ALLOWED.phrase
-    code = phrase.lower().replace(" ", "_")
-    content = {"error": {"message": phrase, "type": "BadRequestError", "param": None, "code": code}}
-    return _json(content, HTTPStatus.METHOD_NOT_ALLOWED, {"Allow": allowed})
+    if isinstance(error, MethodNotAllowed):
+        headers["Allow"] = error.allowed
+    return _json(shape(error), error.http_status, headers)
 
 
 def _json(content: dict[str, Any], status: int, headers: dict[str, str]) -> Response:

@@ -1,13 +1,19 @@
-"""Reading a request's JSON: bounded while it arrives, strict when it is parsed (`router.api.request.strict_json`)."""
+"""Reading a request's JSON: bounded while it arrives, strict when it is parsed (`router.api.request.strict_json`).
+
+FastAPI reads the body of a path operation before it solves any dependency, whatever its size: before anybody has shown
+a key. So no path operation here declares a body parameter. `JsonBody` is a dependency, solved after the one for access,
+and `router.http.openapi.document` describes it.
+"""
 
 import asyncio
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
 from router.api.request.strict_json import parse, parse_large
 from router.http.body.client_link import link_of
+from router.http.body.strict_body import StrictBody, validate
 from tandem.errors import Cancelled, InvalidRequest, RequestTooLarge
 
 BODY_TIMEOUT_S = 30.0
@@ -16,6 +22,9 @@ INLINE_BYTES = 64 << 10
 """Larger bodies are parsed off the event loop."""
 MIN_MAX_VALUES = 1 << 18
 """Least bound of the values in one body."""
+
+
+_B = TypeVar("_B", bound=StrictBody)
 
 
 class BodyTimeout(InvalidRequest):
@@ -36,6 +45,26 @@ class BodyBounds:
     def for_model(cls, max_bytes: int, max_model_len: int) -> "BodyBounds":
         """Values for a prompt of token ids as long as the context, and as many again."""
         return cls(max_bytes=max_bytes, max_values=max(MIN_MAX_VALUES, 2 * max_model_len))
+
+
+class JsonBody(Generic[_B]):
+    """A FastAPI dependency: the request's body, read within bounds and validated."""
+
+    def __init__(self, model: type[_B], bounds: BodyBounds | None = None) -> None:
+        """`bounds`: those of the application (`app.state.body_bounds`) when absent."""
+        self.model = model
+        self._bounds = bounds
+
+    async def __call__(self, request: Request) -> _B:
+        return await self.read(request, self._bounds or request.app.state.body_bounds)
+
+    async def read(self, request: Request, bounds: BodyBounds) -> _B:
+        """Raise RequestTooLarge, BodyTimeout, InvalidRequest or Cancelled for what is no such body.
+
+        What was read stays in `request.state.json_object`, as the client wrote it.
+        """
+        request.state.json_object = data = await read_object(request, bounds)
+        return validate(self.model, data)
 
 
 async def read_object(request: Request, bounds: BodyBounds) -> dict[str, Any]:

@@ -84,15 +84,15 @@ class SseResponse(Response):
         run: Callable[[EventStream], Awaitable[None]],
         *,
         write_timeout_s: float = WRITE_TIMEOUT_S,
-        show_error: Callable[[ServingError], bytes] | None = None,
+        format_error: Callable[[ServingError], bytes] | None = None,
         closing: bytes = DONE,
     ) -> None:
-        """`show_error`: an event of another shape than OpenAI's; `closing`: the end mark."""
+        """`format_error`: an event of another shape than OpenAI's; `closing`: the end mark."""
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         # The length of a stream is not known.
         del self.headers["content-length"]
         self._run = run
-        self._show_error = show_error or _error_event
+        self._format_error = format_error or _error_event
         self._closing = closing
         self._write_timeout_s = write_timeout_s
 
@@ -117,13 +117,13 @@ class SseResponse(Response):
         except ServingError as error:
             if not stream.started:
                 raise
-            stream.write(self._show_error(error))
+            stream.write(self._format_error(error))
         except Exception:
             # The stream's interceptor: a fault of ours must still end in a readable event.
             if not stream.started:
                 raise
             _log.exception("a stream failed")
-            stream.write(self._show_error(InternalError("internal error")))
+            stream.write(self._format_error(InternalError("internal error")))
 
 
 def _error_event(error: ServingError) -> bytes:

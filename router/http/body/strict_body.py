@@ -4,11 +4,19 @@ A field is honoured, or harmless by nature, or refused: never ignored. Fields of
 not serve stand in `NOT_YET` with the values that ask for nothing; everything else unknown is refused by its name.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
-from pydantic_core import CoreSchema, core_schema
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import CoreSchema, ErrorDetails, core_schema
 
 from tandem.errors import InvalidRequest
 
@@ -76,7 +84,7 @@ class OnlyTypes:
     served: frozenset[str]
 
     def check(self, data: dict[str, Any]) -> None:
-        """Raises InvalidRequest."""
+        """Raise InvalidRequest for data of another type."""
         kind = data.get("type")
         if isinstance(kind, str) and kind not in self.served:
             only = ", ".join(sorted(self.served))
@@ -120,3 +128,35 @@ def _neutral(not_yet: dict[str, tuple[Any, ...]], name: str, value: Any) -> bool
     if any(type(value) is type(one) and value == one for one in not_yet[name]):
         return True
     raise InvalidRequest(f"{name} is not supported yet", param=name)
+
+
+_B = TypeVar("_B", bound=StrictBody)
+_BRANCHES = (("str",), ("int",), ("bool",))
+"""Last parts of the places of errors in unions."""
+_UNKNOWN = "extra_forbidden"
+_WORDS = {_UNKNOWN: "unknown field", "model_type": "Input should be an object"}
+"""For errors whose own message names a class of ours, or says little."""
+
+
+def validate(body: type[_B], data: dict[str, Any]) -> _B:
+    """The typed body. Raises InvalidRequest that names the first wrong field and quotes nothing of it."""
+    try:
+        return body.model_validate(data)
+    except ValidationError as error:
+        raise refusal_of(error.errors(include_url=False, include_context=False, include_input=False)) from None
+
+
+def refusal_of(errors: Sequence[ErrorDetails]) -> InvalidRequest:
+    """What a client reads of pydantic's errors: the first wrong field, and nothing of its value."""
+    first, *others = errors
+    place = first["loc"]
+    outer = place[:-1]
+    if place[-1:] in _BRANCHES and first["type"] != _UNKNOWN:
+        # Of a union's branches that which could read most of it was meant.
+        branches = [other for other in others if other["loc"][: len(outer)] == outer]
+        first = max((first, *branches), key=lambda one: len(one["loc"]))
+        place = (*outer, *first["loc"][len(outer) + 1 :])
+    # Branches add their type to the place; only names and indices of the client's are shown.
+    names = [str(part)[:100] for part in place if isinstance(part, int) or "[" not in part]
+    what = _WORDS.get(first["type"], first["msg"][:200])
+    return InvalidRequest(f"{'.'.join(names)}: {what}", param=names[0] if names else None)

@@ -4,10 +4,12 @@ import re
 from datetime import UTC, datetime
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from router.api.prompts import MAX_MESSAGES
 from router.api.request.named_caches import MAX_DISPLAY_NAME_CHARS
+from router.http.body.answer_object import Count, ExactObject
+from router.http.body.query_parameters import QueryParameters
 from router.http.body.strict_body import StrictBody, at_most
 from router.text.chat_template import Message
 from tandem.errors import InvalidRequest
@@ -15,6 +17,7 @@ from tandem.errors import InvalidRequest
 _MAX_PARTS = 256
 _TTL = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,9})?)s")
 _TIME = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]{1,9})?(Z|[+-][0-9]{2}:[0-9]{2})")
+_TimeText = Annotated[str, Field(json_schema_extra={"format": "date-time"})]
 _ROLES = {"user": "user", "model": "assistant"}
 
 
@@ -25,8 +28,6 @@ class GooglePart(StrictBody):
 
 
 class GoogleContent(StrictBody):
-    """One turn."""
-
     parts: Annotated[list[GooglePart], at_most(_MAX_PARTS), Field(min_length=1)]
     role: Literal["user", "model"] | None = None
 
@@ -60,8 +61,6 @@ class CacheExpiry(StrictBody):
 
 
 class CreateBody(CacheExpiry):
-    """POST /v1beta/cachedContents."""
-
     model: str
     contents: Annotated[list[GoogleContent], at_most(MAX_MESSAGES)] | None = None
     systemInstruction: GoogleContent | None = None
@@ -74,6 +73,56 @@ class CreateBody(CacheExpiry):
         if not messages:
             raise InvalidRequest("send contents, systemInstruction or both", param="contents")
         return messages
+
+
+class GoogleErrorFields(ExactObject):
+    code: Annotated[int, Field(ge=400, le=599)]
+    message: str
+    status: str
+
+
+class GoogleErrorObject(ExactObject):
+    error: GoogleErrorFields
+
+
+class UsageMetadataObject(ExactObject):
+    totalTokenCount: Count
+
+
+class CachedContentObject(ExactObject):
+    name: Annotated[str, Field(pattern="^cachedContents/")]
+    model: Annotated[str, Field(pattern="^models/")]
+    createTime: _TimeText
+    updateTime: _TimeText
+    expireTime: _TimeText
+    usageMetadata: UsageMetadataObject
+    displayName: Annotated[str, Field(max_length=MAX_DISPLAY_NAME_CHARS)] = ""
+
+
+class CachedContentList(ExactObject):
+    cachedContents: list[CachedContentObject]
+    nextPageToken: str = ""
+
+
+class NothingObject(ExactObject):
+    """An answer without fields."""
+
+
+def _zero_if_empty(text: str) -> str:
+    return text or "0"
+
+
+_Number = Annotated[int, BeforeValidator(_zero_if_empty), Field(ge=0, le=999_999)]
+
+
+class CachedContentQuery(QueryParameters):
+    pageSize: _Number = 0
+    """0: as many as there may be."""
+    pageToken: _Number = 0
+
+
+class CacheUpdateQuery(QueryParameters):
+    updateMask: Literal["ttl", "expireTime"] | None = None
 
 
 def _unix_time(text: str) -> float:

@@ -1,7 +1,10 @@
 """/v1beta/cachedContents: named beginnings of conversations, made, looked at, prolonged and deleted."""
 
-from typing import Any
+from typing import Annotated, Any
+from urllib.parse import unquote
 
+from fastapi import APIRouter, Depends, Query
+from pydantic import AfterValidator
 from starlette.requests import Request
 
 from router.api.answer.choice_text import TextCollector
@@ -9,26 +12,54 @@ from router.api.named_cache_prompts import NamedCacheService
 from router.api.request.client_request import PreparedRequest
 from router.api.request.named_caches import DEFAULT_TTL_S, NAME_PREFIX, NamedCache
 from router.http.body.client_link import WhileConnected
-from router.http.google.body import CacheExpiry, CreateBody, shown_time
-from router.http.openai.schemas import validate
+from router.http.body.json_body import JsonBody
+from router.http.google.body import (
+    CachedContentList,
+    CachedContentObject,
+    CachedContentQuery,
+    CacheExpiry,
+    CacheUpdateQuery,
+    CreateBody,
+    NothingObject,
+    shown_time,
+)
+from router.http.routing.access import ClientAccess
 from router.http.routing.generation_calls import GenerationContext
 from tandem.errors import InvalidRequest
 
 PATH = "/v1beta/cachedContents"
 _MAX_PAGE = 1000
+CacheId = Annotated[str, AfterValidator(unquote)]
 
 
 class CachedContentRoutes:
-    """The handlers of the five routes."""
+    """Path operations on named caches, in Google's words."""
 
     def __init__(self, answering: GenerationContext, named: NamedCacheService) -> None:
         self._answering = answering
         self._frontend = answering.frontend
         self._named = named
 
-    async def create(self, request: Request) -> dict[str, Any]:
-        """The answer comes when the prefix is computed and kept."""
-        body = validate(CreateBody, await self._answering.read_object(request))
+    def router(self, access: ClientAccess) -> APIRouter:
+        router = APIRouter(dependencies=[Depends(access)])
+        one, cache = f"{PATH}/{{id}}", CachedContentObject
+        router.add_api_route(
+            PATH, self.create, methods=["POST"], response_model=cache, response_model_exclude_unset=True
+        )
+        router.add_api_route(
+            PATH, self.list_all, methods=["GET"], response_model=CachedContentList, response_model_exclude_unset=True
+        )
+        router.add_api_route(one, self.get, methods=["GET"], response_model=cache, response_model_exclude_unset=True)
+        router.add_api_route(
+            one, self.patch, methods=["PATCH"], response_model=cache, response_model_exclude_unset=True
+        )
+        router.add_api_route(one, self.delete, methods=["DELETE"], response_model=NothingObject)
+        return router
+
+    async def create(
+        self, request: Request, body: Annotated[CreateBody, Depends(JsonBody(CreateBody))]
+    ) -> dict[str, Any]:
+        """Cache the beginning of a conversation; the answer comes when the prefix is computed and kept."""
         self._frontend.check_model(body.model.removeprefix("models/"))
 
         async def compute(prepared: PreparedRequest) -> None:
@@ -44,36 +75,35 @@ class CachedContentRoutes:
             )
         return self._shown(cache)
 
-    async def get(self, request: Request) -> dict[str, Any]:
-        """One of the tenant's own."""
-        return self._shown(self._named.caches.get(request.state.tenant, _name(request)))
+    async def get(self, request: Request, id: CacheId) -> dict[str, Any]:
+        """Describe a cache of the tenant's own."""
+        return self._shown(self._named.caches.get(request.state.tenant, NAME_PREFIX + id))
 
-    async def list_all(self, request: Request) -> dict[str, Any]:
-        """Page by page. Raises InvalidRequest."""
-        query = request.query_params
-        if unknown := query.keys() - {"pageSize", "pageToken"}:
-            raise InvalidRequest(f"{min(unknown)[:40]!r} is no parameter of this list; pageSize and pageToken are")
-        size, start = (_number(query.get(name), name) for name in ("pageSize", "pageToken"))
-        size = size or _MAX_PAGE
+    async def list_all(self, request: Request, query: Annotated[CachedContentQuery, Query()]) -> dict[str, Any]:
+        """List the tenant's caches, page by page."""
+        size, start = query.pageSize or _MAX_PAGE, query.pageToken
         caches = self._named.caches.all(request.state.tenant)
         shown: dict[str, Any] = {"cachedContents": [self._shown(cache) for cache in caches[start : start + size]]}
         if start + size < len(caches):
             shown["nextPageToken"] = str(start + size)
         return shown
 
-    async def patch(self, request: Request) -> dict[str, Any]:
-        """Another end."""
-        query = request.query_params
-        body = validate(CacheExpiry, await self._answering.read_object(request))
-        mask = query.get("updateMask")
-        if query.keys() - {"updateMask"} or (mask is not None and mask not in body.model_fields_set):
+    async def patch(
+        self,
+        request: Request,
+        id: CacheId,
+        body: Annotated[CacheExpiry, Depends(JsonBody(CacheExpiry))],
+        query: Annotated[CacheUpdateQuery, Query()],
+    ) -> dict[str, Any]:
+        """Change when a cache expires."""
+        if query.updateMask is not None and query.updateMask not in body.model_fields_set:
             raise InvalidRequest("updateMask names what the body changes: ttl or expireTime", param="updateMask")
         expires_s = body.expires_s(self._named.caches.clock())
-        return self._shown(await self._named.prolong(request.state.tenant, _name(request), expires_s))
+        return self._shown(await self._named.prolong(request.state.tenant, NAME_PREFIX + id, expires_s))
 
-    async def delete(self, request: Request) -> dict[str, Any]:
-        """It need not be kept any longer."""
-        await self._named.remove(request.state.tenant, _name(request))
+    async def delete(self, request: Request, id: CacheId) -> dict[str, Any]:
+        """Delete a cache: its prefix may be evicted."""
+        await self._named.remove(request.state.tenant, NAME_PREFIX + id)
         return {}
 
     def _shown(self, cache: NamedCache) -> dict[str, Any]:
@@ -86,16 +116,3 @@ class CachedContentRoutes:
             "usageMetadata": {"totalTokenCount": cache.num_tokens},
         }
         return shown if cache.display_name is None else shown | {"displayName": cache.display_name}
-
-
-def _name(request: Request) -> str:
-    path: str = request.scope["path"]
-    return NAME_PREFIX + path.removeprefix(f"{PATH}/")
-
-
-def _number(text: str | None, param: str) -> int:
-    if text is None or text == "":
-        return 0
-    if not (text.isascii() and text.isdigit() and len(text) <= 6):
-        raise InvalidRequest(f"{param} must be a number", param=param)
-    return int(text)

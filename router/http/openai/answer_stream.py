@@ -48,11 +48,9 @@ class SseAnswerStream:
         self._has_ids = cursor.has_ids
 
     async def ready(self) -> None:
-        """See TextSink."""
         await self._events.ready()
 
     def on_delta(self, delta: TextDelta) -> bool:
-        """See TextSink."""
         self._usage.add(delta)
         if self._text_only and self._opened and delta.finish is None:
             around = self._text_events.get(delta.choice_index) or self._cut(delta.choice_index)

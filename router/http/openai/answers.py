@@ -58,8 +58,6 @@ class AnswerFormat(Protocol):
 
 
 class ChatAnswer:
-    """chat.completion and chat.completion.chunk."""
-
     def __init__(self, head: AnswerHead, prepared: Sequence[PreparedRequest], tokenizer: Tokenizer) -> None:
         self._head = head
         self._request = prepared[0].request
@@ -67,7 +65,7 @@ class ChatAnswer:
         self.is_text_only = _is_text_only(head, prepared)
 
     def opening(self) -> list[dict[str, Any]]:
-        """Role chunks."""
+        """Return one chunk with the role for each choice."""
         chunks = [
             self._chunk([_chat_choice(i, {"role": "assistant", "content": ""})])
             for i in range(self._request.num_choices)
@@ -105,7 +103,6 @@ class ChatAnswer:
         return {"content": delta.text}
 
     def ending(self) -> dict[str, Any]:
-        """No choices."""
         return self._chunk([])
 
     def echoed_first(self, index: int) -> dict[str, Any]:
@@ -113,11 +110,9 @@ class ChatAnswer:
         raise InvariantError(f"choice {index} of a conversation was to be echoed")
 
     def logprobs(self, delta: TextDelta) -> dict[str, Any] | None:
-        """See Answer."""
         return self._logprobs.chat(delta.tokens)
 
     def whole(self, choices: Sequence[TextDelta], logprobs: Sequence[dict[str, Any] | None]) -> dict[str, Any]:
-        """chat.completion."""
         content: dict[str, Any] = _head(self._head, "chat.completion")
         content["choices"] = [self._whole_choice(*each) for each in zip(choices, logprobs, strict=True)]
         if self._head.return_token_ids:
@@ -174,11 +169,9 @@ class CompletionAnswer:
         return [self.ending() | {"choices": [choice]}]
 
     def ending(self) -> dict[str, Any]:
-        """No choices."""
         return {**_head(self._head, "text_completion"), "choices": []}
 
     def whole(self, choices: Sequence[TextDelta], logprobs: Sequence[dict[str, Any] | None]) -> dict[str, Any]:
-        """text_completion."""
         shown = [self._whole_choice(*each) for each in zip(choices, logprobs, strict=True)]
         return self.ending() | {"choices": shown}
 
@@ -216,7 +209,6 @@ class CompletionAnswer:
         return {"tokens": [name], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [0]}
 
     def logprobs(self, delta: TextDelta) -> dict[str, Any] | None:
-        """See Answer."""
         offset = self._offsets.get(delta.choice_index, 0)
         if delta.passed:
             offset = self._logprobs.completion(delta.passed, offset)[1]

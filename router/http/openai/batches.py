@@ -1,31 +1,52 @@
 """/v1/files and /v1/batches, as OpenAI's clients ask for them. What is wrong is refused by the name of its field."""
 
 import asyncio
-import functools
+import contextlib
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Annotated, Any, Literal, Protocol, TypeVar
+from urllib.parse import unquote
 
+from fastapi import APIRouter, Depends, Query
+from pydantic import AfterValidator, Field
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
 from router.batches.files.store import BatchStore
 from router.batches.files.types import WINDOW_S, Endpoint, ObjectNotFound, StoredBatch, StoredFile
-from router.http.body.json_body import BodyBounds, read_object
-from router.http.body.multipart import read_upload
+from router.http.body.json_body import BodyBounds, JsonBody
+from router.http.body.query_parameters import QueryParameters
 from router.http.body.strict_body import StrictBody, at_most
-from router.http.openai.schemas import validate
-from router.http.routing.access_guard import Handler, public
-from router.http.routing.route_table import Routes
+from router.http.body.upload import read_upload
+from router.http.openai.batch_objects import (
+    BATCH_LINKS,
+    FILE_LINKS,
+    BatchList,
+    BatchObject,
+    DeletedFileObject,
+    FileList,
+    FileObject,
+)
+from router.http.routing.access import ClientAccess
 from tandem.config.batches import BatchesConfig
 from tandem.errors import InvalidRequest, Unavailable
 
 FILES, BATCHES = "/v1/files", "/v1/batches"
-_CONTENT, _CANCEL = "/content", "/cancel"
 _PURPOSES = ("batch",)
-MOST_LISTED = 1000
+_MAX_LISTED = 1000
 _BOUNDS = BodyBounds(max_bytes=64 << 10, max_values=1 << 12)
+_JSONL = "application/jsonl"
+_UPLOAD = {
+    "type": "object",
+    "required": ["file", "purpose"],
+    "properties": {"file": {"type": "string", "format": "binary"}, "purpose": {"const": "batch"}},
+    "additionalProperties": False,
+}
+_UPLOAD_BODY = {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _UPLOAD}}}}
+# Lines, each of them JSON.
+_LINES = {"content": {_JSONL: {"schema": {"type": "string", "contentMediaType": _JSONL}}}}
+_Id = Annotated[str, AfterValidator(unquote)]
 _FULL_S = 30.0
 """A full disk is looked after by somebody, or by time."""
 _log = logging.getLogger(__name__)
@@ -33,16 +54,27 @@ _T = TypeVar("_T", StoredBatch, StoredFile)
 
 
 class BatchWaker(Protocol):
-    """Who runs batches."""
+    """The runner of batches, as far as routes know it."""
 
     def wake(self) -> None:
-        """There is something new."""
+        """Look for new batches now."""
         ...
 
 
-class BatchBody(StrictBody):
-    """POST /v1/batches."""
+class ListQuery(QueryParameters):
+    """OpenAI's parameters of lists."""
 
+    after: str | None = None
+    """The id that the page begins behind."""
+    limit: Annotated[int, Field(ge=1, le=_MAX_LISTED)] = 20
+
+
+class FileQuery(ListQuery):
+    purpose: str | None = None
+    order: Literal["asc", "desc"] = "desc"
+
+
+class BatchBody(StrictBody):
     input_file_id: str
     endpoint: Endpoint
     completion_window: Literal["24h"]
@@ -52,7 +84,7 @@ class BatchBody(StrictBody):
 
 
 class BatchRoutes:
-    """The handlers of both."""
+    """Path operations on a tenant's files and batches."""
 
     def __init__(self, store: BatchStore, runner: BatchWaker, config: BatchesConfig, now: Callable[[], float]) -> None:
         self._store = store
@@ -60,28 +92,39 @@ class BatchRoutes:
         self._config = config
         self._now = now
 
-    def add_to(self, routes: Routes) -> None:
-        """For whoever has a key."""
-        routes.add("POST", FILES, public(_writing(self.upload)))
-        routes.add("GET", FILES, public(self.files))
-        routes.add("GET", f"{FILES}/*", public(self.file))
-        routes.add("DELETE", f"{FILES}/*", public(_writing(self.delete)))
-        routes.add("GET", f"{FILES}/*{_CONTENT}", public(self.content))
-        routes.add("POST", BATCHES, public(_writing(self.create)))
-        routes.add("GET", BATCHES, public(self.batches))
-        routes.add("GET", f"{BATCHES}/*", public(self.batch))
-        routes.add("POST", f"{BATCHES}/*{_CANCEL}", public(_writing(self.cancel)))
+    def router(self, access: ClientAccess) -> APIRouter:
+        router = APIRouter(dependencies=[Depends(access)])
+        file, batch = f"{FILES}/{{file_id}}", f"{BATCHES}/{{batch_id}}"
+        add = router.add_api_route
+        add(
+            FILES,
+            self.upload,
+            methods=["POST"],
+            response_model=FileObject,
+            responses={200: FILE_LINKS},
+            openapi_extra=_UPLOAD_BODY,
+        )
+        add(FILES, self.list_files, methods=["GET"], response_model=FileList)
+        add(file, self.get_file, methods=["GET"], response_model=FileObject)
+        add(file, self.delete_file, methods=["DELETE"], response_model=DeletedFileObject)
+        add(f"{file}/content", self.get_content, methods=["GET"], response_class=Response, responses={200: _LINES})
+        add(BATCHES, self.create, methods=["POST"], response_model=BatchObject, responses={200: BATCH_LINKS})
+        add(BATCHES, self.list_batches, methods=["GET"], response_model=BatchList)
+        add(batch, self.get_batch, methods=["GET"], response_model=BatchObject, responses={200: BATCH_LINKS})
+        add(f"{batch}/cancel", self.cancel, methods=["POST"], response_model=BatchObject)
+        return router
 
     async def upload(self, request: Request) -> dict[str, Any]:
-        """A file, for later."""
+        """Upload a file of requests."""
         tenant = request.state.tenant
-        with await asyncio.to_thread(self._store.begin_upload, tenant):
-            return await self._receive(request, tenant)
+        async with _writing():
+            with await asyncio.to_thread(self._store.begin_upload, tenant):
+                return await self._receive(request, tenant)
 
     async def _receive(self, request: Request, tenant: str) -> dict[str, Any]:
-        raw, content = self._store.incoming(), self._store.incoming()
+        content = self._store.incoming()
         try:
-            upload = await read_upload(request, raw, content, max_bytes=self._config.max_file_bytes)
+            upload = await read_upload(request, content, max_bytes=self._config.max_file_bytes)
             purpose = upload.fields.get("purpose")
             if purpose not in _PURPOSES:
                 raise InvalidRequest("purpose must be batch", param="purpose")
@@ -96,37 +139,39 @@ class BatchRoutes:
         finally:
             await asyncio.to_thread(content.unlink, missing_ok=True)
 
-    async def files(self, request: Request) -> dict[str, Any]:
-        """Those of the tenant."""
-        purpose = request.query_params.get("purpose")
+    async def list_files(self, request: Request, query: Annotated[FileQuery, Query()]) -> dict[str, Any]:
+        """List the tenant's files."""
         found = await asyncio.to_thread(self._store.files, request.state.tenant)
-        wanted = [file for file in found if purpose in (None, file.purpose)]
-        return _page(request, wanted, ("purpose", "order"), StoredFile.shown)
+        wanted = [file for file in found if query.purpose in (None, file.purpose)]
+        return _page(query, wanted if query.order == "desc" else wanted[::-1], StoredFile.shown)
 
-    async def file(self, request: Request) -> dict[str, Any]:
-        """What is known of one."""
-        name = request.scope["path"].removeprefix(f"{FILES}/")
-        return (await asyncio.to_thread(self._store.file, request.state.tenant, name)).shown()
+    async def get_file(self, request: Request, file_id: _Id) -> dict[str, Any]:
+        """Describe a file of the tenant's own."""
+        return (await asyncio.to_thread(self._store.file, request.state.tenant, file_id)).shown()
 
-    async def content(self, request: Request) -> Response:
-        """What is in one."""
-        name = request.scope["path"].removeprefix(f"{FILES}/").removesuffix(_CONTENT)
-        path = await asyncio.to_thread(self._store.content, request.state.tenant, name)
-        return FileResponse(path, media_type="application/jsonl")
+    async def get_content(self, request: Request, file_id: _Id) -> Response:
+        """Return what is in a file."""
+        path = await asyncio.to_thread(self._store.content, request.state.tenant, file_id)
+        return FileResponse(path, media_type=_JSONL)
 
-    async def delete(self, request: Request) -> dict[str, Any]:
-        """One that no batch needs any more."""
-        tenant, name = request.state.tenant, request.scope["path"].removeprefix(f"{FILES}/")
-        batches = await asyncio.to_thread(self._store.batches, tenant)
-        if any(batch.input_file_id == name and not batch.status.is_final for batch in batches):
-            raise InvalidRequest("a batch that has not ended reads this file", param="file_id")
-        await asyncio.to_thread(self._store.delete_file, tenant, name)
-        return {"id": name, "object": "file", "deleted": True}
+    async def delete_file(self, request: Request, file_id: _Id) -> dict[str, Any]:
+        """Delete a file that no batch needs any more."""
+        async with _writing():
+            tenant = request.state.tenant
+            batches = await asyncio.to_thread(self._store.batches, tenant)
+            if any(batch.input_file_id == file_id and not batch.status.is_final for batch in batches):
+                raise InvalidRequest("a batch that has not ended reads this file", param="file_id")
+            await asyncio.to_thread(self._store.delete_file, tenant, file_id)
+        return {"id": file_id, "object": "file", "deleted": True}
 
-    async def create(self, request: Request) -> dict[str, Any]:
-        """A batch of a file that is here."""
-        body = validate(BatchBody, await read_object(request, _BOUNDS))
-        tenant = request.state.tenant
+    async def create(
+        self, request: Request, body: Annotated[BatchBody, Depends(JsonBody(BatchBody, _BOUNDS))]
+    ) -> dict[str, Any]:
+        """Create a batch of the requests in a file."""
+        async with _writing():
+            return await self._create(request.state.tenant, body)
+
+    async def _create(self, tenant: str, body: BatchBody) -> dict[str, Any]:
         file = await asyncio.to_thread(self._store.file, tenant, body.input_file_id)
         if file.purpose != "batch":
             raise InvalidRequest("input_file_id: a file of purpose batch", param="input_file_id")
@@ -144,66 +189,50 @@ class BatchRoutes:
         self._runner.wake()
         return batch.shown(is_cancelled=False)
 
-    async def batches(self, request: Request) -> dict[str, Any]:
-        """Those of the tenant."""
-        return _page(request, await asyncio.to_thread(self._store.batches, request.state.tenant), (), self._shown)
+    async def list_batches(self, request: Request, query: Annotated[ListQuery, Query()]) -> dict[str, Any]:
+        """List the tenant's batches."""
+        return _page(query, await asyncio.to_thread(self._store.batches, request.state.tenant), self._shown)
 
-    async def batch(self, request: Request) -> dict[str, Any]:
-        """One."""
-        name = request.scope["path"].removeprefix(f"{BATCHES}/")
-        return self._shown(await asyncio.to_thread(self._store.batch, request.state.tenant, name))
+    async def get_batch(self, request: Request, batch_id: _Id) -> dict[str, Any]:
+        """Describe a batch of the tenant's own."""
+        return self._shown(await asyncio.to_thread(self._store.batch, request.state.tenant, batch_id))
 
-    async def cancel(self, request: Request) -> dict[str, Any]:
-        """Nothing more of it is begun; what was answered stays."""
-        name = request.scope["path"].removeprefix(f"{BATCHES}/").removesuffix(_CANCEL)
-        batch = await asyncio.to_thread(self._store.batch, request.state.tenant, name)
-        if batch.status.is_final:
-            raise InvalidRequest(f"the batch has ended: {batch.status.value}", param="batch_id")
-        await asyncio.to_thread(self._store.cancel, batch)
-        self._runner.wake()
-        return self._shown(batch)
+    async def cancel(self, request: Request, batch_id: _Id) -> dict[str, Any]:
+        """Begin no more requests of a batch; what was answered stays."""
+        async with _writing():
+            batch = await asyncio.to_thread(self._store.batch, request.state.tenant, batch_id)
+            if batch.status.is_final:
+                raise InvalidRequest(f"the batch has ended: {batch.status.value}", param="batch_id")
+            await asyncio.to_thread(self._store.cancel, batch)
+            self._runner.wake()
+            return self._shown(batch)
 
     def _shown(self, batch: StoredBatch) -> dict[str, Any]:
         return batch.shown(is_cancelled=not batch.status.is_final and self._store.is_cancelled(batch))
 
 
-def _writing(handler: Handler) -> Handler:
-    """Where nothing can be written, as on a full disk, its client may come again."""
-
-    @functools.wraps(handler)
-    async def written(request: Request) -> Response | dict[str, Any]:
-        try:
-            return await handler(request)
-        except OSError as error:
-            _log.error("files and batches cannot be written: %s", error.strerror)  # no trace: no bug of ours
-            raise Unavailable("files cannot be kept now", retry_after_s=_FULL_S) from None
-
-    return written
+@contextlib.asynccontextmanager
+async def _writing() -> AsyncIterator[None]:
+    """Where nothing can be written, as on a full disk, the client is asked to come again."""
+    try:
+        yield
+    except OSError as error:
+        _log.error("files and batches cannot be written: %s", error.strerror)  # no trace: no bug of ours
+        raise Unavailable("files cannot be kept now", retry_after_s=_FULL_S) from None
 
 
-def _page(
-    request: Request, found: Sequence[_T], others: Sequence[str], shown: Callable[[_T], dict[str, Any]]
-) -> dict[str, Any]:
-    """OpenAI's lists: `after` an id, at most `limit`. Raises InvalidRequest or ObjectNotFound."""
-    query = request.query_params
-    if unknown := query.keys() - {"after", "limit", *others}:
-        raise InvalidRequest(f"{min(unknown)[:40]!r} is no parameter of this list", param=min(unknown)[:40])
-    order = query.get("order", "desc")
-    if order not in ("asc", "desc"):
-        raise InvalidRequest("order must be asc or desc", param="order")
-    limit, after = query.get("limit", "20"), query.get("after")
-    if not (limit.isascii() and limit.isdigit() and len(limit) <= 5 and 1 <= int(limit) <= MOST_LISTED):
-        raise InvalidRequest(f"limit must be an integer in [1, {MOST_LISTED}]", param="limit")
-    rest = list(found) if order == "desc" else list(found)[::-1]
-    if after is not None:
+def _page(query: ListQuery, found: Sequence[_T], describe: Callable[[_T], dict[str, Any]]) -> dict[str, Any]:
+    """One page of `found`. Raises ObjectNotFound."""
+    rest = list(found)
+    if query.after is not None:
         names = [one.id for one in rest]
-        if after not in names:
+        if query.after not in names:
             raise ObjectNotFound("after: no such id in this list", param="after")
-        rest = rest[names.index(after) + 1 :]
-    page = rest[: int(limit)]
+        rest = rest[names.index(query.after) + 1 :]
+    page = rest[: query.limit]
     return {
         "object": "list",
-        "data": [shown(one) for one in page],
+        "data": [describe(one) for one in page],
         "first_id": page[0].id if page else None,
         "last_id": page[-1].id if page else None,
         "has_more": len(rest) > len(page),

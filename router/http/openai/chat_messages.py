@@ -22,8 +22,6 @@ class TextPart(StrictBody):
 
 
 class ChatTurn(StrictBody):
-    """One message."""
-
     role: str
     tool_calls: Annotated[list[ToolCallPart] | None, at_most(MAX_CALLS)] = None
     tool_call_id: str | None = None

@@ -4,9 +4,10 @@ import asyncio
 import base64
 import sys
 from array import array
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import orjson
+from fastapi import APIRouter, Depends
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -15,11 +16,12 @@ from router.api.frontend import Frontend
 from router.api.request.client_request import ClientRequest, PreparedRequest
 from router.api.request_meter import RequestMeter
 from router.http.body.client_link import WhileConnected
-from router.http.body.json_body import BodyBounds, read_object
+from router.http.body.json_body import JsonBody
 from router.http.body.strict_body import StrictBody
 from router.http.openai.generation import trace_and_time
-from router.http.openai.schemas import validate
+from router.http.openai.objects import EmbeddingList
 from router.http.openai.whole_answer import WholeResponse
+from router.http.routing.access import ClientAccess
 from router.metrics.router_metrics import RouterMetrics
 from router.types.requests import Generator
 from tandem.config.cluster import RouterConfig
@@ -55,17 +57,22 @@ class EmbeddingBody(StrictBody):
 
 
 class EmbeddingRoutes:
-    """The handler of the route."""
+    """The path operation of /v1/embeddings."""
 
     def __init__(self, frontend: Frontend, generator: Generator, metrics: RouterMetrics, config: RouterConfig) -> None:
         self._frontend = frontend
         self._embedder = Embedder(frontend, generator, most_values=config.max_answer_values)
         self._metrics = metrics
-        self._bounds = BodyBounds.for_model(config.max_body_bytes, frontend.model.max_model_len)
 
-    async def embed(self, request: Request) -> Response:
-        """One vector for each input."""
-        body = validate(EmbeddingBody, await read_object(request, self._bounds))
+    def router(self, access: ClientAccess) -> APIRouter:
+        router = APIRouter(dependencies=[Depends(access)])
+        router.add_api_route("/v1/embeddings", self.embed, methods=["POST"], response_model=EmbeddingList)
+        return router
+
+    async def embed(
+        self, request: Request, body: Annotated[EmbeddingBody, Depends(JsonBody(EmbeddingBody))]
+    ) -> Response:
+        """Return one vector for each input."""
         fields = trace_and_time(body.fields(request.state.tenant), request)
         try:
             inputs = self._frontend.prompts.parse_prompts(body.input, most=MAX_INPUTS)
@@ -94,7 +101,7 @@ class EmbeddingRoutes:
 
 
 def _base64(vector: "array[float]") -> str:
-    """Of little-endian float32."""
+    """Encode the vector as little-endian float32."""
     if sys.byteorder == "big":
         vector = vector[:]
         vector.byteswap()

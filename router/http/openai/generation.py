@@ -4,9 +4,10 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import orjson
+from fastapi import APIRouter, Depends
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -23,16 +24,24 @@ from router.api.request_meter import RequestMeter
 from router.api.selected_choices import SelectedChoices, check_selection, renumbered, select
 from router.api.text_stream import TextSink, read_text
 from router.http.body.client_link import WhileConnected
-from router.http.body.json_body import BodyBounds, read_object
+from router.http.body.json_body import JsonBody
 from router.http.body.sse import EventStream, SseResponse
 from router.http.openai.answer_stream import SseAnswerStream, StreamExtras
 from router.http.openai.answers import AnswerFormat, AnswerHead, ChatAnswer, CompletionAnswer
 from router.http.openai.chat_messages import conversation
+from router.http.openai.objects import (
+    ChatCompletionChunkObject,
+    ChatCompletionObject,
+    CompletionChunkObject,
+    CompletionObject,
+)
 from router.http.openai.prompt_logprobs import PromptLogprobOptions, PromptLogprobs
-from router.http.openai.schemas import ChatBody, CompletionBody, GenerationBody, validate
+from router.http.openai.schemas import ChatBody, CompletionBody, GenerationBody
 from router.http.openai.tool_answer import CallingChatAnswer
 from router.http.openai.usage import usage_object
 from router.http.openai.whole_answer import WholeResponse, whole_content
+from router.http.openapi.event_streams import openai_events
+from router.http.routing.access import ClientAccess
 from router.metrics.router_metrics import RouterMetrics
 from router.sandbox.pattern_search import PatternSearch
 from router.types.requests import Generator
@@ -50,10 +59,10 @@ TIMEOUT_HEADER = "X-Tandem-Timeout"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Call:
-    """How to prepare and show one call, and what its answer carries besides."""
+    """How one call is prepared and answered, and what its answer carries besides."""
 
     prepare: Callable[[], Awaitable[list[PreparedRequest]]]
-    show: Callable[[list[PreparedRequest]], AnswerFormat]
+    make_answer: Callable[[list[PreparedRequest]], AnswerFormat]
     extras: StreamExtras
     ids: StreamIds | None
     seen: StreamPosition | None
@@ -61,16 +70,18 @@ class _Call:
     selection: ChoiceSelection | None
 
 
+CHAT_PATH, COMPLETIONS_PATH = "/v1/chat/completions", "/v1/completions"
+CHAT_BODY, COMPLETION_BODY = JsonBody(ChatBody), JsonBody(CompletionBody)
+
+
 class GenerationRoutes:
-    """The handlers of the two routes."""
+    """Path operations of chat and plain completions."""
 
     def __init__(
         self,
         frontend: Frontend,
         generator: Generator,
         metrics: RouterMetrics,
-        *,
-        max_body_bytes: int,
         named: NamedCacheService | None = None,
     ) -> None:
         """`named`: what `cached_content` may name; without it nothing is kept by name."""
@@ -79,11 +90,24 @@ class GenerationRoutes:
         self._generator = generator
         self._metrics = metrics
         self._patterns = PatternSearch()
-        self._bounds = BodyBounds.for_model(max_body_bytes, frontend.model.max_model_len)
 
-    async def chat(self, request: Request) -> Response:
-        """A conversation."""
-        body = validate(ChatBody, await self._read(request))
+    def router(self, access: ClientAccess) -> APIRouter:
+        router = APIRouter(dependencies=[Depends(access)])
+        chunks, text_chunks = openai_events(ChatCompletionChunkObject), openai_events(CompletionChunkObject)
+        router.add_api_route(
+            CHAT_PATH, self.chat, methods=["POST"], response_model=ChatCompletionObject, responses={200: chunks}
+        )
+        router.add_api_route(
+            COMPLETIONS_PATH,
+            self.completions,
+            methods=["POST"],
+            response_model=CompletionObject,
+            responses={200: text_chunks},
+        )
+        return router
+
+    async def chat(self, request: Request, body: Annotated[ChatBody, Depends(CHAT_BODY)]) -> Response:
+        """Answer a conversation, whole or as a stream of events."""
         seen = self._seen(request, body)
         fields = _with_headers(body.chat_fields(request.state.tenant), request, seen)
         messages = conversation(body.messages)
@@ -91,18 +115,19 @@ class GenerationRoutes:
         async def prepare() -> list[PreparedRequest]:
             return [await prepare_named(self._frontend, self._named, body.cached_content, messages, fields)]
 
-        def show(prepared: list[PreparedRequest]) -> AnswerFormat:
+        def make_answer(prepared: list[PreparedRequest]) -> AnswerFormat:
             head = _head(body, "chatcmpl", prepared[0], seen, self._frontend.model.name)
             tokenizer = self._frontend.tokenizer
             if prepared[0].calling is None and prepared[0].reasoning is None:
                 return ChatAnswer(head, prepared, tokenizer)
             return CallingChatAnswer(head, prepared, tokenizer, is_older_form=bool(body.functions))
 
-        return await self._respond(request, body, prepare, show, seen)
+        return await self._respond(request, body, prepare, make_answer, seen)
 
-    async def completions(self, request: Request) -> Response:
-        """Plain prompts."""
-        body = validate(CompletionBody, await self._read(request))
+    async def completions(
+        self, request: Request, body: Annotated[CompletionBody, Depends(COMPLETION_BODY)]
+    ) -> Response:
+        """Continue one prompt or several, whole or as a stream of events."""
         seen = self._seen(request, body)
         fields = _with_headers(body.completion_fields(request.state.tenant), request, seen)
         prompts = self._frontend.prompts.parse_prompts(body.prompt)
@@ -110,14 +135,11 @@ class GenerationRoutes:
         async def prepare() -> list[PreparedRequest]:
             return await self._frontend.prepare_prompts(prompts, fields)
 
-        def show(prepared: list[PreparedRequest]) -> AnswerFormat:
+        def make_answer(prepared: list[PreparedRequest]) -> AnswerFormat:
             head = _head(body, "cmpl", prepared[0], seen, self._frontend.model.name)
             return CompletionAnswer(head, prepared, self._frontend.tokenizer)
 
-        return await self._respond(request, body, prepare, show, seen)
-
-    async def _read(self, request: Request) -> dict[str, Any]:
-        return await read_object(request, self._bounds)
+        return await self._respond(request, body, prepare, make_answer, seen)
 
     def _seen(self, request: Request, body: GenerationBody) -> StreamPosition | None:
         if body.request_id is not None:
@@ -130,7 +152,7 @@ class GenerationRoutes:
         request: Request,
         body: GenerationBody,
         prepare: Callable[[], Awaitable[list[PreparedRequest]]],
-        show: Callable[[list[PreparedRequest]], AnswerFormat],
+        make_answer: Callable[[list[PreparedRequest]], AnswerFormat],
         seen: StreamPosition | None,
     ) -> Response:
         options = body.stream_options
@@ -141,7 +163,7 @@ class GenerationRoutes:
         )
         call = _Call(
             prepare=prepare,
-            show=show,
+            make_answer=make_answer,
             extras=extras,
             ids=self._frontend.stream_ids if _wants_ids(request) else None,
             seen=seen,
@@ -153,8 +175,8 @@ class GenerationRoutes:
         async with WhileConnected(request.scope, request.receive):
             return await self._whole(call)
 
-    async def _read_text(self, prepared: list[PreparedRequest], show: TextSink) -> None:
-        await read_text(self._generator, prepared, self._frontend.tokenizer, self._meter, show)
+    async def _read_text(self, prepared: list[PreparedRequest], sink: TextSink) -> None:
+        await read_text(self._generator, prepared, self._frontend.tokenizer, self._meter, sink)
 
     def _meter(self, one: PreparedRequest) -> RequestMeter:
         return RequestMeter.for_request(one.request, self._metrics, self._frontend.clock)
@@ -173,7 +195,7 @@ class GenerationRoutes:
         selected = await select(ask, prepared, choices, self._patterns)
         readings = renumbered(ask, text.readings)
         scores = PromptLogprobs(call.scores, selected.prepared, readings, self._frontend.tokenizer)
-        content = await whole_content(call.show(selected.prepared), selected.choices, scores)
+        content = await whole_content(call.make_answer(selected.prepared), selected.choices, scores)
         if ask is not None:
             _add_votes(content, selected, ask.candidates)
         content["usage"] = usage_object(usage)
@@ -189,7 +211,7 @@ class GenerationRoutes:
         cursor = StreamCursor(prepared, call.ids, call.seen)
         if cursor.has_all:
             return
-        stream = SseAnswerStream(events, call.show(prepared), cursor, self._usage(prepared), call.extras)
+        stream = SseAnswerStream(events, call.make_answer(prepared), cursor, self._usage(prepared), call.extras)
         await self._read_text(prepared, stream)
         stream.end()
 

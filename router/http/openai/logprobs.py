@@ -1,4 +1,4 @@
-"""Log probabilities of an answer's tokens, as the doors show them."""
+"""Log probabilities of an answer's tokens, as OpenAI's routes show them."""
 
 import math
 from collections.abc import Sequence
@@ -61,7 +61,7 @@ class Logprobs:
         return f"token_id:{token_id}" if self._as_ids else self.text(token_id)
 
     def text(self, token_id: int) -> str:
-        """Of one token."""
+        """Return the text of one token."""
         return self._tokenizer.bytes_of(token_id).decode(errors="replace")
 
 

@@ -1,35 +1,45 @@
 """Models, tokenize, detokenize: what needs the model's names and tokenizer only."""
 
-from typing import Any
+from typing import Annotated, Any
+from urllib.parse import unquote
 
-from starlette.requests import Request
+from fastapi import APIRouter, Depends
+from pydantic import AfterValidator
 
 from router.api.frontend import Frontend
-from router.http.body.json_body import BodyBounds, read_object
+from router.http.body.json_body import JsonBody
 from router.http.openai.chat_messages import conversation
-from router.http.openai.schemas import DetokenizeBody, TokenizeBody, validate
+from router.http.openai.objects import ModelList, ModelObject, TextObject, TokensObject
+from router.http.openai.schemas import DetokenizeBody, TokenizeBody
 from router.http.openai.tool_schemas import tool_use
+from router.http.routing.access import ClientAccess
 
 
 class TextRoutes:
-    """The handlers."""
+    """Path operations on the served model's name and tokenizer."""
 
-    def __init__(self, frontend: Frontend, *, max_body_bytes: int) -> None:
+    def __init__(self, frontend: Frontend) -> None:
         self._frontend = frontend
-        self._bounds = BodyBounds.for_model(max_body_bytes, frontend.model.max_model_len)
 
-    async def models(self, _request: Request) -> dict[str, Any]:
-        """The one model."""
+    def router(self, access: ClientAccess) -> APIRouter:
+        router = APIRouter(dependencies=[Depends(access)])
+        router.add_api_route("/v1/models", self.list_models, methods=["GET"], response_model=ModelList)
+        router.add_api_route("/v1/models/{model:path}", self.get_model, methods=["GET"], response_model=ModelObject)
+        router.add_api_route("/tokenize", self.tokenize, methods=["POST"], response_model=TokensObject)
+        router.add_api_route("/detokenize", self.detokenize, methods=["POST"], response_model=TextObject)
+        return router
+
+    async def list_models(self) -> dict[str, Any]:
+        """List the one served model."""
         return {"object": "list", "data": [self._card()]}
 
-    async def model(self, request: Request) -> dict[str, Any]:
-        """The same, by name."""
-        self._frontend.check_model(request.scope["path"].removeprefix("/v1/models/"))
+    async def get_model(self, model: Annotated[str, AfterValidator(unquote)]) -> dict[str, Any]:
+        """Describe the served model, by its name."""
+        self._frontend.check_model(model)
         return self._card()
 
-    async def tokenize(self, request: Request) -> dict[str, Any]:
-        """Token ids of a prompt or a conversation."""
-        body = validate(TokenizeBody, await self._read(request))
+    async def tokenize(self, body: Annotated[TokenizeBody, Depends(JsonBody(TokenizeBody))]) -> dict[str, Any]:
+        """Return the token ids of a prompt or a conversation."""
         self._frontend.check_model(body.model)
         if body.messages is not None:
             messages = conversation(body.messages)
@@ -50,15 +60,11 @@ class TextRoutes:
             "token_strs": texts,
         }
 
-    async def detokenize(self, request: Request) -> dict[str, Any]:
-        """Text of token ids, special tokens included."""
-        body = validate(DetokenizeBody, await self._read(request))
+    async def detokenize(self, body: Annotated[DetokenizeBody, Depends(JsonBody(DetokenizeBody))]) -> dict[str, Any]:
+        """Return the text of token ids, special tokens included."""
         self._frontend.check_model(body.model)
         ids = self._frontend.prompts.parse_ids(body.tokens, "tokens") if body.tokens else ()
         return {"prompt": self._frontend.tokenizer.decode(ids, skip_special_tokens=False)}
-
-    async def _read(self, request: Request) -> dict[str, Any]:
-        return await read_object(request, self._bounds)
 
     def _card(self) -> dict[str, Any]:
         model = self._frontend.model

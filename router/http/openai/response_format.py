@@ -79,7 +79,7 @@ class StructuredOutputs(StrictBody):
 def guided(
     schema: dict[str, Any] | bool | str | None, regex: str | None, choice: list[str] | None, grammar: str | None
 ) -> Iterator[StructuredOutput]:
-    """vLLM's older fields."""
+    """Return what vLLM's older fields ask for."""
     for name, shape, value in (
         ("guided_json", Shape.JSON_SCHEMA, schema),
         ("guided_regex", Shape.REGEX, regex),

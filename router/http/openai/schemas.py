@@ -2,9 +2,9 @@
 
 import re
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from router.api.prompts import MAX_MESSAGES
 from router.api.request.beam_search_options import parse_beam_search
@@ -212,8 +212,6 @@ _Turns: TypeAlias = Annotated[list[ChatTurn], Field(min_length=1, max_length=MAX
 
 
 class ChatBody(GenerationBody):
-    """POST /v1/chat/completions."""
-
     messages: _Turns
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -232,7 +230,6 @@ class ChatBody(GenerationBody):
 
     @property
     def wants_logprobs(self) -> bool:
-        """See GenerationBody."""
         return bool(self.logprobs)
 
     def chat_fields(self, tenant: str) -> ClientRequest:
@@ -273,8 +270,6 @@ class ChatBody(GenerationBody):
 
 
 class CompletionBody(GenerationBody):
-    """POST /v1/completions."""
-
     prompt: Any
     """Text, texts, token ids or lists of them; the frontend reads it."""
     suffix: str | None = None
@@ -285,7 +280,6 @@ class CompletionBody(GenerationBody):
 
     @property
     def wants_logprobs(self) -> bool:
-        """See GenerationBody."""
         return self.logprobs is not None
 
     def completion_fields(self, tenant: str) -> ClientRequest:
@@ -305,7 +299,6 @@ class CompletionBody(GenerationBody):
         return replace(fields, suffix=self.suffix) if self.suffix else fields
 
     def scores_shown(self) -> PromptLogprobOptions:
-        """See GenerationBody."""
         return PromptLogprobOptions(prompt_logprobs=self.prompt_logprobs, echoed=self.logprobs if self.echo else None)
 
 
@@ -334,37 +327,8 @@ class TokenizeBody(StrictBody):
 
 
 class DetokenizeBody(StrictBody):
-    """POST /detokenize."""
-
     model: str | None = None
     tokens: list[Any]
-
-
-_B = TypeVar("_B", bound=StrictBody)
-_BRANCHES = (("str",), ("int",), ("bool",))
-"""Last parts of the places of errors in unions."""
-_UNKNOWN = "extra_forbidden"
-_WORDS = {_UNKNOWN: "unknown field", "model_type": "Input should be an object"}
-"""For errors whose own name a class of ours, or say little."""
-
-
-def validate(body: type[_B], data: dict[str, Any]) -> _B:
-    """The typed body. Raises InvalidRequest that names the first wrong field and quotes nothing of it."""
-    try:
-        return body.model_validate(data)
-    except ValidationError as error:
-        first, *others = error.errors(include_url=False, include_context=False, include_input=False)
-        outer = first["loc"][:-1]
-        if first["loc"][-1:] in _BRANCHES and first["type"] != _UNKNOWN:
-            # Of a union's branches that which could read most of it was meant.
-            branches = [other for other in others if other["loc"][: len(outer)] == outer]
-            first = max((first, *branches), key=lambda one: len(one["loc"]))
-            first["loc"] = (*outer, *first["loc"][len(outer) + 1 :])
-        # Branches add their type to the place; only names and indices of the client's are shown.
-        place = [str(part)[:100] for part in first["loc"] if isinstance(part, int) or "[" not in part]
-        name = place[0] if place else None
-        what = _WORDS.get(first["type"], first["msg"][:200])
-        raise InvalidRequest(f"{'.'.join(place)}: {what}", param=name) from None
 
 
 def _token_keys(bias: dict[str, float]) -> dict[int, float]:

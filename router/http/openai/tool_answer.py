@@ -39,19 +39,16 @@ class CallingChatAnswer(ChatAnswer):
         return chunks
 
     def shown(self, delta: TextDelta) -> dict[str, Any]:
-        """See ChatAnswer."""
         message = _message(self._readers[delta.choice_index].read(delta))
         return _in_older_form(message) if self._is_older_form else message
 
     def reason(self, delta: TextDelta) -> str | None:
-        """See ChatAnswer."""
         if delta.finish is None:
             return None
         reason = self._readers[delta.choice_index].finish(delta.finish.reason)
         return _FUNCTION if self._is_older_form and reason == CALLED else reason
 
     def whole_message(self, delta: TextDelta) -> dict[str, Any]:
-        """See ChatAnswer."""
         message = self.shown(delta)
         calls, function = message.get("tool_calls"), message.get(_FUNCTION)
         content: dict[str, Any] = {

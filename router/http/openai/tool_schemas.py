@@ -19,21 +19,19 @@ class FunctionSpec(StrictBody):
     strict: bool | None = None
 
     def tool(self) -> ToolDefinition:
-        """The same for every door."""
+        """The call or tool in the form that all APIs share."""
         return ToolDefinition(
             name=self.name, description=self.description, parameters=self.parameters, strict=bool(self.strict)
         )
 
 
 class ToolSpec(StrictBody):
-    """One of `tools`."""
-
     TYPES: ClassVar[OnlyTypes | None] = OnlyTypes("tools", "a tool", frozenset({"function"}))
     type: str
     function: FunctionSpec
 
     def tool(self) -> ToolDefinition:
-        """The same for every door."""
+        """The call or tool in the form that all APIs share."""
         return self.function.tool()
 
 
@@ -66,8 +64,6 @@ class ChatToolChoice(StrictBody):
 
 
 class CalledFunction(StrictBody):
-    """What was called."""
-
     name: str
     arguments: str
 
@@ -82,7 +78,7 @@ class ToolCallPart(StrictBody):
     index: int | None = None
 
     def call(self) -> AssistantToolCall:
-        """The same for every door."""
+        """The call or tool in the form that all APIs share."""
         return AssistantToolCall(id=self.id, name=self.function.name, arguments=self.function.arguments)
 
 

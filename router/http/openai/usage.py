@@ -6,7 +6,6 @@ from router.api.answer.usage import CallUsage
 
 
 def usage_object(usage: CallUsage) -> dict[str, Any]:
-    """OpenAI's usage object."""
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,

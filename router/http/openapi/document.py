@@ -1,27 +1,49 @@
-"""GET /openapi.json: the HTTP door described, made of its table of routes and of the bodies that it validates.
+"""GET /openapi.json: what FastAPI makes of the routes, and what it cannot know of them.
 
-What a schema cannot say (which fields exclude each other, what the served model bounds) is refused with 400 all the
-same, in the same words as ever.
+It does not see bodies, which dependencies read (`router.http.body.json_body`), events of streams, refusals, and whether
+keys are required. What a schema cannot say (which fields exclude each other) is refused with 400 all the same.
 """
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from starlette.requests import Request
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from fastapi.routing import RouteContext, iter_route_contexts
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
 
-from router.access.api_keys import ApiKeyStore
 from router.api.request.client_request import ModelInfo
-from router.batches.files.types import ENDPOINTS
-from router.http.body.error_formats import anthropic_error, google_error
+from router.http.admin.status import StatusObject
+from router.http.anthropic.objects import MESSAGE_EVENTS, AnthropicErrorObject
+from router.http.body.answer_object import ErrorObject
+from router.http.body.error_formats import anthropic_error, error_shape, google_error
 from router.http.body.errors import ErrorShape
-from router.http.openapi.answers import SCHEMAS, answer_of
-from router.http.openapi.json_schema import any_of, ref
-from router.http.openapi.requests import body_of, body_schemas, parameters_of, shown_path
-from router.http.routing.access_guard import Guard, Guarded
-from router.http.routing.route_table import Routes
+from router.http.body.json_body import JsonBody
+from router.http.body.strict_body import StrictBody
+from router.http.google.body import GoogleErrorObject
+from router.http.openai.objects import ChatCompletionChunkObject, CompletionChunkObject
+from router.http.openai.responses.objects import RESPONSE_EVENTS
+from router.http.openapi.event_streams import ref
+from router.http.openapi.served_bodies import REF_TEMPLATE, body_schemas
+from router.http.routing.access import AccessGuard, access_of
 
 _VERSION = "3.2.0"
 """The first that can say what stands in a stream of events."""
-_UNUSUAL_ERRORS: dict[ErrorShape, str] = {anthropic_error: "AnthropicError", google_error: "GoogleError"}
+_ERRORS: dict[ErrorShape, type[BaseModel]] = {anthropic_error: AnthropicErrorObject, google_error: GoogleErrorObject}
+_OTHER_MODELS: Sequence[type[BaseModel]] = (
+    ErrorObject,
+    AnthropicErrorObject,
+    GoogleErrorObject,
+    ChatCompletionChunkObject,
+    CompletionChunkObject,
+    StatusObject,
+    *RESPONSE_EVENTS,
+    *MESSAGE_EVENTS,
+)
+"""Those that no route answers with by themselves."""
+_OF_FASTAPI = ("HTTPValidationError", "ValidationError")
+"""Errors that FastAPI describes wherever there are parameters; ours are 400 in the words of each API."""
 _REFUSALS = {
     "400": "A field, a header or the body is wrong; `param` names it",
     "401": "No API key, or a wrong one",
@@ -39,98 +61,70 @@ _REFUSALS = {
 _RETRY = {"Retry-After": {"description": "Seconds", "schema": {"type": "integer", "minimum": 1}}}
 
 
-_ID = "$response.body#/id"
-
-
-def _to(operation: str, **parameters: str) -> dict[str, Any]:
-    return {"operationId": operation, "parameters": {f"path.{name}": value for name, value in parameters.items()}}
-
-
-_BATCH = {
-    "batch": _to("get_v1_batches_batch_id", batch_id=_ID),
-    "cancel": _to("post_v1_batches_batch_id_cancel", batch_id=_ID),
-}
-LINKS: dict[str, dict[str, Any]] = {
-    "POST /v1/files": {
-        "file": _to("get_v1_files_file_id", file_id=_ID),
-        "content": _to("get_v1_files_file_id_content", file_id=_ID),
-        "delete": _to("delete_v1_files_file_id", file_id=_ID),
-        "batches": {
-            "operationId": "post_v1_batches",
-            "requestBody": {"input_file_id": _ID, "endpoint": ENDPOINTS[0], "completion_window": "24h"},
-        },
-    },
-    "POST /v1/batches": _BATCH | {"input": _to("get_v1_files_file_id", file_id="$response.body#/input_file_id")},
-    "GET /v1/batches/{batch_id}": _BATCH,
-}
-"""By method and path, of an answer with status 200."""
-
-
-class OpenApiRoute:
-    """The handler."""
-
-    def __init__(self, routes: Routes, guard: Guard, keys: ApiKeyStore, model: ModelInfo, version: str) -> None:
-        """`routes`: all that there are when somebody asks."""
-        self._routes = routes
-        self._guard = guard
-        self._keys = keys
-        self._model = model
-        self._version = version
-        # Of bodies and answers, which never change: making them takes longer than many a request.
-        self._schemas: dict[str, Any] | None = None
-
-    async def get_document(self, _request: Request) -> dict[str, Any]:
-        """The document."""
-        paths: dict[str, dict[str, Any]] = {}
-        for method, path, guarded, show_error in self._routes.described():
-            shown = shown_path(path)
-            paths.setdefault(shown, {})[method.lower()] = self._operation(method, shown, guarded, show_error)
-        return {
-            "openapi": _VERSION,
-            "info": {"title": "Tandem", "version": self._version},
-            "paths": dict(sorted(paths.items())),
-            "components": {
-                "schemas": self._described_bodies(),
-                "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
-            },
-        }
-
-    def _described_bodies(self) -> dict[str, Any]:
-        if self._schemas is None:
-            self._schemas = body_schemas(self._model) | SCHEMAS
-        return self._schemas
-
-    def _operation(self, method: str, path: str, guarded: Guarded, show_error: ErrorShape) -> dict[str, Any]:
-        told = (guarded.handler.__doc__ or path).strip().splitlines()[0]
-        asks = self._keys.are_required and not (guarded.page is not None and self._guard.is_open(guarded.page))
-        operation = f"{method} {path}"
-        found: dict[str, Any] = {
-            "operationId": _operation_id(method, path),
-            "summary": told,
-            "security": [{"key": []}] if asks else [],
-            "responses": _responses(operation, show_error),
-        }
-        if parameters := parameters_of(operation):
-            found["parameters"] = parameters
-        if (body := body_of(operation)) is not None:
-            found["requestBody"] = body
-        return found
-
-
-def _operation_id(method: str, path: str) -> str:
+def operation_id(route: Any) -> str:
+    """Method and path in snake case, for FastAPI's `generate_unique_id_function`."""
+    method, path = min(route.methods).lower(), route.path_format
     words = path.replace("{", "").replace("}", "").replace(".", "/").split("/")
-    return "_".join([method.lower(), *filter(None, words)]) if path != "/" else f"{method.lower()}_page"
+    return "_".join([method, *filter(None, words)]) if path != "/" else f"{method}_page"
 
 
-def _responses(operation: str, show_error: ErrorShape) -> dict[str, Any]:
-    given = answer_of(operation)
-    found: dict[str, Any] = {"200": {"description": "The answer", **({"content": given} if given else {})}}
-    if operation in LINKS:
-        found["200"]["links"] = LINKS[operation]
-    # Whatever is refused before it is known what is asked for is refused in OpenAI's words.
-    error = any_of(*(ref(name) for name in (_UNUSUAL_ERRORS.get(show_error), "Error") if name is not None))
-    for status, told in _REFUSALS.items():
-        found[status] = {"description": told, "content": {"application/json": {"schema": error}}}
-        if status in ("429", "503"):
-            found[status]["headers"] = _RETRY
+class OpenApiDocument:
+    """Describes one application. It is made once, but for whether keys are required, which may change."""
+
+    def __init__(self, api: FastAPI, guard: AccessGuard, model: ModelInfo) -> None:
+        """`api`: all of its routes are there by the first call of `render`."""
+        self._api = api
+        self._guard = guard
+        self._model = model
+        self._made: dict[str, Any] | None = None
+
+    def render(self) -> dict[str, Any]:
+        """The whole document; it stays the describer's own."""
+        made = self._made = self._made or self._make()
+        for route in iter_route_contexts(self._api.routes):
+            if route.include_in_schema:
+                access = access_of(route)
+                scheme: dict[str, list[str]] = {access.scheme_name: []}
+                _operation(made, route)["security"] = [scheme] if self._guard.needs_key(access.page) else []
+        return made
+
+    def _make(self) -> dict[str, Any]:
+        made = get_openapi(
+            title=self._api.title, version=self._api.version, openapi_version=_VERSION, routes=self._api.routes
+        )
+        bodies: dict[str, type[StrictBody]] = {}
+        for route in iter_route_contexts(self._api.routes):
+            if not route.include_in_schema:
+                continue
+            operation = _operation(made, route)
+            for body in _bodies_of(route):
+                bodies[body.__name__] = body
+                operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": ref(body)}}}
+            operation["responses"].pop("422", None)
+            operation["responses"] |= _refusals(error_shape({"path": route.path, "route": route}))
+        _, others = models_json_schema([(one, "serialization") for one in _OTHER_MODELS], ref_template=REF_TEMPLATE)
+        answers = {name: one for name, one in made["components"]["schemas"].items() if name not in _OF_FASTAPI}
+        schemas = answers | others["$defs"] | body_schemas(bodies.values(), self._model)
+        made["components"]["schemas"] = dict(sorted(schemas.items()))
+        made["paths"] = dict(sorted(made["paths"].items()))
+        return made
+
+
+def _operation(document: dict[str, Any], route: RouteContext) -> dict[str, Any]:
+    (method,) = route.methods or set()
+    found: dict[str, Any] = document["paths"][route.path_format][method.lower()]
+    return found
+
+
+def _bodies_of(route: RouteContext) -> Iterable[type[StrictBody]]:
+    return [one.call.model for one in route.dependant.dependencies if isinstance(one.call, JsonBody)]
+
+
+def _refusals(shape: ErrorShape) -> dict[str, Any]:
+    # What is refused before its route is known, such as a long header, is refused in OpenAI's words.
+    schemas = [ref(_ERRORS[shape]), ref(ErrorObject)] if shape in _ERRORS else [ref(ErrorObject)]
+    content = {"application/json": {"schema": schemas[0] if len(schemas) == 1 else {"anyOf": schemas}}}
+    found: dict[str, Any] = {status: {"description": why, "content": content} for status, why in _REFUSALS.items()}
+    for status in ("429", "503"):
+        found[status] = found[status] | {"headers": _RETRY}
     return found

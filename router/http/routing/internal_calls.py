@@ -3,28 +3,38 @@
 import asyncio
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import Message, Scope
 
 from router.batches.files.lines import body_to_run
 from router.http.body.errors import error_object
-from router.http.routing.access_guard import Handler
+from router.http.body.json_body import BodyBounds, JsonBody
 from router.types.requests import MAX_PRIORITY
 from tandem.errors import InternalError, RouteNotFound, ServingError
 
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class InternalEndpoint:
+    """A path operation that answers whole, and the body that it takes."""
+
+    answer: Callable[[Request, Any], Awaitable[Response]]
+    body: JsonBody[Any]
+
+
 class InternalCalls:
     """Answers a tenant's body as its endpoint does."""
 
-    def __init__(self, handlers: Mapping[str, Handler]) -> None:
-        """`handlers`: by endpoint; each answers whole."""
-        self._handlers = handlers
+    def __init__(self, endpoints: Mapping[str, InternalEndpoint], bounds: BodyBounds) -> None:
+        self._endpoints = endpoints
+        self._bounds = bounds
 
     async def answer(self, tenant: str, endpoint: str, body: dict[str, Any]) -> tuple[int, bytes]:
         """Status and body, at the lowest priority. Raises a ServingError that is retryable; cancelling it cancels the
@@ -42,8 +52,8 @@ class InternalCalls:
             return failed.http_status, orjson.dumps(error_object(failed))
 
     async def _answer(self, tenant: str, endpoint: str, body: bytes) -> tuple[int, bytes]:
-        handler = self._handlers.get(endpoint)
-        if handler is None:
+        found = self._endpoints.get(endpoint)
+        if found is None:
             raise RouteNotFound(f"{endpoint} is not served to batches")
         sent = False
 
@@ -63,7 +73,6 @@ class InternalCalls:
             "headers": [(b"content-type", b"application/json")],
             "state": {"tenant": tenant},
         }
-        answer = await handler(Request(scope, receive))
-        if isinstance(answer, dict):
-            raise InternalError("internal error")
+        request = Request(scope, receive)
+        answer = await found.answer(request, await found.body.read(request, self._bounds))
         return answer.status_code, bytes(answer.body)

@@ -31,7 +31,7 @@ _MOST_AHEAD = 64
 """Requests that a client may send before it has their answers; a small one takes a hundred times its bytes here."""
 _HUNG_UP = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
 """The last one is Linux's; elsewhere a paused client's orderly end is heard of when its answer is written."""
-_LONGEST_LOOK_S = 1.0
+_MAX_CHECK_S = 1.0
 _WARN_EVERY_S = 60.0
 _log = logging.getLogger(__name__)
 
@@ -45,56 +45,60 @@ def _refusal(error: ServingError, *headers: str) -> bytes:
 
 
 class ConnectionWatch:
-    """Closes connections when the books say so, which it looks at again and again."""
+    """Closes the connections that the table finds overdue, which it checks periodically."""
 
     def __init__(self, connections: "ConnectionTable[Connection]", loop: asyncio.AbstractEventLoop) -> None:
-        self.books = connections
+        self.table = connections
         self._loop = loop
         limits = connections.limits
         least_s = min(limits.head_timeout_s, limits.keep_alive_s, limits.write_timeout_s)
-        self._look_s = min(_LONGEST_LOOK_S, least_s / 4)
+        self._check_s = min(_MAX_CHECK_S, least_s / 4)
         self._warned_s = -_WARN_EVERY_S
-        self._timer = loop.call_later(self._look_s, self._look)
+        self._timer = loop.call_later(self._check_s, self._check)
 
     def now_s(self) -> float:
-        """On the books' clock."""
+        """The time on the table's clock."""
         return self._loop.time()
 
     def opened(self, connection: "Connection") -> bool:
         """Count it in; False when it was refused."""
-        gone = self.books.opened(connection, self.now_s())
+        gone = self.table.opened(connection, self.now_s())
         if gone is None:
             return True
         if self.now_s() - self._warned_s >= _WARN_EVERY_S:
             self._warned_s = self.now_s()
-            _log.warning("there are %d connections: the idlest make way", self.books.limits.most)
+            _log.warning("there are %d connections: the idlest make way", self.table.limits.most)
         if gone is not connection:
             gone.give_up()
         return gone is not connection
 
     def close_idle(self, least_s: float) -> None:
-        """Part with those who have asked nothing for so long."""
-        for connection in self.books.idle(self.now_s(), least_s):
+        """Close the connections without a request for so long."""
+        for connection in self.table.idle(self.now_s(), least_s):
             connection.leave_if_idle()
 
     def stop(self) -> None:
-        """Look no more."""
         self._timer.cancel()
 
-    def _look(self) -> None:
-        for connection in self.books.overdue(self.now_s(), lambda one: one.transport.get_write_buffer_size()):
+    def _check(self) -> None:
+        for connection in self.table.overdue(self.now_s(), lambda one: one.transport.get_write_buffer_size()):
             connection.give_up()
-        for connection in list(self.books.asking):
+        for connection in list(self.table.asking):
             connection.notice_leave()
-        self._timer = self._loop.call_later(self._look_s, self._look)
+        self._timer = self._loop.call_later(self._check_s, self._check)
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's; httptools itself collects heads without a bound."""
+    """uvicorn's protocol with bounds; httptools itself collects heads of any size.
+
+    uvicorn has no public interface for any of this: the overridden methods and attributes are its own, and may change
+    with any of its versions. So pyproject.toml caps the version, and `tests/unit/router/http/server` tests the whole of
+    what is relied on over real sockets.
+    """
 
     _head_bytes = 0
-    _untold_bytes = 0
-    """Fed to the parser since it last told of anything: it collects one header, however long, before it does."""
+    _unreported_bytes = 0
+    """Fed to the parser since it last called back: it collects one header, however long, before it does."""
     _is_in_head = False
     _is_receiving = False
     """A request's head or body has begun and not ended."""
@@ -109,7 +113,7 @@ class Connection(HttpToolsProtocol):
         """`others`: what uvicorn hands over."""
         super().__init__(**others)
         self._watch = watch
-        self._books = watch.books
+        self._table = watch.table
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Has a place, or hears that there is none."""
@@ -120,7 +124,7 @@ class Connection(HttpToolsProtocol):
             transport.close()
 
     def close_behind_answer(self) -> None:
-        """What the answer was the last of; its client may not have sent all that it asked."""
+        """What the answer was the last of; its client may not have sent all of its request."""
         if self.is_ending:
             return
         if self._is_receiving or _has_come(self.transport):
@@ -147,9 +151,9 @@ class Connection(HttpToolsProtocol):
             if self._most_behind < 0:
                 self.transport.close()
             return
-        self._untold_bytes += len(data)
+        self._unreported_bytes += len(data)
         super().data_received(data)
-        if self._untold_bytes > _MAX_HEAD_BYTES and self._refused is None:
+        if self._unreported_bytes > _MAX_HEAD_BYTES and self._refused is None:
             self._refused = HeadTooLarge(f"a header, or a chunk's extension, of more than {_MAX_HEAD_BYTES} bytes")
             self.send_400_response("")
 
@@ -170,19 +174,19 @@ class Connection(HttpToolsProtocol):
         if self.is_ending:
             return
         self._most_behind = most_bytes
-        self._books.answered(self, self._watch.now_s(), is_sending=True)
+        self._table.answered(self, self._watch.now_s(), is_sending=True)
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.flow.resume_reading()
 
     def end_behind_answer(self) -> None:
-        """The answer that is under way is the last over this connection: its client asks elsewhere next."""
+        """The answer that is under way is the last over this connection; a next request goes to another process."""
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete and not self.pipeline:
             cycle.keep_alive = False
 
     def leave_if_idle(self) -> None:
-        """Nothing is coming: close it. What had come would be lost with it, and its client told so by a reset."""
+        """Nothing is coming: close it. What had come would be lost with it, and its client reset."""
         if not self._is_receiving and not _has_come(self.transport):
             self.transport.close()
 
@@ -193,26 +197,23 @@ class Connection(HttpToolsProtocol):
             self.transport.abort()
 
     def pause_writing(self) -> None:
-        """The client does not take what it asked for: a clock runs."""
+        """The client does not read its answer: a clock runs."""
         super().pause_writing()
-        self._books.unread(self, self._watch.now_s(), self.transport.get_write_buffer_size())
+        self._table.unread(self, self._watch.now_s(), self.transport.get_write_buffer_size())
 
     def resume_writing(self) -> None:
-        """It does again."""
         super().resume_writing()
-        self._books.read(self)
+        self._table.read(self)
 
     def on_message_begin(self) -> None:
-        """A request's first byte."""
-        self._head_bytes = self._untold_bytes = 0
+        self._head_bytes = self._unreported_bytes = 0
         self._is_in_head = self._is_receiving = True
-        self._books.head_begins(self, self._watch.now_s())
+        self._table.head_begins(self, self._watch.now_s())
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        """A piece of it."""
         super().on_url(url)
-        self._untold_bytes = 0
+        self._unreported_bytes = 0
         self._head_bytes += len(url)
         if self._head_bytes > _MAX_URL_BYTES:
             self._refuse(TargetTooLong(f"the request's target is longer than {_MAX_URL_BYTES} bytes"))
@@ -221,23 +222,23 @@ class Connection(HttpToolsProtocol):
         """One of the head, or one behind a chunked body, which means nothing here."""
         if self._is_in_head:
             super().on_header(name, value)
-        self._untold_bytes = 0
+        self._unreported_bytes = 0
         self._head_bytes += len(name) + len(value)
         if self._head_bytes > _MAX_HEAD_BYTES:
             self._refuse(HeadTooLarge(f"more than {_MAX_HEAD_BYTES} bytes of headers"))
 
     def on_headers_complete(self) -> None:
         """The application has it now."""
-        self._untold_bytes = 0
+        self._unreported_bytes = 0
         try:
             check_framing(self.headers, self.parser.get_http_version())
         except InvalidRequest as error:
             self._refuse(error)
         super().on_headers_complete()
         self._is_in_head = False
-        # An exchange that is over is told to close here, and not while its client sends.
+        # An exchange that is over closes here, and not while its client sends.
         self.cycle.transport = cast("Any", self._answers)
-        self._books.head_complete(self)
+        self._table.head_complete(self)
         if len(self.pipeline) > _MOST_AHEAD:
             self._refuse(InvalidRequest(f"more than {_MOST_AHEAD} requests sent ahead"))
         # The application has not begun: its task runs later.
@@ -246,13 +247,11 @@ class Connection(HttpToolsProtocol):
         cast("dict[str, Any]", self.scope)["extensions"] = {EXTENSION: link}
 
     def on_body(self, body: bytes) -> None:
-        """A piece of it."""
-        self._untold_bytes = 0
+        self._unreported_bytes = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Its last byte."""
-        self._untold_bytes = 0
+        self._unreported_bytes = 0
         super().on_message_complete()
         self._is_receiving = False
 
@@ -260,7 +259,7 @@ class Connection(HttpToolsProtocol):
         """The answer's last byte has been handed to the transport."""
         self._links = tuple(link for link in self._links if not link.answered())
         if self._most_behind is not None:
-            # What was asked behind the last answer gets none.
+            # Requests behind the last answer get none.
             self.pipeline.clear()
             self._lose_clients()
         goes_on = bool(self.pipeline)
@@ -268,14 +267,13 @@ class Connection(HttpToolsProtocol):
             super().on_response_complete()
         now_s = self._watch.now_s()
         if not goes_on:
-            self._books.answered(self, now_s, is_sending=self._is_receiving)
+            self._table.answered(self, now_s, is_sending=self._is_receiving)
         if num_bytes := self.transport.get_write_buffer_size():
-            self._books.unread(self, now_s, num_bytes)
+            self._table.unread(self, now_s, num_bytes)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Closed, by whomever."""
         super().connection_lost(exc)
-        self._books.closed(self)
+        self._table.closed(self)
         self._lose_clients()
         self._answers.lost()
 
@@ -327,7 +325,7 @@ class _AnswerTransport:
 
 
 class _DirectLink:
-    """One request's `router.http.body.client_link.Link`."""
+    """The `router.http.body.client_link.Link` of a request to this server."""
 
     def __init__(self, protocol: Connection) -> None:
         self._write = protocol.transport.write
@@ -368,7 +366,7 @@ class _DirectLink:
         return self._cycle is None
 
     def client_left(self) -> None:
-        """uvicorn tells the newest request alone."""
+        """Note that nobody is left: uvicorn notifies the newest request alone."""
         cycle, self._cycle = self._cycle, None
         if cycle is None or cycle.response_complete:
             return

@@ -1,4 +1,4 @@
-"""Which of the HTTP door's connections must go: those that are too slow, and the idlest when there are too many. Pure.
+"""Which of the HTTP server's connections must go: the too slow, and the idlest when there are too many. Pure.
 
     opened -> (head comes) -> asking -> answered -> (next head comes) -> asking ...
 
@@ -15,7 +15,7 @@ from tandem.config.servers import ConnectionsConfig
 from tandem.errors import ConfigError
 
 _MOST_FILES = 65_536
-"""More are not asked for: some bounds of the kernel are of a whole machine."""
+"""No more are requested: some bounds of the kernel are of a whole machine."""
 _LEAST_RESERVE = 64
 
 ConnectionT = TypeVar("ConnectionT", bound=Hashable)
@@ -23,7 +23,7 @@ ConnectionT = TypeVar("ConnectionT", bound=Hashable)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLimits:
-    """Bounds of the connections of one door."""
+    """Bounds of the connections of one server."""
 
     most: int
     head_timeout_s: float
@@ -42,7 +42,7 @@ class ConnectionLimits:
 
 
 class ConnectionTable(Generic[ConnectionT]):
-    """The books. Whoever closes a connection says so; what is not in them is not spoken of."""
+    """The open connections by what they wait for. Whoever closes one says so (`closed`)."""
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
@@ -88,7 +88,7 @@ class ConnectionTable(Generic[ConnectionT]):
             (self._heads if is_sending else self._idle)[connection] = now_s
 
     def idle(self, now_s: float, least_s: float) -> list[ConnectionT]:
-        """Those with no request under way for so long; they stay in the books."""
+        """Those with no request under way for so long; they stay in the table."""
         return [*_older(self._heads, now_s - least_s), *_older(self._idle, now_s - least_s)]
 
     def unread(self, connection: ConnectionT, now_s: float, num_bytes: int) -> None:
@@ -138,7 +138,7 @@ def _older(waiting: dict[ConnectionT, float], than_s: float) -> list[ConnectionT
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionBounds:
-    """Connections of clients at each door."""
+    """Connections of clients at each server."""
 
     http: int
     grpc: int

@@ -1,4 +1,9 @@
-"""The socket of the HTTP door: uvicorn with bounded connections, started and stopped by its owner."""
+"""The HTTP server: uvicorn with bounded connections, started and stopped by its owner.
+
+`uvicorn.Server` has no public way to leave signals alone or to accept connections elsewhere, and its protocol none to
+bound heads (`router.http.server.connection`). So what is overridden here is uvicorn's own, whose version is capped in
+pyproject.toml: raise the cap with `tests/unit/router/http/server` green.
+"""
 
 import asyncio
 import contextlib
@@ -20,17 +25,16 @@ from router.http.server.tls_listener import TlsListener
 from tandem.config.servers import ConnectionsConfig
 
 _BACKLOG = 2048
-_LOOK_S = 0.05
+_POLL_S = 0.05
 
 
 class _Server(uvicorn.Server):
     """uvicorn that leaves signals to the process that owns it, and TLS to a listener of ours."""
 
     secured: TlsListener | None = None
-    """Takes the connections in uvicorn's place."""
+    """Accepts the connections in uvicorn's place."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen."""
         if self.secured is None:
             await super().startup(sockets)
             return
@@ -112,22 +116,21 @@ class HttpServer:
     def listening(self) -> socket.socket:
         """While entered: what clients connect to."""
         if self._socket is None:
-            raise RuntimeError("the door is not open")
+            raise RuntimeError("the server is not started")
         return self._socket
 
     @property
     def num_connections(self) -> int:
-        """Clients that are connected."""
+        """The number of connected clients."""
         return len(self._connections)
 
     @property
     def scheme(self) -> str:
-        """Of its URL."""
         return "http" if self._tls is None else "https"
 
     def _new_connection(self, **others: Any) -> Connection:
         if self._watch is None:
-            raise RuntimeError("the door is not open")
+            raise RuntimeError("the server is not started")
         return Connection(self._watch, **others)
 
     async def __aexit__(
@@ -136,7 +139,7 @@ class HttpServer:
         await self.stop(self._grace_s)
 
     async def hand_over(self, *, idle_s: float, most_s: float, is_inherited: bool = False) -> None:
-        """Leave what is new to the other processes, and serve who is connected until they have asked nothing for
+        """Leave what is new to the other processes, and serve who is connected until they have sent no request for
         `idle_s`, at most for `most_s`. `is_inherited`: another process has the very socket.
         """
         if self._socket is None or self._watch is None:
@@ -144,9 +147,9 @@ class HttpServer:
         await leave_port(self._server, self._socket, self._server.secured, is_inherited=is_inherited)
         loop = asyncio.get_running_loop()
         ends_s = loop.time() + most_s
-        while self._server.server_state.connections and loop.time() < ends_s:  # uvicorn tells nobody
+        while self._server.server_state.connections and loop.time() < ends_s:  # uvicorn notifies nobody
             self._watch.close_idle(idle_s)
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
         end_behind_answers(self._server)
 
     async def stop(self, grace_s: float) -> None:

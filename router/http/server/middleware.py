@@ -1,7 +1,9 @@
 """Around every request: bounds on its headers, its id, and the count of its answer."""
 
 import asyncio
+import functools
 import logging
+import re
 import time
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -9,16 +11,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from router.access.audit_log import AuditEntry, AuditLog, enter, leave
 from router.api.request.request_ids import check_request_id
 from router.http.body.errors import error_response
-from router.http.routing.route_table import ROUTE_KEY
 from router.http.server.request_head import check_size
 from router.metrics.router_metrics import RouterMetrics
 from tandem.errors import InvalidRequest, Unavailable
 from tandem.telemetry.logs import REQUEST_ID, X_REQUEST_ID
 
 _CLIENT_LEFT = 499
-"""What is counted where nobody was left to answer."""
+"""Status that is counted where nobody was left to answer."""
 _AGAIN_S = 1.0
 _log = logging.getLogger(__name__)
+_PARAMETER = re.compile(r"\{[^}]*\}")
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 
@@ -31,7 +33,6 @@ class RequestMiddleware:
         self._audit = audit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Wrap one connection."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -57,7 +58,7 @@ class RequestMiddleware:
                 return
             await self._app(scope, receive, enveloped)
         except asyncio.CancelledError:
-            # Nobody but the door does that, when the time to drain is over; the task has nothing left to do.
+            # The server alone cancels, when the time to drain is over; the task has nothing left to do.
             if status == _CLIENT_LEFT:
                 ended = Unavailable("the router has ended before its answer", retry_after_s=_AGAIN_S)
                 await error_response(ended)(scope, receive, enveloped)
@@ -70,12 +71,23 @@ class RequestMiddleware:
             REQUEST_ID.reset(named)
             X_REQUEST_ID.reset(shown)
             leave(token)
-            route = scope.get(ROUTE_KEY, "unknown")
+            route = _label(scope)
             method = scope["method"] if scope["method"] in _METHODS else "other"
             self._metrics.http_answered(route, method, status)
             entry.route, entry.status = f"{method} {route}", str(status)
             if entry.is_kept:
                 self._audit.keep(entry)
+
+
+def _label(scope: Scope) -> str:
+    """The matched route, with a star for each of its parameters: never the client's words."""
+    route = scope.get("route")
+    return "unknown" if route is None else _starred(route.path_format)
+
+
+@functools.cache
+def _starred(path: str) -> str:
+    return _PARAMETER.sub("*", path)
 
 
 def _client(scope: Scope) -> str:

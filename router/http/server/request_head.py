@@ -27,7 +27,7 @@ class TargetTooLong(InvalidRequest):
 
 
 def check_size(headers: Sequence[tuple[bytes, bytes]]) -> None:
-    """Raise HeadTooLarge."""
+    """Raise HeadTooLarge for more headers, or longer ones, than are read."""
     if len(headers) > MAX_HEADERS or sum(len(name) + len(value) for name, value in headers) > MAX_HEADER_BYTES:
         raise HeadTooLarge(f"more than {MAX_HEADERS} headers, or {MAX_HEADER_BYTES} bytes of them")
 

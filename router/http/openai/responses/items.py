@@ -1,4 +1,4 @@
-"""The output items of one response as they grow: messages and calls of functions, and the events that tell of them."""
+"""The output items of one response as they grow: messages and calls of functions, and their events."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias

@@ -7,9 +7,10 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import orjson
+from fastapi import APIRouter, Depends
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -20,14 +21,17 @@ from router.api.answer.usage import CallUsage
 from router.api.request.client_request import PreparedRequest
 from router.http.body.client_link import WhileConnected
 from router.http.body.errors import error_object
+from router.http.body.json_body import JsonBody
 from router.http.body.sse import EventStream, SseResponse
 from router.http.openai.generation import IDS_HEADER, TIMING_HEADER, trace_and_time
 from router.http.openai.logprobs import Logprobs
 from router.http.openai.prompt_logprobs import SLICE_VALUES
 from router.http.openai.responses.items import ResponseEvent, ResponseItems
+from router.http.openai.responses.objects import RESPONSE_EVENTS, ResponseObject
 from router.http.openai.responses.schemas import ResponsesBody
-from router.http.openai.schemas import validate
 from router.http.openai.whole_answer import WholeResponse
+from router.http.openapi.event_streams import typed_events
+from router.http.routing.access import ClientAccess
 from router.http.routing.generation_calls import GenerationContext
 from router.text.tokenizer import Tokenizer
 from router.types.stream_ids import LAST_EVENT_ID
@@ -38,35 +42,47 @@ _FIELD_OF = {"messages": "input", "prompt": "input", "max_tokens": "max_output_t
 """Where a fault that the frontend names stands here."""
 
 
+RESPONSES_PATH = "/v1/responses"
+
+
 class ResponsesRoutes:
-    """The handler of the route."""
+    """The path operation of /v1/responses."""
 
     def __init__(self, answering: GenerationContext) -> None:
         self._answering = answering
         self._frontend = answering.frontend
 
-    async def create(self, request: Request) -> Response:
-        """One response, whole or as events."""
-        data = await self._answering.read_object(request)
+    def router(self, access: ClientAccess) -> APIRouter:
+        router = APIRouter(dependencies=[Depends(access)])
+        events = typed_events(RESPONSE_EVENTS)
+        router.add_api_route(
+            RESPONSES_PATH, self.create, methods=["POST"], response_model=ResponseObject, responses={200: events}
+        )
+        return router
+
+    async def create(
+        self, request: Request, body: Annotated[ResponsesBody, Depends(JsonBody(ResponsesBody))]
+    ) -> Response:
+        """Create a response to items, whole or as a stream of typed events."""
+        data: dict[str, Any] = request.state.json_object
         for header in (LAST_EVENT_ID, IDS_HEADER):
             if header in request.headers:
                 raise InvalidRequest(f"{header}: streams of this route cannot be continued", param=header)
-        body = validate(ResponsesBody, data)
         prepare = partial(self._prepare, body, request)
         has_timing = request.headers.get(TIMING_HEADER) == "1"
 
-        def show(prepared: PreparedRequest) -> _Answer:
+        def make_answer(prepared: PreparedRequest) -> _Answer:
             usage = CallUsage([prepared], self._frontend.clock, self._answering.metrics.usage.prices)
             logprobs = ResponseLogprobs(prepared, self._frontend.tokenizer)
             return _Answer(data, prepared, usage, logprobs, model=self._frontend.model.name, has_timing=has_timing)
 
         if body.stream:
-            stream = _ResponseStream(self._answering, prepare, show)
-            return SseResponse(stream.run, show_error=stream.failed, closing=b"")
+            stream = _ResponseStream(self._answering, prepare, make_answer)
+            return SseResponse(stream.run, format_error=stream.failed, closing=b"")
         async with WhileConnected(request.scope, request.receive):
             prepared, text = await prepare(), TextCollector()
             await self._answering.read_text([prepared], text)
-            answer = show(prepared)
+            answer = make_answer(prepared)
             for delta in text.choices():
                 answer.on_delta(delta, await answer.all_logprobs(delta))
         return WholeResponse(orjson.dumps(answer.ended()), headers=answer.headers())
@@ -124,7 +140,7 @@ class ResponseLogprobs:
 
 
 class _Answer:
-    """One response: the object as it stands, and what tells of its growth."""
+    """One response: the object as it stands, and the events of its growth."""
 
     def __init__(
         self,
@@ -171,7 +187,7 @@ class _Answer:
         return self._object("in_progress")
 
     def ended(self) -> dict[str, Any]:
-        """After the last."""
+        """Return the object after its last item."""
         whole = self._object("incomplete" if self._is_cut else "completed")
         whole |= {"output": self._items.items, "usage": _usage_object(self._usage)}
         whole |= {"incomplete_details": {"reason": "max_output_tokens"}} if self._is_cut else {}
@@ -235,18 +251,18 @@ class _ResponseStream:
         self,
         answering: GenerationContext,
         prepare: Callable[[], Awaitable[PreparedRequest]],
-        show: Callable[[PreparedRequest], _Answer],
+        make_answer: Callable[[PreparedRequest], _Answer],
     ) -> None:
         self._answering = answering
         self._prepare = prepare
-        self._show = show
+        self._make_answer = make_answer
         self._answer: _Answer | None = None
         self._number = 0
 
     async def run(self, events: EventStream) -> None:
         """Nothing is written before the first token, so that earlier errors keep their HTTP status."""
         prepared = await self._prepare()
-        self._answer = answer = self._show(prepared)
+        self._answer = answer = self._make_answer(prepared)
         self._events = events
         await self._answering.read_text([prepared], self)
         whole = answer.ended()
@@ -259,7 +275,6 @@ class _ResponseStream:
         return self._written([{"type": "response.failed", "response": self._answer.failed(error)}])
 
     def on_delta(self, delta: TextDelta) -> bool:
-        """See TextSink."""
         if self._answer is None:
             return False
         events_made: list[ResponseEvent] = []
@@ -270,7 +285,6 @@ class _ResponseStream:
         return bool(events_made) and self._events.write(self._written(events_made))
 
     async def ready(self) -> None:
-        """See TextSink."""
         await self._events.ready()
 
     def _written(self, events_made: Iterable[ResponseEvent]) -> bytes:

@@ -28,7 +28,7 @@ _TOOLS = OnlyTypes("tools", "a tool", frozenset({"function"}))
 
 
 class ContentPart(StrictBody):
-    """Text of a message or of a function's result. Log probabilities that this door showed with a text are a note."""
+    """Text of a message or of a function's result. Log probabilities that this server sent with a text are a note."""
 
     TYPES: ClassVar[OnlyTypes | None] = _PARTS
     NOT_YET: ClassVar[dict[str, tuple[Any, ...]]] = {"annotations": (None, [])}
@@ -88,7 +88,7 @@ class TextFormat(StrictBody):
     strict: bool | None = None
 
     def structure(self) -> StructuredOutput | None:
-        """Raises InvalidRequest."""
+        """Return what the text must be. Raises InvalidRequest."""
         if (self.type == "json_schema") != (self.schema_ is not None):
             raise InvalidRequest("text.format: schema stands with type json_schema, and only there", param="text")
         if self.type not in ("text", "json_object", "json_schema"):
@@ -104,14 +104,10 @@ class TextFormat(StrictBody):
 
 
 class TextConfig(StrictBody):
-    """`text`."""
-
     format: TextFormat | None = None
 
 
 class ReasoningConfig(StrictBody):
-    """`reasoning`."""
-
     NOT_YET: ClassVar[dict[str, tuple[Any, ...]]] = {"summary": (None,), "generate_summary": (None,)}
     effort: Effort | None = None
 
@@ -153,8 +149,6 @@ class FunctionChoice(StrictBody):
 
 
 class ResponsesBody(StrictBody):
-    """POST /v1/responses."""
-
     NOT_YET: ClassVar[dict[str, tuple[Any, ...]]] = {
         **NOT_YET,
         "previous_response_id": (None,),
@@ -194,10 +188,10 @@ class ResponsesBody(StrictBody):
 
     def messages(self) -> list[Message]:
         """The conversation. Raises InvalidRequest."""
-        told = [Message(role="system", content=self.instructions)] if self.instructions is not None else []
+        system = [Message(role="system", content=self.instructions)] if self.instructions is not None else []
         if isinstance(self.input, str):
-            return [*told, Message(role="user", content=self.input)]
-        return [*told, *_turns([item.part() for item in self.input])]
+            return [*system, Message(role="user", content=self.input)]
+        return [*system, *_turns([item.part() for item in self.input])]
 
     @property
     def leaves_strict_open(self) -> bool:
@@ -211,7 +205,7 @@ class ResponsesBody(StrictBody):
             raise InvalidRequest(f"top_logprobs needs include: {_LOGPROBS}", param="top_logprobs")
         use = self._use(strict)
         if self.include and use is not None:
-            raise InvalidRequest("include: log probabilities are told of text alone, not with tools", param="include")
+            raise InvalidRequest("include: log probabilities are of text alone, not with tools", param="include")
         return ClientRequest(
             sampling=SamplingParams(**given, num_logprobs=(self.top_logprobs or 0) if self.include else None),
             max_tokens=self.max_output_tokens,

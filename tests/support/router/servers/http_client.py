@@ -4,6 +4,8 @@ import json
 from typing import Any
 
 import httpx
+from fastapi.routing import RouteContext, iter_route_contexts
+from starlette.types import ASGIApp
 
 from router.http.app import create_app
 from tests.support.router.servers import fakes
@@ -17,6 +19,11 @@ def client_of(parts: fakes.Doors) -> httpx.AsyncClient:
     app = create_app(parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     return httpx.AsyncClient(transport=transport, base_url="http://router")
+
+
+def routes_of(app: ASGIApp) -> list[RouteContext]:
+    """All routes of an application that `create_app` made."""
+    return list(iter_route_contexts(app._app._api.routes))  # type: ignore[attr-defined]
 
 
 def events(text: str) -> list[dict[str, Any]]:

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import httpx
 import pytest
+from fastapi import APIRouter, Depends, FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import ValidationError
+from starlette.routing import Mount, Route
 
 from router.access.access_control import AccessControl
 from router.access.api_keys import ApiKeyStore
@@ -17,8 +19,7 @@ from router.access.watched_files import FileWatcher
 from router.admission.rate_limits import RateLimiter
 from router.admission.shared_rate_limits import SharedRateLimits
 from router.http.app import create_app
-from router.http.routing.access_guard import Guard, OperatorPage, operator
-from router.http.routing.route_table import Routes
+from router.http.routing.access import AccessGuard, ClientAccess, OperatorPage, PageAccess, access_of, check_access
 from router.http.server.http_server import HttpServer
 from tandem.config.access import OperatorAccess, is_shared
 from tandem.config.admission import ApiKey, LimitsConfig
@@ -26,6 +27,8 @@ from tandem.config.cluster import RouterConfig
 from tandem.errors import ConfigError, Overloaded, Unauthenticated, Unavailable
 from tandem.values.api_key import entry_of, kept_of, key_id, new_key
 from tests.support.router.servers import fakes
+from tests.support.router.servers.http_client import routes_of
+from tests.support.router.servers.whole_app import whole_app
 
 KEYED = RouterConfig(api_keys=("a-key",))
 SPELLINGS = [
@@ -134,7 +137,7 @@ async def test_what_is_seen_without_a_key_can_be_chosen(asked: dict[str, str], s
 
 def test_beyond_loopback_only_probes_are_open() -> None:
     far = RouterConfig(host="10.0.0.2", api_keys=("a-key",))
-    guard = Guard(ApiKeyStore(far.api_keys), far)
+    guard = AccessGuard(ApiKeyStore(far.api_keys), far)
     assert guard.is_open(OperatorPage.HEALTH)
     assert guard.is_open(OperatorPage.READYZ)
     assert not guard.is_open(OperatorPage.METRICS)
@@ -203,14 +206,58 @@ def test_a_setting_of_who_may_read_metrics_is_one_of_three() -> None:
         RouterConfig(operator_access={"metrics": "tenant"})
 
 
-def test_a_route_that_does_not_say_for_whom_it_is_cannot_be_added() -> None:
-    async def handler(_request):
+def test_application_with_a_route_that_does_not_say_for_whom_it_is_is_refused() -> None:
+    async def endpoint() -> dict[str, str]:
         return {}
 
-    routes = Routes(Guard(ApiKeyStore(), RouterConfig()))
-    with pytest.raises(TypeError, match="say for whom"):
-        routes.add("GET", "/new", handler)  # type: ignore[arg-type]
-    routes.add("GET", "/new", operator(handler, OperatorPage.VERSION))
+    guard = AccessGuard(ApiKeyStore(), RouterConfig())
+    clients, page = Depends(ClientAccess(guard)), Depends(PageAccess(guard, OperatorPage.VERSION))
+    for dependencies in ([clients], [page], [clients, Depends(endpoint)]):
+        api = FastAPI(openapi_url=None)
+        api.add_api_route("/new", endpoint, dependencies=dependencies)
+        check_access(api)
+    for dependencies in ([], [Depends(endpoint)], [Depends(endpoint), clients], [clients, page]):
+        api = FastAPI(openapi_url=None)
+        router = APIRouter()
+        router.add_api_route("/new", endpoint, dependencies=dependencies)
+        api.include_router(router)
+        with pytest.raises(TypeError, match="/new: the first dependency of a route must say for whom it is"):
+            check_access(api)
+    for of_starlette in (Route("/new", endpoint), Mount("/new", app=endpoint)):  # type: ignore[arg-type]
+        api = FastAPI(openapi_url=None)
+        api.routes.append(of_starlette)
+        with pytest.raises(TypeError, match="/new"):
+            check_access(api)
+
+
+def test_every_route_of_the_application_has_one_access_dependency() -> None:
+    """All that there can be: with batches, profiles, named caches, decisions and a status."""
+    found = {route.path: access_of(route) for route in routes_of(whole_app(KEYED))}
+    pages = {path: access.page.value for path, access in found.items() if access.page is not None}
+    assert pages.keys() - {path for path in pages if path.startswith("/status/")} == {
+        "/health", "/readyz", "/metrics", "/version", "/openapi.json", "/", "/docs",
+    }  # fmt: skip
+    clients = found.keys() - pages.keys()
+    assert {"/v1/chat/completions", "/v1/messages", "/v1beta/cachedContents", "/v1/files/{file_id}/content"} <= clients
+    assert {"/debug/decisions", "/debug/pins", "/debug/profile/worker", "/status/events", "/v1/usage"} <= clients
+
+
+async def test_every_route_of_the_application_refuses_a_request_without_a_key() -> None:
+    """Pages that are open to everybody excepted; and none of them is read a body of."""
+    app = whole_app(KEYED)
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+
+    async def never_sent() -> AsyncIterator[bytes]:
+        raise AssertionError("the body is read before a key was shown")
+        yield b""
+
+    async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+        for route in routes_of(app):
+            (method,) = route.methods
+            path = route.path_format.replace("{", "").replace("}", "")
+            body = never_sent() if method in ("POST", "PATCH") else None
+            answer = await client.request(method, path, content=body)
+            assert (answer.status_code == 401) == (access_of(route).page is None), path
 
 
 def test_a_key_its_digest_and_its_tenant_belong_together() -> None:

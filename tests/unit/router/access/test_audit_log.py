@@ -42,7 +42,7 @@ async def test_who_asked_for_what_is_written_down_and_not_what_was_said(tmp_path
     ids = parts.say("hello")
     ask = {"prompt": SECRET_WORDS}
     async with AccessControl(config) as keeper:
-        app = create_app(parts.frontend, parts.generator, parts.ready, config, parts.metrics, keeper=keeper)
+        app = create_app(parts.frontend, parts.generator, parts.ready, config, parts.metrics, access=keeper)
         transport = httpx.ASGITransport(app, client=("10.1.2.3", 5))
         async with httpx.AsyncClient(transport=transport, base_url="http://r") as client:
             good = {"authorization": "Bearer a-key", "x-request-id": "mine"}

@@ -66,7 +66,7 @@ async def opened(
     parts = fakes.make_doors(fakes.make_tokenizer(), config)
     parts.say("hello world")
     async with AccessControl(config) as keeper:
-        app = create_app(parts.frontend, parts.generator, parts.ready, config, parts.metrics, keeper=keeper)
+        app = create_app(parts.frontend, parts.generator, parts.ready, config, parts.metrics, access=keeper)
         server = build_server(parts.frontend, parts.generator, config, parts.metrics, keeper=keeper)
         http = HttpServer(app, host=LOCAL, port=0, grace_s=1.0, limits=limits, tls=keeper.tls)
         async with http, GrpcServer(server, host=LOCAL, port=0, grace_s=1.0, tls=keeper.tls) as rpc:

@@ -16,7 +16,7 @@ from router.batches.files import store as store_module
 from router.batches.files.store import BatchStore, UploadSlots, acquire_all
 from router.batches.files.types import BatchStatus, StoredBatch, StoredFile
 from router.batches.runner import MOST_AT_WORK, MOST_OF_TENANT, startable
-from router.http.body import multipart
+from router.http.body.upload import FRAME_BYTES
 from tandem.config.cluster import RouterConfig
 from tandem.errors import Overloaded
 from tests.support.router.servers import fakes
@@ -246,11 +246,52 @@ def test_a_process_that_is_killed_gives_its_places_back(tmp_path: Path) -> None:
         assert UploadSlots(tmp_path, 1).acquire() is None
 
 
-async def test_a_boundary_across_two_pieces_of_a_search(
-    parts: fakes.Doors, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("step", [1, 7, 64])
+async def test_upload_whose_boundary_comes_in_pieces_is_the_same_file(
+    parts: fakes.Doors, tmp_path: Path, step: int
 ) -> None:
-    monkeypatch.setattr(multipart, "_SEARCH_BYTES", 7)
-    content = b"\r\n--not-the-end\r\n" + bytes(range(256))
+    content = b"\r\n--not-the-end\r\n--x\r\n--xy-\r" + bytes(range(256))
+    head = b'--xyz\r\nContent-Disposition: form-data; name="file"; filename="\xc3\xa4.jsonl"\r\n\r\n'
+    purpose = b'\r\n--xyz\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--xyz--\r\n'
+    body = head + content + purpose
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for start in range(0, len(body), step):
+            yield body[start : start + step]
+
     async with running(parts, tmp_path) as world:
-        file_id = await world.upload(content)
-        assert (await world.http.get(f"/v1/files/{file_id}/content")).content == content
+        headers = {"Content-Type": "multipart/form-data; boundary=xyz"}
+        uploaded = await world.http.post("/v1/files", content=pieces(), headers=headers)
+        assert uploaded.status_code == 200, uploaded.text
+        assert uploaded.json()["filename"] == "ä.jsonl"
+        assert (await world.http.get(f"/v1/files/{uploaded.json()['id']}/content")).content == content
+
+
+PART = b'--x\r\nContent-Disposition: form-data; name="%s"\r\n\r\n%s\r\n'
+FILE = b'--x\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n{}\r\n'
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (FILE + PART % (b"purpose", b"batch") + b"--x--", 200),
+        (b"--x\r\n" + b"A: b\r\n" * 10_000, 400),
+        (b"--x\r\nA: " + b"b" * FRAME_BYTES, 400),
+        (b"--x\r\n\r\n{}\r\n--x--", 400),
+        (FILE + FILE + b"--x--", 400),
+        (PART % (b"purpose", b"batch") * 2 + FILE + b"--x--", 400),
+        (b"".join(PART % (b"f%d" % number, b"") for number in range(17)) + FILE + b"--x--", 400),
+        (PART % (b"purpose", b"b" * FRAME_BYTES) + FILE + b"--x--", 413),
+        (FILE + b"--x--" + b" " * (FRAME_BYTES + 1), 413),
+        (FILE.replace(b"{}", b"{" * 2048) + PART % (b"purpose", b"batch") + b"--x--", 413),
+        (FILE + PART % (b"purpose", b"batch"), 400),
+    ],
+)
+async def test_upload_beyond_its_bounds_is_refused_and_leaves_nothing(
+    parts: fakes.Doors, tmp_path: Path, body: bytes, status: int
+) -> None:
+    async with running(parts, tmp_path, max_file_bytes=1024) as world:
+        headers = {"Content-Type": "multipart/form-data; boundary=x"}
+        answer = await world.http.post("/v1/files", content=body, headers=headers)
+    assert answer.status_code == status, answer.text
+    assert not list((tmp_path / "incoming").iterdir())

@@ -8,7 +8,7 @@ import pytest
 from starlette.requests import Request
 
 from router.batches.files.store import BatchStore
-from router.http.body.multipart import read_upload
+from router.http.body.upload import read_upload
 from tandem.config.cluster import RouterConfig
 from tests.support.router.servers import fakes
 from tests.support.router.servers.batch_server import running
@@ -48,18 +48,18 @@ async def test_batches_and_their_files_are_nobody_elses(tmp_path: Path) -> None:
 
 
 async def test_an_upload_on_its_way_is_nobody_elses(tmp_path: Path) -> None:
-    raw, content = tmp_path / "raw", tmp_path / "content"
+    content = tmp_path / "content"
     body = b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\nhello\r\n--b--\r\n'
     pieces = [body[:40], body[40:]]
     modes = []
 
     async def receive() -> dict[str, object]:
         if len(pieces) < 2:
-            modes.append(raw.stat().st_mode & 0o777)
+            modes.append(content.stat().st_mode & 0o777)
         return {"type": "http.request", "body": pieces.pop(0), "more_body": bool(pieces)}
 
     scope = {"type": "http", "headers": [(b"content-type", b"multipart/form-data; boundary=b")]}
-    await read_upload(Request(scope, receive), raw, content, max_bytes=100)
+    await read_upload(Request(scope, receive), content, max_bytes=100)
     assert modes == [0o600]
     assert content.stat().st_mode & 0o777 == 0o600
     assert content.read_bytes() == b"hello"

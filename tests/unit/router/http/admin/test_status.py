@@ -1,6 +1,7 @@
 """/status/snapshot, /status/events and the files of the page at /, over real sockets."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -170,9 +171,29 @@ async def test_the_page_says_nothing_and_lets_nothing_in(tokenizer: Tokenizer) -
         assert changed.content == page.content
 
 
+async def test_docs_page_needs_no_other_host_and_runs_under_the_policy(tokenizer: Tokenizer) -> None:
+    async with world(tokenizer, KEYED) as w:
+        page = await w.client.get("/docs")
+        assert page.status_code == 200
+        assert page.headers["content-type"] == "text/html; charset=utf-8"
+        assert "script-src 'self'" in page.headers["content-security-policy"]
+        assert "//" not in page.text.replace("<!doctype html>", "")
+        assert "<script>" not in page.text
+        assert "style=" not in page.text
+        linked = re.findall(r'(?:src|href)="(/status/[^"]+)"', page.text)
+        assert {"/status/docs.js", "/status/docs.css"} <= set(linked)
+        for path in linked:
+            file = await w.client.get(path)
+            assert file.status_code == 200, path
+            assert file.headers["x-content-type-options"] == "nosniff"
+        script = (await w.client.get("/status/docs.js")).text
+        assert 'fetch("/openapi.json"' in script
+        assert "innerHTML" not in script
+
+
 async def test_a_door_without_a_status_has_no_page(tokenizer: Tokenizer) -> None:
     parts = fakes.make_doors(tokenizer)
     app = create_app(parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
-        for path in ("/", "/status/snapshot", "/status/events"):
+        for path in ("/", "/docs", "/status/snapshot", "/status/events"):
             assert (await client.get(path)).status_code == 404

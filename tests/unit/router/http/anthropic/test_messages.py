@@ -372,3 +372,20 @@ def test_a_turn_of_very_many_blocks_is_put_together_once(monkeypatch: pytest.Mon
     assert message.content == "\n".join((["ab"] + ["c"] * 200) * 3)
     assert [mark.num_chars for mark in marks] == [2, 405, 808]
     assert joins == [603]
+
+
+async def test_unknown_routes_of_anthropic_answer_in_its_shape(client: httpx.AsyncClient) -> None:
+    """By their path, or by the header that Anthropic's clients always send."""
+    anthropics = {"anthropic-version": "2023-06-01"}
+    for path, headers in (("/v1/messages/batches", {}), ("/v1/messages/", {}), ("/v1/complete", anthropics)):
+        answer = await client.post(path, json={}, headers=headers)
+        assert answer.status_code == 404
+        assert answer.json() == {
+            "type": "error",
+            "error": {"type": "not_found_error", "message": f"no route POST {path}"},
+        }
+    wrong_method = await client.get("/v1/messages")
+    assert (wrong_method.status_code, wrong_method.headers["allow"]) == (405, "POST")
+    assert wrong_method.json()["error"]["type"] == "invalid_request_error"
+    assert "type" not in (await client.post("/v1/complete", json={})).json()
+    assert "type" not in (await client.post("/v1/completions", json={}, headers=anthropics)).json()

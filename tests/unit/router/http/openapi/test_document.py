@@ -1,5 +1,7 @@
 """The OpenAPI document says what the door does: all routes, bodies as they are validated, answers as they come."""
 
+import json
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -7,14 +9,15 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from router.http.app import create_app
-from router.http.openapi.requests import shown_path
+from router.http.body.json_body import JsonBody
+from router.http.body.strict_body import asks_for_nothing
 from tandem.config.cluster import RouterConfig
 from tandem.errors import Overloaded
 from tandem.values.outputs import FinishReason
 from tests.support.router.servers import fakes
-from tests.support.router.servers.http_client import CHAT, HELLO, PLAIN, client_of
+from tests.support.router.servers.http_client import CHAT, HELLO, PLAIN, client_of, routes_of
 from tests.support.router.servers.openapi_check import Described
+from tests.support.router.servers.whole_app import whole_app
 
 RESPONSES = "/v1/responses"
 
@@ -151,13 +154,34 @@ async def test_it_says_where_a_key_is_asked_for(keys: tuple[str, ...]) -> None:
                 assert (answer.status_code == 401) == bool(operation["security"]), path
 
 
-async def test_all_routes_are_in_it() -> None:
-    parts = fakes.make_doors(fakes.make_tokenizer())
-    app = create_app(parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics)
+async def test_document_has_every_route_and_nothing_that_it_does_not_say() -> None:
+    app = whole_app()
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://r") as client:
         document = (await Described.by(client)).document
-    shown = {(method, path) for path, operations in document["paths"].items() for method in operations}
-    routes = app._app.described()  # type: ignore[attr-defined]
-    assert shown == {(method.lower(), shown_path(path)) for method, path, *_ in routes}
-    ids = [operation["operationId"] for one in document["paths"].values() for operation in one.values()]
+    paths = document["paths"]
+    found = {(method.upper(), path) for path, operations in paths.items() for method in operations}
+    assert found == {(method, route.path_format) for route in routes_of(app) for method in route.methods}
+    operations = [operation for one in paths.values() for operation in one.values()]
+    ids = [operation["operationId"] for operation in operations]
     assert len(ids) == len(set(ids))
+    assert all("422" not in operation["responses"] and operation["description"] for operation in operations)
+    refs = set(re.findall(r"#/components/schemas/(\w+)", json.dumps(document)))
+    assert refs <= document["components"]["schemas"].keys()
+    assert not {"HTTPValidationError", "ValidationError"} & document["components"]["schemas"].keys()
+
+
+async def test_document_describes_the_bodies_that_routes_are_validated_with() -> None:
+    """Of each body the very class that its route's dependency validates with."""
+    app = whole_app()
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://r") as client:
+        described = await Described.by(client)
+    bodies = 0
+    for route in routes_of(app):
+        for body in [one.call for one in route.dependant.dependencies if isinstance(one.call, JsonBody)]:
+            (method,) = route.methods
+            assert described.body(method, route.path_format) == {"$ref": f"#/components/schemas/{body.model.__name__}"}
+            properties = described.document["components"]["schemas"][body.model.__name__]["properties"]
+            aliases = {field.alias or name for name, field in body.model.model_fields.items()}
+            assert properties.keys() == aliases | asks_for_nothing(body.model).keys()
+            bodies += 1
+    assert bodies == 11

@@ -6,19 +6,31 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from router.http.routing.internal_calls import InternalCalls
+from router.http.body.json_body import BodyBounds, JsonBody
+from router.http.body.strict_body import StrictBody
+from router.http.routing.internal_calls import InternalCalls, InternalEndpoint
+
+
+class Echoed(StrictBody):
+    prompt: Any = None
+    priority: Any = None
+    stream: Any = None
 
 
 async def test_a_request_that_the_router_fails_at_is_an_answer_of_its_batch() -> None:
     """Else its batch is begun again and again until its day is over."""
 
-    async def broken(_request: Request) -> Response:
+    async def broken(_request: Request, _body: Echoed) -> Response:
         raise RuntimeError("a fault of ours")
 
-    async def echoes(request: Request) -> Response:
-        return Response(await request.body())
+    async def echoes(request: Request, _body: Echoed) -> Response:
+        return Response(json.dumps(request.state.json_object))
 
-    calls = InternalCalls({"/broken": broken, "/echoes": echoes})
+    endpoints = {
+        "/broken": InternalEndpoint(broken, JsonBody(Echoed)),
+        "/echoes": InternalEndpoint(echoes, JsonBody(Echoed)),
+    }
+    calls = InternalCalls(endpoints, BodyBounds.for_model(1 << 20, 512))
     status, told = await calls.answer("acme", "/broken", {})
     assert (status, json.loads(told)["error"]["message"]) == (500, "internal error")
     deep: Any = 1

@@ -1,0 +1,105 @@
+"""For whom a route is: FastAPI dependencies that ask for keys. No application is made of routes that do not say it.
+
+A path is matched as it was sent: only the value of a path parameter may be percent-encoded. So there is one spelling of
+each path, and what is spelled otherwise is no route, which needs a key like any other.
+"""
+
+from enum import Enum
+
+from fastapi import FastAPI
+from fastapi.dependencies.models import Dependant
+from fastapi.openapi.models import HTTPBearer
+from fastapi.routing import RouteContext, iter_route_contexts
+from fastapi.security.base import SecurityBase
+from starlette.requests import Request
+
+from router.access.api_keys import NOBODY, ApiKeyStore
+from router.access.audit_log import current_entry
+from tandem.config.access import RouterAccess
+from tandem.errors import NotAllowed
+
+SECURITY_SCHEME = "key"
+
+
+class OperatorPage(Enum):
+    """What `router.operator_access` speaks of."""
+
+    HEALTH = "health"
+    READYZ = "readyz"
+    METRICS = "metrics"
+    VERSION = "version"
+    OPENAPI = "openapi"
+    PAGE = "page"
+
+
+class AccessGuard:
+    """Checks the key of a request against what its route requires."""
+
+    def __init__(self, keys: ApiKeyStore, config: RouterAccess) -> None:
+        self._keys = keys
+        access = {page: config.operator_access.of(page.value, is_local=config.is_local) for page in OperatorPage}
+        self._open = {page for page, who in access.items() if who == "open"}
+        self._for_operators = {page for page, who in access.items() if who == "operator"}
+
+    def is_open(self, page: OperatorPage) -> bool:
+        """Whether the page needs no key."""
+        return page in self._open
+
+    def needs_key(self, page: OperatorPage | None) -> bool:
+        """Whether a request for it is refused without a key now; None: of clients' routes."""
+        return self._keys.are_required and (page is None or page not in self._open)
+
+    def admit(self, request: Request, page: OperatorPage | None = None) -> None:
+        """Put the caller's tenant into the request's state. Raises Unauthenticated, NotAllowed."""
+        caller = NOBODY
+        if page is None or page not in self._open:
+            entry = current_entry()
+            if entry is not None:
+                entry.is_kept = True
+            caller = self._keys.caller(request.headers)
+            if entry is not None:
+                entry.caller = caller
+            if page in self._for_operators and not caller.operator:
+                raise NotAllowed(
+                    f"{page.value}: for keys with `operator: true` (router.operator_access.{page.value});"
+                    " GET /v1/usage has the figures of this key's own tenant"
+                )
+        request.state.tenant, request.state.sees_all = caller.tenant, caller.operator
+
+
+class ClientAccess(SecurityBase):
+    """Dependency of routes for clients: whoever has a key, where there are keys."""
+
+    page: OperatorPage | None = None
+
+    def __init__(self, guard: AccessGuard) -> None:
+        self.model = HTTPBearer()
+        self.scheme_name = SECURITY_SCHEME
+        self._guard = guard
+
+    async def __call__(self, request: Request) -> None:
+        self._guard.admit(request, self.page)
+
+
+class PageAccess(ClientAccess):
+    """Dependency of a page for operators and orchestrators, which have no keys: as `router.operator_access` says."""
+
+    def __init__(self, guard: AccessGuard, page: OperatorPage) -> None:
+        super().__init__(guard)
+        self.page = page
+
+
+def access_of(route: RouteContext) -> ClientAccess:
+    """The one dependency that says for whom a route is. Raises TypeError for a route without it."""
+    dependant: Dependant | None = getattr(route, "dependant", None)
+    calls = [] if dependant is None else [one.call for one in dependant.dependencies]
+    found = [(place, call) for place, call in enumerate(calls) if isinstance(call, ClientAccess)]
+    if [place for place, _ in found] != [0]:
+        raise TypeError(f"{route.path}: the first dependency of a route must say for whom it is")
+    return found[0][1]
+
+
+def check_access(api: FastAPI) -> None:
+    """Raise TypeError for an application with a route that does not say for whom it is."""
+    for route in iter_route_contexts(api.routes):
+        access_of(route)
