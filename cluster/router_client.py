@@ -1,13 +1,13 @@
-"""A small client of the HTTP door, for `tandem chat`, `demo` and `top`: answers with their times, and the status."""
+"""A small client of the HTTP server, for `tandem chat`, `demo` and `top`: answers with their times, and the status."""
 
 import json
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import httpx
 
@@ -117,6 +117,19 @@ def unreachable(url: str, error: Exception) -> ClientError:
     return ClientError(f"{url}: {error or type(error).__name__}{hint}")
 
 
+class ServedModel(NamedTuple):
+    """What a router serves."""
+
+    name: str
+    has_chat_template: bool
+    """Without one it completes plain prompts, and refuses conversations."""
+
+    @classmethod
+    def from_json(cls, card: Mapping[str, Any]) -> Self:
+        """From an entry of `/v1/models`; routers of the version before do not say whether there is a template."""
+        return cls(str(card["id"]), bool(card.get("has_chat_template", True)))
+
+
 class ChatClient:
     """One connection to a router. An async context manager."""
 
@@ -145,9 +158,9 @@ class ChatClient:
     ) -> None:
         await self._http.aclose()
 
-    async def model(self) -> str:
-        """Name of the first model served. Raises ClientError."""
-        return await self._get("/v1/models", lambda body: str(body["data"][0]["id"]))
+    async def model(self) -> ServedModel:
+        """The first model served. Raises ClientError."""
+        return await self._get("/v1/models", lambda body: ServedModel.from_json(body["data"][0]))
 
     async def status(self, read: Callable[[Any], _T]) -> _T:
         """What `read` makes of the router's status (`router.status.snapshot.merge`). Raises ClientError.
@@ -178,17 +191,31 @@ class ChatClient:
 
         Cancelling it cancels the request. Raises ClientError.
         """
-        request = {"messages": list(messages), "stream": True, "stream_options": {"include_usage": True}, **body}
+        return await self._stream(
+            "/v1/chat/completions", {"messages": list(messages), **body}, on_text=on_text, on_thought=on_thought
+        )
+
+    async def complete(self, prompt: str, on_text: Callable[[str], None], **body: Any) -> Answer:
+        """Stream what follows a plain prompt, as `ask` does."""
+        return await self._stream("/v1/completions", {"prompt": prompt, **body}, on_text=on_text)
+
+    async def _stream(
+        self,
+        path: str,
+        body: dict[str, Any],
+        *,
+        on_text: Callable[[str], None],
+        on_thought: Callable[[str], None] = lambda _: None,
+    ) -> Answer:
+        request = {"stream": True, "stream_options": {"include_usage": True}, **body}
         got, started = _Collected(), time.monotonic()
         try:
-            async with self._http.stream(
-                "POST", "/v1/chat/completions", json=request, headers={TIMING_HEADER: "1"}
-            ) as response:
+            async with self._http.stream("POST", path, json=request, headers={TIMING_HEADER: "1"}) as response:
                 if response.status_code != httpx.codes.OK:
                     await response.aread()
                     raise ClientError(refusal(response))
                 async for chunk in _chunks(response.aiter_lines()):
-                    thought, text = _take(chunk, got)
+                    thought, text = _read_chunk(chunk, got)
                     if thought or text:
                         got.first_at = got.first_at or time.monotonic()
                     if thought:
@@ -228,7 +255,7 @@ async def _chunks(lines: AsyncIterator[str]) -> AsyncIterator[dict[str, Any]]:
     raise ClientError("the answer broke off before its end")
 
 
-def _take(chunk: dict[str, Any], got: _Collected) -> tuple[str, str]:
+def _read_chunk(chunk: dict[str, Any], got: _Collected) -> tuple[str, str]:
     """Note what a chunk says; what it brings of thinking and of text."""
     if "error" in chunk:
         raise ClientError(_message(chunk))
@@ -240,7 +267,7 @@ def _take(chunk: dict[str, Any], got: _Collected) -> tuple[str, str]:
     for choice in chunk.get("choices", ()):
         delta = choice.get("delta", {})
         thought += delta.get("reasoning_content") or ""
-        text += delta.get("content") or ""
+        text += delta.get("content") or choice.get("text") or ""
         got.finish_reason = choice.get("finish_reason") or got.finish_reason
     if text:
         got.pieces.append(text)

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
 from random import SystemRandom
 
@@ -17,6 +18,7 @@ from router.access.tls import ServerTlsState
 from router.admission.shared_rate_limits import SharedRateLimits
 from router.api.frontend import Frontend
 from router.api.request.client_request import ModelInfo
+from router.api.request.generation_defaults import GenerationDefaults, load_generation_defaults
 from router.api.request.named_caches import CachedPrompts, NamedCaches
 from router.api.request.shared_named_caches import SharedNamedCaches
 from router.api.slow_client import WRITE_TIMEOUT_S
@@ -52,6 +54,7 @@ from router.text.tokenizer import Tokenizer
 from router.workers.prefix_map import PrefixMap
 from router.workers.registry import WorkerRegistry
 from tandem.config.cluster import ClusterConfig
+from tandem.config.engine import ModelSection
 from tandem.config.worker import cluster_secret
 from tandem.model_path import model_directory
 from tandem.process.heartbeat import Heartbeat
@@ -77,6 +80,7 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
     async with AsyncExitStack() as stack:
         predecessor = await _check_ports(stack, config, place)
         tokenizer = await asyncio.to_thread(Tokenizer.load, model_directory(config.model.path))
+        defaults = await asyncio.to_thread(_generation_defaults, config.model)
         heart = stack.enter_context(Heartbeat(place.ready_fd, beats=place.shared_folder is not None))
         tracer = _open_tracer(stack, config, place, lifetime)
         limits = _open_limits(stack, config, place, secret, incarnation := draw_incarnation())
@@ -86,7 +90,7 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         lifetime.on_reread(OneAtATime(ConfiguredWorkers(place.config_path, named_anew).read))
         if not await wait_for_workers(registry, fleet.addresses, lifetime, predecessor):
             return
-        model = _model_info(registry)
+        model = replace(_model_info(registry), has_chat_template=tokenizer.has_chat_template, defaults=defaults)
         tokenizer.check_fits(model.vocab_size)
         metrics = make_metrics(config, model.name, access, board)
         lifetime.on_reread(OneAtATime(ConfiguredPoolSizes(place.config_path, config, metrics.stated_workers).read))
@@ -112,7 +116,7 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         handing = await _await_successor(stack, config, place, http, lifetime, reached, predecessor)
         await stack.enter_async_context(canary)
         await _begin_quality_probe(stack, config, registry, dispatcher, frontend, metrics)
-        _announce(heart, config.router.host, http, rpc)
+        _announce(heart, config.router.host, http, rpc, model)
         await stack.enter_async_context(reached)
         await lifetime.wait()
         readiness.drain()
@@ -155,10 +159,11 @@ def _profile_routes(config: ClusterConfig, secret: bytes, fleet: WorkerFleet) ->
     return ProfileRoutes(Profiles(config.profiling, fleet.addresses, ClusterAuth(secret).client_metadata()))
 
 
-def _announce(heart: Heartbeat, where: str, http: HttpServer, rpc: GrpcServer) -> None:
+def _announce(heart: Heartbeat, where: str, http: HttpServer, rpc: GrpcServer, model: ModelInfo) -> None:
     _collect_seldom()
     shown = reachable(where)
-    heart.begin({"http": f"{http.scheme}://{join(shown, http.port)}", "grpc": join(shown, rpc.port)})
+    addresses = {"http": f"{http.scheme}://{join(shown, http.port)}", "grpc": join(shown, rpc.port)}
+    heart.begin({**addresses, "has_chat_template": model.has_chat_template})
     _log.info("router serves HTTP on %s:%d and gRPC on %s:%d", where, http.port, where, rpc.port)
 
 
@@ -374,6 +379,12 @@ def make_dispatcher(
             hedging=hedging_settings(settings),
         ),
     )
+
+
+def _generation_defaults(model: ModelSection) -> GenerationDefaults:
+    if model.generation_config == "none":
+        return GenerationDefaults()
+    return load_generation_defaults(model_directory(model.path))
 
 
 def _model_info(registry: WorkerRegistry) -> ModelInfo:

@@ -23,7 +23,11 @@ from tandem.values.kv_layout import AUTO_DTYPE, may_differ_after_failover
 
 STOP_HINT = "Ctrl-C drains and stops; a second Ctrl-C kills"
 EXAMPLE_QUESTION = "Tell me a short story about a fox."
+EXAMPLE_BEGINNING = "Once upon a time there was a little fox"
 EXAMPLE_TOKENS = 96
+COMPLETES_NOTE = (
+    "This model has no chat template: it completes text (/v1/completions, `tandem chat`, the page's playground)."
+)
 FAILOVER_NOTE = "a text resumed after a failover may differ; engine.deterministic prevents it"
 
 
@@ -48,7 +52,10 @@ def print_banner(
         console.print(Text(f"note: in {dtype} {FAILOVER_NOTE}", style="dim"), soft_wrap=True)
     # Outside the panel and unwrapped, so that it can be pasted as it is.
     console.print("\nTry it:", style="bold")
-    console.out(curl_line(effective, model), highlight=False)
+    chats = has_chat_template(processes)
+    console.out(curl_line(effective, model, chats=chats), highlight=False)
+    if not chats:
+        console.print(Text(COMPLETES_NOTE, style="dim"), soft_wrap=True)
     console.print(f"\n{STOP_HINT}", style="dim")
 
 
@@ -70,20 +77,22 @@ def base_url(config: ClusterConfig, port: int) -> str:
 
 
 def http_url(config: ClusterConfig) -> str:
-    """Of the HTTP door, to type on this machine."""
+    """Of the HTTP server, to type on this machine."""
     scheme = "http" if config.router.tls is None else "https"
     return f"{scheme}://{base_url(config, config.router.port)}"
 
 
-def curl_line(config: ClusterConfig, model: str) -> str:
-    """A streaming chat request that works when pasted into a shell; a key is never shown."""
-    body = {
-        "model": model,
-        "messages": [{"role": "user", "content": EXAMPLE_QUESTION}],
-        "max_tokens": EXAMPLE_TOKENS,
-        "stream": True,
-    }
-    url = f"{http_url(config)}/v1/chat/completions"
+def has_chat_template(processes: Sequence[ProcessView]) -> bool:
+    """Whether the model serves conversations, as routers report it."""
+    return all(process.ready.get("has_chat_template", True) for process in processes)
+
+
+def curl_line(config: ClusterConfig, model: str, *, chats: bool = True) -> str:
+    """A streaming request that works when pasted into a shell; a key is never shown. `chats`: else it completes."""
+    question = {"messages": [{"role": "user", "content": EXAMPLE_QUESTION}]}
+    asked: dict[str, Any] = question if chats else {"prompt": EXAMPLE_BEGINNING}
+    body = {"model": model, **asked, "max_tokens": EXAMPLE_TOKENS, "stream": True}
+    url = f"{http_url(config)}/v1/{'chat/completions' if chats else 'completions'}"
     parts = ["curl -N", shlex.quote(url), "-H 'Content-Type: application/json'"]
     if (tls := config.router.tls) is not None:
         parts.append("--cacert ca.pem" if tls.client_ca is None else "--cacert ca.pem --cert client.pem")
@@ -93,7 +102,7 @@ def curl_line(config: ClusterConfig, model: str) -> str:
 
 
 def warnings(config: ClusterConfig) -> list[str]:
-    """What somebody should know of doors like these."""
+    """What somebody should know who serves like this."""
     found = [] if config.router.warning is None else [config.router.warning]
     if any(key.is_plain for key in config.router.api_keys):
         found.append("router.api_keys holds keys themselves; `tandem key digest` makes what may be kept in their place")
@@ -103,15 +112,18 @@ def warnings(config: ClusterConfig) -> list[str]:
 def changed_settings(config: BaseModel, defaults: BaseModel | None, prefix: str = "") -> dict[str, str]:
     """Dotted names of the settings that differ from their defaults; secrets stay hidden.
 
-    `defaults` is None for a section that is absent by default.
+    `defaults` is None for a section that is absent by default: what it holds by itself is no news there either.
     """
     found: dict[str, str] = {}
-    for name in type(config).model_fields:
-        value, default = getattr(config, name), None if defaults is None else getattr(defaults, name)
-        if isinstance(value, BaseModel):
-            found |= changed_settings(value, default, f"{prefix}{name}.")
-        elif value != default:
-            found[f"{prefix}{name}"] = _shown(value)
+    for name, field in type(config).model_fields.items():
+        value = getattr(config, name)
+        default = getattr(defaults, name) if defaults is not None else field.get_default(call_default_factory=True)
+        if not isinstance(value, BaseModel):
+            if value != default:
+                found[f"{prefix}{name}"] = _shown(value)
+            continue
+        inner = changed_settings(value, default, f"{prefix}{name}.")
+        found |= inner or ({f"{prefix}{name}": "with its defaults"} if default is None else {})
     return found
 
 
@@ -121,12 +133,20 @@ def _shown(value: Any) -> str:
     if isinstance(value, SecretStr):
         return "(hidden)"
     if isinstance(value, BaseModel):
-        return " of ".join(_shown(part) for _, part in value if part is not None)
+        changed = changed_settings(value, None)
+        switches = "".join(f" ({name})" for name, text in changed.items() if text == "true")
+        return " of ".join(text for text in changed.values() if text != "true") + switches
     if isinstance(value, dict):
-        return ", ".join(f"{key}: {_shown(part)}" for key, part in value.items())
+        return ", ".join(f"{key}: {_shown_entry(part)}" for key, part in value.items())
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _shown_entry(value: Any) -> str:
+    if not isinstance(value, BaseModel):
+        return _shown(value)
+    return " and ".join(f"{name} {text}" for name, text in changed_settings(value, None).items()) or "no limit"
 
 
 def _summary(asked: ClusterConfig, config: ClusterConfig, processes: Sequence[ProcessView], model: str) -> Table:

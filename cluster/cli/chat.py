@@ -4,10 +4,11 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rich.console import Console
 from rich.text import Text
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
 
 HELP = "/clear forgets the conversation, /stats counts it, /exit or Ctrl-D leaves; Ctrl-C stops an answer"
+COMPLETES = "has no chat template: it completes each text that you type, and sees nothing of those before"
+COMPLETION_TOKENS = 128
+"""Of a completed text, unless --max-tokens says another: a router's own default is 16."""
+_OnText: TypeAlias = Callable[[str], None]
+_AnswerTo: TypeAlias = Callable[[str, _OnText, _OnText], Coroutine[Any, Any, Answer]]
 
 
 @dataclass(slots=True)
@@ -64,10 +70,16 @@ async def chat(client: ChatClient, conversation: Conversation, *, max_tokens: in
     model = await client.model()
     interactive = sys.stdin.isatty()
     if interactive:
-        err.print(Text(f"{model} at {client.url}\n{HELP}", style="dim"))
-    body = {"model": model, "temperature": temperature}
+        err.print(Text(f"{model.name} at {client.url}\n{HELP}", style="dim"))
+    body = {"model": model.name, "temperature": temperature}
     if max_tokens is not None:
         body["max_tokens"] = max_tokens
+    answer = partial(_answer, client, conversation, body)
+    if not model.has_chat_template:
+        if conversation.system:
+            raise ClientError(f"--system: {model.name} has no chat template, and completes plain text alone")
+        err.print(Text(f"{model.name} {COMPLETES}", style="yellow"), soft_wrap=True)
+        answer = partial(_complete, client, {"max_tokens": COMPLETION_TOKENS, **body})
     failed = False
     async for line in _typed() if interactive else _piped():
         match line.strip():
@@ -86,7 +98,7 @@ async def chat(client: ChatClient, conversation: Conversation, *, max_tokens: in
                 err.print(Text(f"unknown command {command.split()[0]}; {HELP}", style="red"), soft_wrap=True)
                 failed = True
             case question:
-                failed |= not await _exchange(client, conversation, question, body, out=out, err=err)
+                failed |= not await _exchange(conversation, question, answer, out=out, err=err)
     return 1 if failed and not interactive else 0
 
 
@@ -109,25 +121,36 @@ class _Thought:
             self._err.print()
 
 
-async def _exchange(
+async def _answer(
     client: ChatClient,
     conversation: Conversation,
-    question: str,
     body: dict[str, object],
-    *,
-    out: Console,
-    err: Console,
+    question: str,
+    on_text: _OnText,
+    on_thought: _OnText,
+) -> Answer:
+    return await client.ask(conversation.asking(question), on_text, on_thought, **body)
+
+
+async def _complete(
+    client: ChatClient, body: dict[str, object], prompt: str, on_text: _OnText, _on_thought: _OnText
+) -> Answer:
+    return await client.complete(prompt, on_text, **body)
+
+
+async def _exchange(
+    conversation: Conversation, question: str, answer_to: _AnswerTo, *, out: Console, err: Console
 ) -> bool:
     """Ask and show; False when there was no whole answer."""
 
     thought = _Thought(err)
 
-    def show(text: str) -> None:
+    def print_text(text: str) -> None:
         thought.end()
         out.out(without_controls(text), end="", highlight=False)
         out.file.flush()
 
-    task = asyncio.ensure_future(client.ask(conversation.asking(question), show, thought.write, **body))
+    task = asyncio.ensure_future(answer_to(question, print_text, thought.write))
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, task.cancel)
     try:

@@ -80,10 +80,10 @@ async def talk(cluster: LocalCluster, out: Console, err: Console) -> int:
 async def _ask(client: ChatClient, messages: list[dict[str, str]], model: str, title: str, out: Console) -> None:
     out.print(f"\n[bold]> {QUESTION}[/bold]  [dim]({title})[/dim]", soft_wrap=True)
 
-    def show(text: str) -> None:
+    def print_text(text: str) -> None:
         out.out(without_controls(text), end="", highlight=False)
         out.file.flush()
 
-    answer = await client.ask(messages, show, model=model, max_tokens=MAX_TOKENS, temperature=0)
+    answer = await client.ask(messages, print_text, model=model, max_tokens=MAX_TOKENS, temperature=0)
     out.out("")
     out.print(Text(answer.time_line(), style="green"), soft_wrap=True)

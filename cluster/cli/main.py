@@ -350,9 +350,9 @@ def _key_of(file: Path | None) -> str | None:
 
 def _become(module_and_arguments: list[str]) -> None:
     """Replace this process: signals and exit code are then the module's own, as a container expects."""
-    from cluster.processes.effective_config import import_root
+    from cluster.processes.effective_config import GRPC_WITHOUT_FORK, import_root
 
-    environment = dict(os.environ)
+    environment = {**GRPC_WITHOUT_FORK, **os.environ}
     if root := import_root():
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH", ""))))
     sys.stdout.flush()

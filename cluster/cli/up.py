@@ -87,12 +87,12 @@ class ConsoleWatcher:
         if view.state is ProcessState.STARTING and view.name not in self._tasks:
             # Without a total the bar only says that something goes on.
             self._tasks[view.name] = self._progress.add_task("", total=None, name=view.name)
-            self._enter(view.name, "opening the doors" if view.role is Role.ROUTER else _STARTING)
+            self._enter(view.name, "opening its ports" if view.role is Role.ROUTER else _STARTING)
         elif view.state is ProcessState.READY:
             text = f"ready, pid {view.pid}, {view.address}"
             self._progress.update(self._tasks[view.name], description=text, total=1.0, completed=1.0)
             if not self._console.is_terminal:
-                self._show(Text(f"{view.name} {text}"))
+                self._print(Text(f"{view.name} {text}"))
 
     def on_loading(self, name: str, report: LoadReport) -> None:
         """Move its bar on; where there is none, a line every few seconds."""
@@ -106,21 +106,21 @@ class ConsoleWatcher:
         now_s = asyncio.get_running_loop().time()
         if not self._console.is_terminal and now_s - self._lines_s.setdefault(name, now_s) >= LINE_S:
             self._lines_s[name] = now_s
-            self._show(Text(f"{name} {report}"))
+            self._print(Text(f"{name} {report}"))
 
     def _enter(self, name: str, phase: str) -> None:
         """Tell what it does from now on; without a bar in a line of its own."""
         self._progress.update(self._tasks[name], description=phase)
         if not self._console.is_terminal:
-            self._show(Text(f"{name} {phase}"))
+            self._print(Text(f"{name} {phase}"))
 
     def on_change(self, text: str) -> None:
         """How a change goes that somebody has asked for."""
-        self._show(Text(text, style="cyan"))
+        self._print(Text(text, style="cyan"))
 
     def on_note(self, note: Note) -> None:
         """Always shown: a process died or came back."""
-        self._show(Text(f"{note.name} {note.text}", style="red" if note.is_error else "green"))
+        self._print(Text(f"{note.name} {note.text}", style="red" if note.is_error else "green"))
 
     def on_log(self, name: str, line: str) -> None:
         """Shown dim, with the process's name where the line lacks it."""
@@ -128,9 +128,9 @@ class ConsoleWatcher:
             return
         if self._show_logs:
             text = line if name in line else f"{name} {line}"
-            self._show(Text(without_controls(text), style="dim"))
+            self._print(Text(without_controls(text), style="dim"))
 
-    def _show(self, text: Text) -> None:
+    def _print(self, text: Text) -> None:
         # In the turn of whoever tells of a process, which must go on although nobody reads it any more.
         with suppress(OSError):
             self._console.print(text, soft_wrap=True)
@@ -190,9 +190,9 @@ class _Rereads:
         except (ConfigError, OSError) as error:
             fresh = error
         with suppress(RuntimeError):  # the loop has ended meanwhile
-            self._loop.call_soon_threadsafe(self._take, fresh)
+            self._loop.call_soon_threadsafe(self._apply, fresh)
 
-    def _take(self, fresh: ClusterConfig | Exception) -> None:
+    def _apply(self, fresh: ClusterConfig | Exception) -> None:
         if self._cluster.is_ending:
             return
         try:

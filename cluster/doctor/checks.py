@@ -25,6 +25,7 @@ def examine(config: ClusterConfig, *, router_only: bool = False) -> list[Finding
         software.redis,
         software.compiler,
         software.model,
+        software.architecture,
         software.dtype,
     )
     here: tuple[Check, ...] = (machine.cores, machine.memory, machine.disk, machine.shared_memory, machine.limits)

@@ -12,6 +12,7 @@ from pathlib import Path
 from cluster.doctor.findings import Finding, Status
 from cluster.processes.effective_config import plan_processes
 from cluster.processes.worker_gpus import WorkerGpus
+from engine.model.config import load_model_config
 from tandem.config.cluster import ClusterConfig
 from tandem.errors import ConfigError
 from tandem.model_path import BUILTIN, model_directory
@@ -205,10 +206,29 @@ def model(config: ClusterConfig) -> list[Finding]:
     return _model_files(config, needed)
 
 
+def architecture(config: ClusterConfig) -> list[Finding]:
+    """Whether workers can run the model that `config.json` describes."""
+    if (directory := _directory(config)) is None or not (directory / "config.json").is_file():
+        return []  # said by `model`, or not here yet
+    try:
+        found = load_model_config(directory).architecture
+    except ConfigError as error:
+        hint = "docs/use/models.md lists what is supported"
+        return [Finding(name="architecture", status=Status.FAIL, detail=str(error), hint=hint)]
+    return [Finding(name="architecture", status=Status.OK, detail=found)]
+
+
+def _directory(config: ClusterConfig) -> Path | None:
+    """Of the model; None while its files are not here."""
+    if config.model.path != BUILTIN and not Path(config.model.path).is_dir():
+        return None
+    return model_directory(config.model.path)
+
+
 def dtype(config: ClusterConfig) -> list[Finding]:
     """What the model is computed in, where `model.dtype: auto` leaves it to the checkpoint; and what follows."""
-    if config.model.path != BUILTIN and not Path(config.model.path).is_dir():
-        return []  # its files are not here yet
+    if _directory(config) is None or any(one.status is Status.FAIL for one in architecture(config)):
+        return []  # its files are not here yet, or `architecture` says what is wrong with them
     try:
         from engine.model.dtype import resolve_dtype
 

@@ -20,6 +20,7 @@ from cluster.hub import download
 from cluster.supervisor.supervisor import ProcessPlan, Role
 from engine.model.config import load_model_config
 from engine.model.dtype import resolve_dtype
+from router.api.request.generation_defaults import load_generation_defaults
 from tandem.config.cluster import ClusterConfig, RouterConfig, dump
 from tandem.config.engine import ModelSection
 from tandem.config.pools import PoolConfig
@@ -30,6 +31,9 @@ from tandem.rpc.hosts import hold, join, split
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 ROUTER_NAME = "router"
+GRPC_WITHOUT_FORK = {"GRPC_ENABLE_FORK_SUPPORT": "0"}
+"""For processes of ours: what they fork becomes another program at once, and gRPC's handlers, read when it is imported,
+would complain of each fork beside its threads, and end some children before they begin."""
 STOP_MARGIN_S = 5.0
 """A process that drains to its own bound needs a little more to close what it opened."""
 
@@ -236,7 +240,7 @@ def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
     kept = {name: value for name, value in environment.items() if not name.startswith(ENV_PREFIX)}
     if root := import_root():
         kept["PYTHONPATH"] = os.pathsep.join(filter(None, (root, kept.get("PYTHONPATH", ""))))
-    return kept | {"PYTHONUNBUFFERED": "1"}
+    return {**GRPC_WITHOUT_FORK, **kept, "PYTHONUNBUFFERED": "1"}
 
 
 def import_root() -> str | None:
@@ -283,21 +287,22 @@ def resolve_model(config: ClusterConfig, *, runs_workers: bool = True) -> Cluste
         # Workers check everything; this much is checked before any process is started.
         if lacking := [name for name in ("config.json", "tokenizer.json") if not (directory / name).is_file()]:
             raise ConfigError(f"model.path: {directory} has no {' and no '.join(lacking)}")
-        if runs_workers:
-            _check_supported(directory)
+        _check_model(directory, config.model, runs_workers)
         return _with_model(config, str(directory), config.model.name or directory.name)
     if not _HUB_ID.fullmatch(path):
         raise ConfigError(f"model.path: {path} is neither a directory nor a hub id such as Qwen/Qwen3-0.6B")
     directory = Path(download(path))
-    if runs_workers:
-        _check_supported(directory)
+    _check_model(directory, config.model, runs_workers)
     return _with_model(config, str(directory), config.model.name or path.rpartition("/")[2])
 
 
-def _check_supported(directory: Path) -> None:
-    """Every worker would fail by itself, minutes later, and without naming the directory."""
+def _check_model(directory: Path, model: ModelSection, runs_workers: bool) -> None:
+    """Every process would fail by itself, minutes later, and without naming the directory."""
     try:
-        load_model_config(directory)
+        if runs_workers:
+            load_model_config(directory)
+        if model.generation_config == "auto":
+            load_generation_defaults(directory)
     except ConfigError as error:
         raise ConfigError(f"model.path: {directory} cannot be served: {error}") from None
 

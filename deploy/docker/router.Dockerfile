@@ -43,7 +43,8 @@ LABEL org.opencontainers.image.title="tandem-router" \
 RUN install -d -m 1777 /cache /models && touch --date="@$SOURCE_DATE_EPOCH" /cache /models
 COPY --from=dependencies /opt/tandem /opt/tandem
 COPY --from=own /own /
-ENV PATH=/opt/tandem/bin:$PATH HOME=/tmp XDG_CACHE_HOME=/cache PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+ENV PATH=/opt/tandem/bin:$PATH HOME=/tmp XDG_CACHE_HOME=/cache PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \
+    GRPC_ENABLE_FORK_SUPPORT=0
 USER 10001:10001
 WORKDIR /tmp
 EXPOSE 8000 8001

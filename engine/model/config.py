@@ -120,6 +120,7 @@ def parse_model_config(raw: dict[str, Any], generation: dict[str, Any]) -> Model
         raise fields.error("num_attention_heads", f"{num_heads} is not a multiple of {num_kv_heads} key-value heads")
     num_layers = fields.integer("num_hidden_layers", 1, _MAX_LAYERS)
     vocab_size = fields.integer("vocab_size", 1, _MAX_VOCAB)
+    _check_windows(fields)
     max_positions = fields.integer("max_position_embeddings", 1, _MAX_POSITIONS, family.default_max_positions)
     head_dim = _head_dim(fields, family, hidden_size, num_heads)
     rope = parse_rope(raw, max_positions)
@@ -184,13 +185,24 @@ def _stored_dtype(fields: Fields) -> str | None:
 
 def _eos_token_ids(config: Fields, generation: Fields, vocab_size: int) -> tuple[int, ...]:
     """End tokens: those for generation lead, because instruction-tuned models often add some only there."""
-    fields = generation if generation.has("eos_token_id") else config
-    value = fields.get("eos_token_id")
-    ids = [] if value is None else value if isinstance(value, list) else [value]
-    valid = all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < vocab_size for i in ids)
-    if not valid or len(ids) > _MAX_EOS:
-        raise fields.error("eos_token_id", f"must be token ids below vocab_size {vocab_size}, is {value!r:.40}")
-    return tuple(sorted(set(ids)))
+    found: set[int] = set()
+    for fields in (config, generation):
+        if (value := fields.get("eos_token_id")) is None:
+            continue
+        ids = value if isinstance(value, list) else [value]
+        valid = all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < vocab_size for i in ids)
+        if not valid or len(ids) > _MAX_EOS:
+            bound = f"at most {_MAX_EOS} token ids below vocab_size {vocab_size}"
+            raise fields.error("eos_token_id", f"must be {bound}, is {value!r:.40}")
+        found = set(ids)
+    return tuple(sorted(found))
+
+
+def _check_windows(fields: Fields) -> None:
+    """Also of families and switches that use none: a negative one says that the file is not what it seems."""
+    for name in ("sliding_window", "max_window_layers"):
+        if fields.has(name):
+            fields.integer(name, 0, _MAX_POSITIONS)
 
 
 def _no_windows(_fields: Fields, num_layers: int) -> tuple[int | None, ...]:

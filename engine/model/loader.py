@@ -3,6 +3,7 @@
 A rank of several reads its own parts of the tensors and nothing else of them (the fingerprint's samples apart).
 """
 
+import logging
 from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
@@ -23,6 +24,7 @@ from engine.model.parallel_layers import GatheredHead, RowParallel, VocabParalle
 from engine.model.shard import Shard, TensorSlice
 from tandem.errors import ConfigError
 
+_log = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
 """Called with (values done, values in all), of this rank."""
 
@@ -65,10 +67,19 @@ def load_model(
     that is wrong with the directory: configuration, files, shapes, values.
     """
     config = load_model_config(path)
+    if group is None or group.rank == 0:
+        _warn_of_code(ModelDirectory(path))
     with Checkpoint(ModelDirectory(path)) as checkpoint:
         model = build_model(config, checkpoint, backend=backend, progress=progress, group=group)
     return_freed_memory()  # what was packed and dropped leaves holes, as much as a tenth of the weights
     return model
+
+
+def _warn_of_code(directory: ModelDirectory) -> None:
+    """A checkpoint's own Python is never run: what it would have changed is not there."""
+    if code := directory.read_json("config.json").get("auto_map"):
+        names = ", ".join(map(str, code)) if isinstance(code, dict) else type(code).__name__
+        _log.warning("config.json: auto_map (%.200s) is ignored: code of a checkpoint's own is never run", names)
 
 
 def build_model(

@@ -27,7 +27,7 @@ EMBEDDING_SCORING = PromptScoringRequest(num_top=None, only=True)
 
 
 class Embedder:
-    """One router's; both doors use it."""
+    """Embeds texts; one per router, which the HTTP and the gRPC server share."""
 
     def __init__(self, frontend: Frontend, generator: Generator, *, most_values: int) -> None:
         """`most_values`: numbers in one answer."""
@@ -69,7 +69,7 @@ def unit(mean: Sequence[float]) -> "array[float]":
 
 
 def as_input_error(error: InvalidRequest) -> InvalidRequest:
-    """The same of an `input`, which the door of embeddings calls it."""
+    """The same error about `input`, the name of prompts in an embeddings request."""
     if error.param != "prompt":
         return error
     return type(error)(error.message.replace("prompt", "input", 1), param="input", retry_after_s=error.retry_after_s)

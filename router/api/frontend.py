@@ -1,6 +1,6 @@
-"""From what a client asked to a `RoutedRequest`: the one validator that both doors use.
+"""From what a client asked to a `RoutedRequest`: the one validator that the HTTP and the gRPC server use.
 
-A door turns its wire format into a prompt and `ClientRequest`; here every bound is checked, cheapest first, so that
+A server turns its wire format into a prompt and `ClientRequest`; here every bound is checked, cheapest first, so that
 nothing is tokenized for a request that will be refused. The bounds of sampling live in `tandem.values.sampling`, those
 of stop strings in `router.text.stop_strings`.
 """
@@ -29,11 +29,11 @@ from router.text.tool_parsers.request_calls import ToolCallReading
 from router.types.requests import MAX_PRIORITY, ResumePoint, RoutedRequest
 from router.types.stream_ids import StreamIds
 from tandem.config.cluster import RouterConfig
-from tandem.errors import InvalidRequest, ModelNotFound
+from tandem.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from tandem.telemetry.tracing import NoTracer, Tracer
 from tandem.values.block_hash import root_hash
 from tandem.values.ids import BlockHash
-from tandem.values.sampling import MAX_BAD_WORDS
+from tandem.values.sampling import BOUNDS, MAX_BAD_WORDS
 
 MAX_SALT_CHARS = 1024
 MAX_BAD_WORD_CHARS = 64
@@ -44,7 +44,7 @@ _MAX_ROOTS = 1024
 
 
 class Frontend:
-    """Validates, tokenizes and names requests. One per router; every door shares it."""
+    """Validates, tokenizes and names requests. One per router; every server shares it."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Frontend:
         self.stream_ids = StreamIds(secret, most_s=config.request_timeout_s)
         self._tracer = tracer or NoTracer()
         self.grammars: GrammarChecker | None = None
-        """Set before the doors open; without it no structure is promised."""
+        """Set before the servers open; without it no structure is promised."""
         self.kept: CachedPrompts | None = None
         """The same; without it nothing is kept by name."""
         self._limit = PreparationLimit(config.max_inflight_requests)
@@ -81,6 +81,7 @@ class Frontend:
         """A conversation. Raises InvalidRequest, ContextLengthExceeded or ModelNotFound."""
         started_s = self.clock()
         fields, calling = self._calling(self._closed(fields))
+        fields = self._with_defaults(fields)
         self.check_fields(fields)
         with self._limit.preparing():
             fields = await self._structured(fields)
@@ -91,7 +92,8 @@ class Frontend:
                 options=fields.template,
             )
         reasoning = self.thinking.reasoning(ids, begins_turn=fields.add_generation_prompt)
-        one = self._finish(ids, self._thinking_first(fields, reasoning), None)
+        default = self.model.defaults.max_tokens
+        one = self._finish(ids, self._thinking_first(fields, reasoning), default_max_tokens=default, param="messages")
         one = replace(one, calling=calling, reasoning=reasoning)
         one = with_beams(one, fields, most_beams=self._config.max_choices)
         check_prompt_scoring_size([one], self._config.max_answer_values)
@@ -101,7 +103,7 @@ class Frontend:
         self, prompts: Sequence[str | tuple[int, ...]], fields: ClientRequest
     ) -> list[PreparedRequest]:
         """Plain prompts, each text or token ids. Raises as `prepare_chat`."""
-        fields = self._closed(fields)
+        fields = self._with_defaults(self._closed(fields))
         self.check_fields(fields)
         prepared = []
         with self._limit.preparing():
@@ -110,7 +112,8 @@ class Frontend:
                 started_s = self.clock()
                 text = prompt if isinstance(prompt, str) else None
                 ids = await self._prompt_ids(prompt, fields)
-                one = self._finish(ids, fields, DEFAULT_COMPLETION_TOKENS, num_prompts=len(prompts))
+                default = DEFAULT_COMPLETION_TOKENS
+                one = self._finish(ids, fields, default_max_tokens=default, param="prompt", num_prompts=len(prompts))
                 one = with_beams(one, fields, most_beams=self._config.max_choices)
                 one = self._traced(fields.operation, one, fields, started_s)
                 prepared.append(replace(one, prompt_text=text))
@@ -133,7 +136,8 @@ class Frontend:
         """Every bound that needs no tokenizing."""
         self.check_model(fields.model)
         if not 1 <= fields.num_choices <= self._config.max_choices:
-            raise InvalidRequest(f"n must be an integer in [1, {self._config.max_choices}]", param="n")
+            name, bound = fields.choices_param, f"an integer in [1, {self._config.max_choices}]"
+            raise InvalidRequest(f"{name} must be {bound}, got {fields.num_choices}", param=name)
         if not -MAX_PRIORITY <= fields.priority <= MAX_PRIORITY:
             raise InvalidRequest(f"priority must be in [-{MAX_PRIORITY}, {MAX_PRIORITY}]", param="priority")
         keep = fields.truncate_prompt_tokens
@@ -143,10 +147,11 @@ class Frontend:
         if fields.cache_salt is not None and not 1 <= len(fields.cache_salt) <= MAX_SALT_CHARS:
             raise InvalidRequest(f"cache_salt must have 1 to {MAX_SALT_CHARS} characters", param="cache_salt")
         most = fields.max_tokens if fields.max_tokens is not None else _MOST_TOKENS
-        asked = replace(fields.sampling, max_tokens=most, seed=fields.seed or 0)
+        BOUNDS["max_tokens"].check(fields.max_tokens_param, most)
+        sampling = replace(fields.sampling, max_tokens=most, seed=fields.seed or 0)
         if fields.structure is not None:
-            asked = replace(asked, grammar=fields.structure.grammar())
-        asked.validate(vocab_size=self.model.vocab_size)
+            sampling = replace(sampling, grammar=fields.structure.grammar())
+        sampling.validate(vocab_size=self.model.vocab_size)
         StopStrings(fields.stop)
 
     def _closed(self, fields: ClientRequest) -> ClientRequest:
@@ -155,6 +160,12 @@ class Frontend:
         if structure is None or not self._config.grammars.disable_additional_properties:
             return fields
         return replace(fields, structure=replace(structure, disables_additional_properties=True))
+
+    def _with_defaults(self, fields: ClientRequest) -> ClientRequest:
+        """With the model's own sampling where the client stated none; a beam search samples nothing."""
+        if fields.stated_sampling is None or fields.beams is not None:
+            return fields
+        return replace(fields, sampling=self.model.defaults.fill(fields.sampling, fields.stated_sampling))
 
     def _calling(self, fields: ClientRequest) -> tuple[ClientRequest, ToolCallReading | None]:
         """With the structure that keeps calls to what was asked of them, and how they are read."""
@@ -198,20 +209,23 @@ class Frontend:
         return tuple(found)
 
     def _finish(
-        self, ids: Sequence[int], fields: ClientRequest, default_max_tokens: int | None, *, num_prompts: int = 1
+        self,
+        ids: Sequence[int],
+        fields: ClientRequest,
+        *,
+        default_max_tokens: int | None,
+        param: str,
+        num_prompts: int = 1,
     ) -> PreparedRequest:
+        """`param`: the field that `ids` are of."""
         if not ids:
             raise InvalidRequest("prompt: empty", param="prompt")
         if fields.truncate_prompt_tokens is not None:
-            keep = fields.truncate_prompt_tokens
-            ids = ids[-(self.model.max_model_len - 1 if keep == -1 else keep) :]
-        room = self.model.max_model_len - len(ids)
-        least = fields.least_tokens
-        if room < least:
-            raise self.prompts.too_long(len(ids), "prompt" if default_max_tokens else "messages", least)
-        asked = fields.max_tokens if fields.max_tokens is not None else default_max_tokens
+            ids = ids[-self._num_kept(fields, fields.truncate_prompt_tokens) :]
+        room = self._room_for_answer(len(ids), fields, param)
+        wanted = fields.max_tokens if fields.max_tokens is not None else default_max_tokens
         most = self._max_tokens(
-            fields, room if asked is None else max(1, min(asked, room)), num_prompts, stated=asked is not None
+            fields, room if wanted is None else max(1, min(wanted, room)), num_prompts, stated=wanted is not None
         )
         sampling = replace(fields.sampling, max_tokens=most, seed=self._seed(fields))
         if fields.max_tokens is None:
@@ -248,20 +262,40 @@ class Frontend:
             has=seen.choices if seen else (),
         )
 
-    def _max_tokens(self, fields: ClientRequest, asked: int, num_prompts: int, *, stated: bool) -> int:
+    def _num_kept(self, fields: ClientRequest, num_tokens: int) -> int:
+        """Of a prompt that is truncated to its last `num_tokens`; -1: to what the context has beside the answer."""
+        context = self.model.max_model_len
+        return max(1, context - (fields.max_tokens or 1)) if num_tokens == -1 else num_tokens
+
+    def _room_for_answer(self, num_prompt_tokens: int, fields: ClientRequest, param: str) -> int:
+        """Tokens that the context leaves beside the prompt. Raises ContextLengthExceeded where it is too few."""
+        context = self.model.max_model_len
+        room = context - num_prompt_tokens
+        if room < fields.least_tokens:
+            raise self.prompts.too_long(num_prompt_tokens, param, fields.least_tokens)
+        for name, wanted in (("min_tokens", fields.sampling.min_tokens), (fields.max_tokens_param, fields.max_tokens)):
+            if wanted is not None and wanted > max(1, room):
+                raise ContextLengthExceeded(
+                    f"{name} must be at most {room}, got {wanted}: the prompt has {num_prompt_tokens} tokens, the "
+                    f"model's context {context}",
+                    param=name,
+                )
+        return room
+
+    def _max_tokens(self, fields: ClientRequest, wanted: int, num_prompts: int, *, stated: bool) -> int:
         """Within the bound of an answer that is in memory as a whole before its client has anything of it."""
         if fields.reads_along:
-            return asked
+            return wanted
         per_token = num_prompts * fields.num_choices * (1 + (fields.sampling.num_logprobs or 0))
         most = self._config.max_answer_values // per_token
-        if asked <= most:
-            return asked
+        if wanted <= most:
+            return wanted
         if stated or most < max(1, fields.sampling.min_tokens):
             largest = self._config.max_answer_values
             raise InvalidRequest(
-                f"prompts x n x max_tokens x (1 + [top_]logprobs) is {per_token * asked}: an answer that is not "
-                f"streamed has at most {largest}; ask for less, or for a stream",
-                param="max_tokens",
+                f"prompts x n x {fields.max_tokens_param} x (1 + [top_]logprobs) is {per_token * wanted}: an answer "
+                f"that is not streamed has at most {largest}; ask for less, or for a stream",
+                param=fields.max_tokens_param,
             )
         return most
 

@@ -1,4 +1,4 @@
-"""Making a named cache, and beginning a conversation with one: between the doors, `NamedCaches` and pins."""
+"""Making a named cache, and beginning a conversation with one: between the servers, `NamedCaches` and pins."""
 
 import asyncio
 import secrets
@@ -29,13 +29,13 @@ class _PinOutcomeWaiter:
         self.outcome: asyncio.Future[PinOutcome] = asyncio.get_running_loop().create_future()
 
     def set(self, outcome: PinOutcome) -> None:
-        """It is here."""
+        """Record the outcome, unless nobody waits for it any more."""
         if not self.outcome.done():
             self.outcome.set_result(outcome)
 
 
 class NamedCacheService:
-    """Of one router process, and of those that share its doors, which are told of each change before it is answered."""
+    """Named caches of one router process, and of those that share its ports, which hear of each change first."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class NamedCacheService:
         pins: PinRegistry,
         publish: Callable[[str, str], Awaitable[None]] | None = None,
     ) -> None:
-        """`publish`: see CachedPrompts."""
+        """`publish` tells the other processes of a change, as in CachedPrompts."""
         self.caches = caches
         self._publish = publish
         self._frontend = frontend
@@ -87,8 +87,8 @@ class NamedCacheService:
         (prepared,) = await self._frontend.prepare_prompts([cache.token_ids], fields)
         is_added = is_over = False
         try:
-            asked = self._with_pin(prepared, cache, lambda: None if is_over else self._ends_s(cache))
-            outcome = await self._kept(tenant, cache, compute(asked))
+            pinned = self._with_pin(prepared, cache, lambda: None if is_over else self._ends_s(cache))
+            outcome = await self._kept(tenant, cache, compute(pinned))
             if outcome is not PinOutcome.HELD:
                 raise Overloaded(f"no worker can keep this now ({outcome.value})", retry_after_s=_ANSWER_S)
             self.caches.add(tenant, cache)
@@ -153,7 +153,7 @@ class NamedCacheService:
         return cache
 
     async def remove(self, tenant: str, name: str) -> None:
-        """Raises CacheNotFound."""
+        """Forget it and unpin its blocks. Raises CacheNotFound."""
         self.caches.remove(tenant, name)
         self._pins.release(tenant, name)
         await self._publish_change(tenant, name)

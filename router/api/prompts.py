@@ -1,13 +1,12 @@
 """Prompts as clients send them become token ids: bounded before they are read, long ones off the event loop."""
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from router.api.request.client_request import ModelInfo
 from router.text.conversation import MAX_MESSAGES as MAX_MESSAGES
 from router.text.conversation import Message, TemplateOptions, check_messages
-from router.text.fill_in_middle import fill_marks
 from router.text.tokenizer import Tokenizer
 from router.text.tools import ToolUse
 from tandem.errors import ContextLengthExceeded, InvalidRequest
@@ -17,8 +16,37 @@ MAX_CHARS_PER_TOKEN = 32
 _INLINE_CHARS = 4096  # about a millisecond of tokenizing; longer texts leave the event loop
 
 
+class FillMarks(NamedTuple):
+    """Token ids of a model that writes what stands between two texts: what comes before follows the first, what comes
+    after the second, and the answer the third."""
+
+    before: int
+    after: int
+    middle: int
+
+    def prompt(self, before: Sequence[int], after: Sequence[int]) -> list[int]:
+        """Of a model that is to write what stands between."""
+        return [self.before, *before, self.after, *after, self.middle]
+
+
+_FILL_SPELLINGS = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
+)
+"""Of Qwen and CodeGemma, StarCoder, DeepSeek."""
+
+
+def fill_marks(added_ids: Mapping[str, int]) -> FillMarks | None:
+    """Those among a tokenizer's added tokens, by their texts; None: its model was not taught to fill in."""
+    for spelling in _FILL_SPELLINGS:
+        if all(text in added_ids for text in spelling):
+            return FillMarks(*(added_ids[text] for text in spelling))
+    return None
+
+
 class PromptReader:
-    """Reads prompts for one model. Every door shares it."""
+    """Reads prompts for one model. Every server shares it."""
 
     def __init__(self, *, model: ModelInfo, tokenizer: Tokenizer, max_prompts: int) -> None:
         self._model = model

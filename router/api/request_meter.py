@@ -1,4 +1,4 @@
-"""One request's measurements: what a door counts as its tokens come, and when it ends."""
+"""One request's measurements: what a server counts as its tokens come, and when it ends."""
 
 import asyncio
 from collections.abc import Callable
@@ -58,7 +58,7 @@ class RequestMeter:
 
     @property
     def age_s(self) -> float:
-        """Since it came."""
+        """Seconds since the request came."""
         return self._clock() - self._start
 
     def __enter__(self) -> Self:
@@ -108,7 +108,7 @@ class RequestMeter:
         self._metrics.generation_tokens.value += count
 
     def first_shown(self) -> None:
-        """The text of the first tokens is with the door that writes it."""
+        """The text of the first tokens is with the server that writes it."""
         self._shown_s = self._clock()
 
     def _instants(self, first_s: float) -> FirstTokens:
@@ -137,7 +137,7 @@ class RequestMeter:
         metrics.inference_time.observe(times.prefill_s + decode_s)
 
     def succeeded(self) -> None:
-        """All choices ended."""
+        """Observe the time of a request of which all choices have ended."""
         self._metrics.e2e.observe(self._clock() - self._start)
 
     def _ended(self, code: Code | None) -> None:

@@ -42,55 +42,60 @@ def parse_selection(
         return ChoiceSelection(candidates=keep, keep=1, votes=True, pattern=vote_pattern)
     if best_of in (None, keep):
         return None
+    if keep < 1:
+        raise InvalidRequest(f"n must be at least 1, got {keep}", param="n")
     if best_of < keep:
-        raise InvalidRequest("best_of must be at least n", param="best_of")
+        raise InvalidRequest(f"best_of must be at least n ({keep}), got {best_of}", param="best_of")
     if streams:
         raise InvalidRequest("best_of: the best are known at the end; not together with stream", param="best_of")
     return ChoiceSelection(candidates=best_of, keep=keep, shows_logprobs=shows_logprobs)
 
 
-def logprobs_needed(ask: ChoiceSelection | None, num_logprobs: int | None) -> int | None:
+def logprobs_needed(wanted: ChoiceSelection | None, num_logprobs: int | None) -> int | None:
     """What is asked of workers where the client asked for `num_logprobs`: the likeliest are chosen by them."""
-    return 0 if num_logprobs is None and ask is not None and not ask.votes else num_logprobs
+    return 0 if num_logprobs is None and wanted is not None and not wanted.votes else num_logprobs
 
 
 async def check_selection(
-    ask: ChoiceSelection | None, prepared: Sequence[PreparedRequest], patterns: PatternSearch
+    wanted: ChoiceSelection | None, prepared: Sequence[PreparedRequest], patterns: PatternSearch
 ) -> None:
     """Raises InvalidRequest for a vote on answers that may be calls of tools, or by a pattern that is none."""
-    if ask is not None and ask.pattern is not None:
-        await patterns.check(ask.pattern, _PATTERN, prepared[0].request.tenant)
-    if ask is not None and ask.votes and any(one.calling is not None for one in prepared):
+    if wanted is not None and wanted.pattern is not None:
+        await patterns.check(wanted.pattern, _PATTERN, prepared[0].request.tenant)
+    if wanted is not None and wanted.votes and any(one.calling is not None for one in prepared):
         raise InvalidRequest("vote: answers that call tools are not compared", param="vote")
 
 
 async def select(
-    ask: ChoiceSelection | None, prepared: list[PreparedRequest], choices: Sequence[TextDelta], patterns: PatternSearch
+    wanted: ChoiceSelection | None,
+    prepared: list[PreparedRequest],
+    choices: Sequence[TextDelta],
+    patterns: PatternSearch,
 ) -> SelectedChoices:
     """Of each prompt's choices those that are shown. Raises InvalidRequest for a pattern that takes too long."""
-    if ask is None:
+    if wanted is None:
         return SelectedChoices(prepared=prepared, choices=list(choices))
     shown: list[TextDelta] = []
     votes: list[VoteResult] = []
     answers: list[str | None] = []
-    if ask.votes:
+    if wanted.votes:
         reasoning = prepared[0].reasoning
         texts = [choice.text if reasoning is None else reasoning.answer_in(choice.text) for choice in choices]
         found: Sequence[str | None] = texts
-        if ask.pattern is not None:
-            found = await patterns.find(ask.pattern, texts, _PATTERN, prepared[0].request.tenant)
+        if wanted.pattern is not None:
+            found = await patterns.find(wanted.pattern, texts, _PATTERN, prepared[0].request.tenant)
         answers = [None if text is None else text.strip() for text in found]
-    for first in range(0, len(choices), ask.candidates):
-        group = choices[first : first + ask.candidates]
-        if ask.votes:
-            votes.append(elect(answers[first : first + ask.candidates]))
+    for first in range(0, len(choices), wanted.candidates):
+        group = choices[first : first + wanted.candidates]
+        if wanted.votes:
+            votes.append(elect(answers[first : first + wanted.candidates]))
             kept = [votes[-1].winner]
         else:
-            kept = likeliest([choice.tokens for choice in group], ask.keep)
+            kept = likeliest([choice.tokens for choice in group], wanted.keep)
         for index in kept:
-            choice = group[index] if ask.shows_logprobs else _without_logprobs(group[index])
+            choice = group[index] if wanted.shows_logprobs else _without_logprobs(group[index])
             shown.append(choice._replace(choice_index=len(shown)))
-    fewer = [replace(one, request=replace(one.request, num_choices=ask.keep)) for one in prepared]
+    fewer = [replace(one, request=replace(one.request, num_choices=wanted.keep)) for one in prepared]
     return SelectedChoices(prepared=fewer, choices=shown, votes=tuple(votes))
 
 
@@ -98,8 +103,8 @@ def _without_logprobs(choice: TextDelta) -> TextDelta:
     return choice._replace(tokens=tuple(token._replace(logprob=None, top_logprobs=()) for token in choice.tokens))
 
 
-def renumbered(ask: ChoiceSelection | None, by_first_choice: Mapping[int, _R]) -> dict[int, _R]:
+def renumbered(wanted: ChoiceSelection | None, by_first_choice: Mapping[int, _R]) -> dict[int, _R]:
     """What is known of prompts by the index of their first choice, for the choices that are shown."""
-    if ask is None:
+    if wanted is None:
         return dict(by_first_choice)
-    return {index // ask.candidates * ask.keep: value for index, value in by_first_choice.items()}
+    return {index // wanted.candidates * wanted.keep: value for index, value in by_first_choice.items()}

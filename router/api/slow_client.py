@@ -1,4 +1,4 @@
-"""For how long a door waits for a client to take what it was sent."""
+"""For how long a server waits for a client to take what it was sent."""
 
 import asyncio
 from collections.abc import Awaitable

@@ -83,34 +83,34 @@ class TextSink(Protocol):
         ...
 
 
-class _StreamingReader:
-    """A `Reader` that shows each delta's text at once."""
+class _StreamingSink:
+    """A `DeltaSink` that shows each delta's text at once."""
 
-    def __init__(self, text: RequestText, show: TextSink, meter: RequestMeter | None = None) -> None:
+    def __init__(self, text: RequestText, sink: TextSink, meter: RequestMeter | None = None) -> None:
         """`meter`: hears when the first tokens were shown."""
         self._feed = text.feed
-        self._show = show.on_delta
+        self._pass_on = sink.on_delta
         self._unshown = meter
-        self.ready = show.ready
+        self.ready = sink.ready
 
     def on_delta(self, delta: ChoiceDelta) -> bool:
         shown = self._feed(delta)
         if shown is None:
             return False
-        is_enough = self._show(shown)
+        must_pause = self._pass_on(shown)
         if self._unshown is not None and shown.tokens:
             self._unshown.first_shown()
             self._unshown = None
-        return is_enough
+        return must_pause
 
 
-class _BufferingReader:
-    """A `Reader` that nobody reads along with, of a request whose text ends no choice: many tokens at a time."""
+class _BufferingSink:
+    """A `DeltaSink` that nobody reads along with, of a request whose text ends no choice: many tokens at a time."""
 
-    def __init__(self, text: RequestText, meter: RequestMeter, show: TextSink, num_choices: int) -> None:
+    def __init__(self, text: RequestText, meter: RequestMeter, sink: TextSink, num_choices: int) -> None:
         self._text = text
         self._meter = meter
-        self._show = show
+        self._sink = sink
         self._held: list[list[SampledToken]] = [[] for _ in range(num_choices)]
 
     async def ready(self) -> None:
@@ -118,7 +118,7 @@ class _BufferingReader:
 
     def on_delta(self, delta: ChoiceDelta) -> bool:
         if delta.reading is not None:
-            return _StreamingReader(self._text, self._show).on_delta(delta)
+            return _StreamingSink(self._text, self._sink).on_delta(delta)
         index, held = delta.choice_index, self._held[delta.choice_index]
         whole = delta._replace(tokens=(*held, *delta.tokens)) if held else delta
         if delta.finish is None:
@@ -129,7 +129,7 @@ class _BufferingReader:
         measured = len(held) if delta.finish is not None else len(whole.tokens)
         held.clear()
         shown = self._text.feed(whole, num_measured=measured)
-        return shown is not None and self._show.on_delta(shown)
+        return shown is not None and self._sink.on_delta(shown)
 
 
 async def read_text(
@@ -137,16 +137,16 @@ async def read_text(
     prepared: Sequence[PreparedRequest],
     tokenizer: Tokenizer,
     new_meter: Callable[[PreparedRequest], RequestMeter],
-    show: TextSink,
+    sink: TextSink,
 ) -> None:
     """Show the answers to the requests of one client call. The first error ends all of them.
 
     Each as it comes if its request `reads_along`, else each choice in large parts.
     """
     firsts = accumulate((one.request.num_choices for one in prepared), initial=0)
-    showings = [_PromptStream(one, first, show) for one, first in zip(prepared, firsts, strict=False)]
-    if len(showings) == 1:
-        await _read(generator, tokenizer, new_meter(prepared[0]), showings[0])
+    streams = [_PromptStream(one, first, sink) for one, first in zip(prepared, firsts, strict=False)]
+    if len(streams) == 1:
+        await _read(generator, tokenizer, new_meter(prepared[0]), streams[0])
         return
     with ExitStack() as stack:
         refusal: ServingError | None = None
@@ -155,8 +155,8 @@ async def read_text(
         except ServingError as error:
             refusal = error
         tasks = [
-            asyncio.create_task(_read(generator, tokenizer, new_meter(showing.prepared), showing, refusal))
-            for showing in showings
+            asyncio.create_task(_read(generator, tokenizer, new_meter(stream.prepared), stream, refusal))
+            for stream in streams
         ]
         try:
             await asyncio.gather(*tasks)
@@ -171,26 +171,26 @@ class _PromptStream(NamedTuple):
 
     prepared: PreparedRequest
     first_index: int
-    show: TextSink
+    sink: TextSink
 
 
 async def _read(
     generator: Generator,
     tokenizer: Tokenizer,
     meter: RequestMeter,
-    showing: _PromptStream,
+    stream: _PromptStream,
     refusal: ServingError | None = None,
 ) -> None:
     """`refusal`: of the whole call, which each of its requests counts."""
-    request, show = showing.prepared.request, showing.show
-    text = RequestText(generator, showing.prepared, tokenizer, meter, showing.first_index)
-    reader = (
-        _StreamingReader(text, show, meter)
+    request, sink = stream.prepared.request, stream.sink
+    text = RequestText(generator, stream.prepared, tokenizer, meter, stream.first_index)
+    delta_sink = (
+        _StreamingSink(text, sink, meter)
         if request.reads_along
-        else _BufferingReader(text, meter, show, request.num_choices)
+        else _BufferingSink(text, meter, sink, request.num_choices)
     )
     with meter:
         if refusal is not None:
             raise refusal
-        await generator.run(request, reader)
+        await generator.run(request, delta_sink)
         text.end()

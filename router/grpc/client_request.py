@@ -50,10 +50,12 @@ def client_fields(
     reads, beams, asked = _reads(request, max_tokens), _beams(request), wire.sampling_from_pb(sampling)
     return ClientRequest(
         sampling=replace(asked, num_logprobs=logprobs_needed(selection, asked.num_logprobs)),
+        stated_sampling=frozenset(field.name for field, _ in sampling.ListFields()),
         max_tokens=1 if reads is not None and reads.only else max_tokens,
         seed=sampling.seed if sampling.HasField("seed") else None,
         model=model_of(request),
         num_choices=_num(request, "n", 1) if selection is None else selection.candidates,
+        choices_param="n" if selection is None else selection.param,
         reads_along=selection is None and beams is None,
         stop=tuple(request.stop),
         include_stop=request.include_stop_str_in_output,
@@ -96,7 +98,7 @@ def _beams(request: pb.GenerateRequest) -> BeamSearchParams | None:
         raise InvalidRequest("early_stopping: false, true or never", param="early_stopping")
     return parse_beam_search(
         wanted=request.use_beam_search,
-        width=request.best_of or request.n or 1,
+        width=_num(request, "best_of", request.n or 1),
         length_penalty=request.length_penalty if request.HasField("length_penalty") else None,
         early_stopping=_EARLY[request.early_stopping],
         streams=_can_be_continued(request),

@@ -100,6 +100,7 @@ class RouterMetrics:
         self._transfers, self._tiers, self._publishing = TransferMetrics(), TierMetrics(), PublishMetrics()
         self._pins, self._work = PinMetrics(), WorkMetrics(model_name)
         self.tenants = TenantLabels()
+        self.usage.label = self.tenants.label
         shown = (self._transfers, self._tiers, self._publishing, self._pins, self._work)
         for collector in (*shown, UsageMetrics(self.usage, self.tenants)):
             self.registry.register(collector)

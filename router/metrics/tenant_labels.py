@@ -40,6 +40,8 @@ class TenantLabels:
         """What is this tenant's alone, and never another's; `of` gives it to the first tenants."""
         if not tenant:
             return _DEFAULT
+        if tenant == OTHERS:
+            return _OTHER
         if self.is_nameless(tenant):
             return f"{_NAMELESS}{tenant[:_SHOWN_CHARS]}"
         is_ours = tenant in (_OTHER, _DEFAULT) or tenant.startswith(_NAMELESS)

@@ -10,6 +10,7 @@ this one has less of it.
 """
 
 import json
+import re
 import resource
 import sys
 import threading
@@ -29,6 +30,15 @@ _SILENT = 0
 _MAX_ERROR_CHARS = 200
 _NUM_PATHS, _NUM_TOKENS = 4, 16
 _NO_TOKENIZER = "not supported with this model's tokenizer"
+_MAX_QUOTED_CHARS = 40
+_REGEX_SYNTAX = re.compile(
+    r"regex parse error:\n {4}(?P<pattern>[^\n]*)\n {4}(?P<before> *)(?P<carets>\^+)\nerror: (?P<what>[^\n]+)"
+)
+_REGEX_LINES = re.compile(r"regex parse error:.*?\nerror: (?P<what>[^\n]+)", re.DOTALL)
+"""Of an expression that has several lines."""
+_REGEX_ASSERTION = re.compile(r"lookarounds not supported yet; (?P<kind>\w+)")
+_WORD_BOUNDARIES = r"word boundaries, \b and \B, are not supported"
+_INNER_ANCHORS = "^ and $ are not supported within it: the whole answer is matched"
 _STACK_BYTES = 1 << 20
 """A worker's threads have 2 MiB at least."""
 
@@ -84,8 +94,25 @@ def _fault(tokenizer: Any, grammar: str, end_ids: Sequence[int]) -> str:
 
 
 def _reason(error: str) -> str:
-    """What follows describes the parser."""
-    return _one_line(error.partition("<state>")[0])
+    """In words about what the client sent; what follows `<state>` describes the parser."""
+    told = error.partition("<state>")[0]
+    return _one_line(_regex_fault(told) or told)
+
+
+def _regex_fault(error: str) -> str | None:
+    """What is wrong with a regular expression, without the grammar that it was put in; None of other errors."""
+    if (found := _REGEX_SYNTAX.search(error)) is not None:
+        start, end = len(found["before"]), len(found["before"] + found["carets"])
+        what = found["what"]
+        if what == "unrecognized flag":  # as it calls what it does not know behind `(?`
+            start, what = max(0, start - 2), "this kind of group is not supported"
+        return f'regular expression, at "{found["pattern"][start:end][:_MAX_QUOTED_CHARS]}": {what}'
+    if (found := _REGEX_LINES.search(error)) is not None:
+        return f"regular expression: {found['what']}"
+    if (found := _REGEX_ASSERTION.search(error)) is not None:
+        is_word = found["kind"].startswith("Word")
+        return f"regular expression: {_WORD_BOUNDARIES if is_word else _INNER_ANCHORS}"
+    return None
 
 
 def _one_line(text: str) -> str:

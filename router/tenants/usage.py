@@ -24,6 +24,8 @@ class TenantUsage:
         self._most = most
         self._spent: dict[str, Spent] = {}
         self._others: Callable[[], Awaitable[list[bytes]]] | None = None
+        self.label: Callable[[str], str] = str
+        """What a tenant is called where it is shown: as in metrics."""
 
     def add(self, tenant: str, spent: Spent) -> None:
         """One request has ended."""
@@ -61,7 +63,7 @@ class TenantUsage:
             "object": "usage",
             "since": int(book["since_s"]),
             "currency": self.prices.currency,
-            "data": [{"tenant": name, **self._shown(spent)} for name, spent in sorted(books.items())],
+            "data": [{"tenant": self.label(name), **self._shown(spent)} for name, spent in sorted(books.items())],
             "total": self._shown(total),
         }
 

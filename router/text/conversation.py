@@ -156,20 +156,20 @@ def hidden(value: Any, hide: Callable[[str], str]) -> Any:
 
 def in_plain_words(messages: Sequence[Message], tools: Sequence[ToolDefinition]) -> list[Message]:
     """The same conversation for a template that knows no tools."""
-    told: list[Message] = []
+    plain: list[Message] = []
     for are_results, turns in groupby(messages, lambda message: message.tool_call_id is not None):
         if are_results:
             results = (f"<tool_response>\n{message.content}\n</tool_response>" for message in turns)
-            told.append(Message(role="user", content="\n".join(results)))
+            plain.append(Message(role="user", content="\n".join(results)))
         else:
-            told += map(_call_turn, turns)
+            plain += map(_call_turn, turns)
     if not tools:
-        return told
+        return plain
     lines = (json.dumps(tool_object(tool)["function"], ensure_ascii=False) for tool in tools)
     instructions = _INSTRUCTIONS.format(tools="\n".join(lines))
-    if told[0].role in ("system", "developer"):
-        return [replace(told[0], content=f"{told[0].content}\n\n{instructions}"), *told[1:]]
-    return [Message(role="system", content=instructions), *told]
+    if plain[0].role in ("system", "developer"):
+        return [replace(plain[0], content=f"{plain[0].content}\n\n{instructions}"), *plain[1:]]
+    return [Message(role="system", content=instructions), *plain]
 
 
 def _call_turn(message: Message) -> Message:

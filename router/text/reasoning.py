@@ -1,8 +1,8 @@
-"""What a model writes while it thinks, told from its answer. Pure.
+"""What a model writes while it thinks, kept apart from its answer. Pure.
 
 Families of models put their thinking between two marks, before the answer; some templates write the first mark
-themselves, at the prompt's end. What is told depends on the text alone, never on how it came in pieces. White space at
-the marks belongs to neither side.
+themselves, at the prompt's end. What counts as thinking depends on the text alone, never on how it came in pieces.
+White space at the marks belongs to neither side.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -64,7 +64,7 @@ class ReasoningParser:
         self._held = ""
         """Behind it: may still become a mark. No longer than one, so that each character is looked at once."""
         self._is_first = True
-        """Nothing of the thinking was told."""
+        """Nothing of the thinking has been passed on."""
 
     @property
     def has_ended(self) -> bool:
@@ -127,17 +127,17 @@ class ReasoningParser:
         thought, mark, rest = (self._held + text).partition(self._marks.end)
         held = "" if mark else thought[len(thought) - _common(thought, self._marks.end) :]
         thought = thought.removesuffix(held)
-        told = thought.rstrip(_WHITE)
-        if told:
-            shown = self._taken(told)
+        trimmed = thought.rstrip(_WHITE)
+        if trimmed:
+            shown = self._taken(trimmed)
             parts.append(AnswerPart(True, shown.lstrip(_WHITE) if self._is_first else shown))
             self._is_first = False
         if mark:
             self._taken("")
             self._phase = _Phase.BETWEEN
             return rest
-        if len(told) < len(thought) and not self._is_first:
-            self._white.append(thought[len(told) :])
+        if len(trimmed) < len(thought) and not self._is_first:
+            self._white.append(thought[len(trimmed) :])
         self._held = held
         return ""
 
@@ -185,7 +185,7 @@ class ReasoningTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reasoning:
-    """How one request's answers are read for thinking: in `Prepared`, for the doors."""
+    """How one request's answers are read for thinking: in `PreparedRequest`."""
 
     marks: ThinkingMarks
     is_open: bool

@@ -11,7 +11,7 @@ import json
 import random
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,9 @@ class Tokenizer:
         """By their texts: tokens that no text is cut into other than whole."""
         self.size = max([self._library.get_vocab_size(with_added_tokens=True), *(i + 1 for i in added)])
         """One above the highest token id that has a text."""
-        self._pieces = read_pieces(json.loads(spec).get("decoder"), self.size, self._library.id_to_token)
+        raw = json.loads(spec)
+        _check_token_ids(raw)
+        self._pieces = read_pieces(raw.get("decoder"), self.size, self._library.id_to_token)
         self._guard = _Guard([token.content for token in special.values()])
         self._alias_ids = self._add_aliases(special)
         self._lowest_alias_id = min(self._alias_ids, default=0)
@@ -220,6 +222,21 @@ def _parse(spec: str) -> Any:
         return tokenizers.Tokenizer.from_str(spec)
     except Exception as error:  # noqa: BLE001  # the library raises bare Exception for every bad file
         raise ConfigError(f"tokenizer.json: {error}") from None
+
+
+def _check_token_ids(raw: dict[str, Any]) -> None:
+    """Raise ConfigError where two tokens have one id: one of them could be read and never be written."""
+    model, added = raw.get("model"), raw.get("added_tokens")
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    places: dict[str, Iterable[tuple[Any, Any]]] = {
+        "model.vocab": vocab.items() if isinstance(vocab, dict) else (),
+        "added_tokens": [(one.get("content"), one.get("id")) for one in added or () if isinstance(one, dict)],
+    }
+    for place, tokens in places.items():
+        known: dict[Any, Any] = {}
+        for text, token_id in tokens:
+            if (other := known.setdefault(token_id, text)) != text:
+                raise ConfigError(f"tokenizer.json: {place}: {other!r:.40} and {text!r:.40} are both token {token_id}")
 
 
 def _read(path: Path) -> str | None:

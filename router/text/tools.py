@@ -1,4 +1,4 @@
-"""Functions that a client lets the model call, what the model called, and what may be said of both. Every door shares
+"""Functions that a client lets the model call, what the model called, and what may be said of both. Every server shares
 these.
 """
 
@@ -82,7 +82,7 @@ class ToolUse:
         return sum(tool.num_chars for tool in self.tools)
 
     def check(self, param: str = "tools", choice_param: str = "tool_choice") -> None:
-        """Every bound that needs no model. Raises InvalidRequest; the parameters are the door's names of the fields."""
+        """Every bound that needs no model. Raises InvalidRequest; parameters are named as the request's fields are."""
         if not 1 <= len(self.tools) <= MAX_TOOLS:
             raise InvalidRequest(f"{param}: 1 to {MAX_TOOLS} of them", param=param)
         left, names = MAX_TOOLS_CHARS, set()

@@ -39,18 +39,19 @@ class OperatorAccess(Section):
     """The files of the page at /, which say nothing of the cluster; what it shows always needs a key where there are
     any."""
 
-    def of(self, page: str, *, is_local: bool) -> MetricsAccess:
-        """By a page's name, where doors listen on loopback or beyond it."""
+    def access_to(self, page: str, *, is_local: bool) -> MetricsAccess:
+        """Who may read the page of that name; `is_local`: the servers listen on loopback alone."""
         found: dict[str, MetricsAccess | None] = self.model_dump()
         beyond: MetricsAccess = "operator" if page == "metrics" else "key"
         return found[page] or ("open" if is_local else beyond)
 
 
 class RouterTls(Section):
-    """PEM files of both doors. Read again when they change: who is connected stays, who comes gets the new ones."""
+    """PEM files of the HTTP and the gRPC server. Read again when they change: who is connected stays, who comes gets
+    the new ones."""
 
     cert: str
-    """The doors' certificate, and what lies between that and its authority."""
+    """The servers' certificate, and what lies between that and its authority."""
     key: str
     """The certificate's key, not encrypted."""
     client_ca: str | None = None
@@ -69,12 +70,12 @@ class AuditConfig(Section):
 
 
 class RouterAccess(Section):
-    """What the router's section says of its doors."""
+    """What the router's section says of its HTTP and gRPC servers."""
 
     host: Host = "127.0.0.1"
-    """Where the doors listen. Beyond loopback they need keys or `tls.client_ca`, unless `allow_open` is set."""
+    """Where the router listens. Beyond loopback they need keys or `tls.client_ca`, unless `allow_open` is set."""
     allow_open: bool = False
-    """Everybody who can reach the doors may use them."""
+    """Everybody who can reach the router may use it."""
     api_keys: tuple[BearerKey, ...] = ()
     """Bearer keys, each a text or `{key, tenant}`; the text is a key's digest as `tandem key new` prints it, or the key
     itself. Empty means that no key is asked for."""
@@ -106,7 +107,7 @@ class RouterAccess(Section):
 
     @property
     def is_local(self) -> bool:
-        """Whether nobody else can reach the doors."""
+        """Whether it listens on loopback alone."""
         if self.host == "localhost":
             return True
         try:
@@ -116,11 +117,11 @@ class RouterAccess(Section):
 
     @property
     def warning(self) -> str | None:
-        """What somebody should know who opens such doors."""
+        """What somebody should know who serves like this."""
         if self.is_local:
             return None
         if not self.asks_who:
-            return f"everybody who can reach {self.host} may use these doors (router.allow_open)"
+            return f"everybody who can reach {self.host} may use this router (router.allow_open)"
         if self.tls is None:
             return f"keys, prompts and answers travel unencrypted to {self.host}: set router.tls, or end TLS before it"
         return None

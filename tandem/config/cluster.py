@@ -31,7 +31,7 @@ from tandem.config.servers import (
     ReasoningParserName,
     ToolParserName,
 )
-from tandem.config.source.environment import put, put_variables
+from tandem.config.source.environment import put_variables, set_nested
 from tandem.config.source.yaml_file import read_mapping
 from tandem.config.telemetry import ProfilingConfig, TelemetryConfig
 from tandem.errors import ConfigError
@@ -89,7 +89,7 @@ class TransferConfig(Section):
 
 
 class RouterConfig(RouterAccess):
-    """The front doors and placement."""
+    """The HTTP and gRPC servers, and placement."""
 
     port: Port = 8000
     """HTTP port; 0: any free one."""
@@ -144,7 +144,7 @@ class RouterConfig(RouterAccess):
     quality: QualityConfig = QualityConfig()
     batches: BatchesConfig = BatchesConfig()
     handover_socket: str | None = None
-    """Unix socket over which a router that stands alone hands its doors to its successor; null: one named after `port`,
+    """Unix socket over which a router that stands alone hands its ports to its successor; null: one named after `port`,
     beside `control_socket`."""
     tool_parser: ToolParserName | None = None
     """Format of the model's tool calls; when absent it follows from the chat template."""
@@ -266,7 +266,7 @@ def load(path: Path | None, overrides: Mapping[str, Any] | None = None) -> Clust
     put_variables(data, os.environ)
     for dotted, value in (overrides or {}).items():
         if value is not None:
-            put(data, dotted.split("."), value)
+            set_nested(data, dotted.split("."), value)
     try:
         return ClusterConfig.model_validate(data)
     except ValidationError as error:

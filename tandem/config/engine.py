@@ -38,6 +38,9 @@ class ModelSection(Section):
     """Compute and KV dtype: `auto` is the checkpoint's own, and float32 for the built-in model."""
     max_model_len: Annotated[int, Field(ge=2)] | None = None
     """Context bound in tokens, prompt and answer; the model's own when absent."""
+    generation_config: Literal["auto", "none"] = "auto"
+    """Whether temperature, top_k, top_p, min_p, repetition_penalty and max_new_tokens of the model's
+    `generation_config.json` stand in for what a request leaves out; its end tokens always hold."""
 
 
 class EngineSection(PinnedShares):

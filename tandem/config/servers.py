@@ -13,7 +13,7 @@ ReasoningParserName: TypeAlias = Literal["none", "think", "magistral", "seed_oss
 
 
 class ConnectionsConfig(Section):
-    """Clients' connections to the doors of one router process."""
+    """Clients' connections to one router process."""
 
     head_timeout_s: Seconds = 15.0
     """For the head of a request, from the connection's or the request's first byte on; over gRPC for the handshake. A
@@ -24,7 +24,7 @@ class ConnectionsConfig(Section):
     """Beyond it the one that has asked nothing for the longest time makes way. When absent what is left of the open
     files that the process may have: a quarter of them, at least 64, are for workers, Redis and logs."""
     max_grpc: PositiveInt | None = None
-    """Beyond it new ones are refused. When absent a quarter of what both doors have together."""
+    """Beyond it new ones are refused. When absent a quarter of what HTTP and gRPC have together."""
 
 
 class GrammarsConfig(Section):

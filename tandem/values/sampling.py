@@ -39,7 +39,7 @@ class Bound(NamedTuple):
 BOUNDS: Mapping[str, Bound] = {
     "max_tokens": Bound(1, 2**31 - 1),
     "temperature": Bound(0.0, 2.0),
-    "top_k": Bound(0, 2**31 - 1),
+    "top_k": Bound(-1, 2**31 - 1),
     "top_p": Bound(0.0, 1.0, open_low=True),
     "min_p": Bound(0.0, 1.0),
     "presence_penalty": Bound(-2.0, 2.0),
@@ -59,7 +59,7 @@ class SamplingParams:
     temperature: float = 1.0
     """0 means greedy."""
     top_k: int = 0
-    """0 keeps every token."""
+    """0 keeps every token; -1, as some clients spell that, becomes 0."""
     top_p: float = 1.0
     min_p: float = 0.0
     presence_penalty: float = 0.0
@@ -79,6 +79,10 @@ class SamplingParams:
     """Sequences of tokens that never come; of each its last token is not sampled after its others."""
     num_logprobs: int | None = None
     """None: no logprobs; 0: of the sampled token only; k: also of the k most likely."""
+
+    def __post_init__(self) -> None:
+        if self.top_k == -1:
+            object.__setattr__(self, "top_k", 0)
 
     @property
     def greedy(self) -> bool:

@@ -1,4 +1,4 @@
-"""One choice of an answer, from its text to what doors show of it: thinking, text, and calls with their ids."""
+"""One choice of an answer, from its text to what servers show of it: thinking, text, and calls with their ids."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, TypeAlias
@@ -51,7 +51,7 @@ class AnswerParser(Protocol):
         """What the client does not have yet."""
 
     def finish(self, reason: FinishReason) -> str:
-        """Why it ended, as doors say it: calls that are whole are a reason of their own."""
+        """Why it ended, as clients read it: calls that are whole are a reason of their own."""
 
 
 class TextAnswerParser:
@@ -60,11 +60,9 @@ class TextAnswerParser:
     has_open_call = False
 
     def read(self, delta: TextDelta) -> list[Piece]:
-        """See AnswerParser."""
         return [TextPiece(delta.text)] if delta.text else []
 
     def finish(self, reason: FinishReason) -> str:
-        """See AnswerParser."""
         return reason.value
 
 
@@ -78,7 +76,6 @@ class CallAnswerParser:
         self._id = (request_id, choice_index)
 
     def read(self, delta: TextDelta) -> list[Piece]:
-        """See AnswerParser."""
         if delta.passed_text:
             self._parser.feed(delta.passed_text)
         events = self._parser.feed(delta.text)
@@ -88,11 +85,9 @@ class CallAnswerParser:
 
     @property
     def has_open_call(self) -> bool:
-        """See AnswerParser."""
         return self._parser.is_open
 
     def finish(self, reason: FinishReason) -> str:
-        """See AnswerParser."""
         is_calls = reason is FinishReason.STOP and self._parser.num_calls and not self._parser.is_open
         return CALLED if is_calls else reason.value
 
@@ -115,7 +110,6 @@ class ReasoningAnswerParser:
         self._answer = answer
 
     def read(self, delta: TextDelta) -> list[Piece]:
-        """See AnswerParser."""
         passed = self._parser.feed(delta.passed_text) if delta.passed_text else []
         parts = self._parser.feed(delta.text)
         if delta.finish is not None:
@@ -127,16 +121,14 @@ class ReasoningAnswerParser:
 
     @property
     def has_open_call(self) -> bool:
-        """See AnswerParser."""
         return self._answer.has_open_call
 
     def finish(self, reason: FinishReason) -> str:
-        """See AnswerParser."""
         return self._answer.finish(reason)
 
 
 def new_answer_parser(prepared: PreparedRequest, choice_index: int) -> AnswerParser:
-    """Of one choice."""
+    """Return the parser of one choice's text, as its request wants calls and thinking shown."""
     reader: AnswerParser = TextAnswerParser()
     if prepared.calling is not None:
         reader = CallAnswerParser(prepared.calling, prepared.request.request_id, choice_index)

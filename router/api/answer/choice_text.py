@@ -148,7 +148,6 @@ class TextCollector:
         """There is always room."""
 
     def on_delta(self, delta: TextDelta) -> bool:
-        """See TextSink."""
         if delta.reading is not None:
             self.readings[delta.choice_index] = delta.reading
             return False

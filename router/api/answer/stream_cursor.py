@@ -1,4 +1,4 @@
-"""Where one streamed answer is, said with each of its events to clients that ask for it, at either door."""
+"""Where one streamed answer is, sent with each of its events to clients that ask for it, over HTTP or gRPC."""
 
 import time
 from collections.abc import Callable, Collection, Sequence

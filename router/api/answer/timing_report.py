@@ -1,4 +1,4 @@
-"""Where a call's time went and what it cost, as both doors tell it. Pure.
+"""Where a call's time went and what it cost, as the HTTP and the gRPC server report it. Pure.
 
 Phases follow each other: together they are no longer than the call, and what is left belongs to the network, to threads
 that were waited for, and to attempts of which nothing was heard.

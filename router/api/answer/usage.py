@@ -1,4 +1,4 @@
-"""What one client call used: tokens, cached tokens, time by phase, and what it cost. Both doors report it."""
+"""What one client call used: tokens, cached tokens, time by phase, and what it cost. Both servers report it."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields
@@ -39,7 +39,7 @@ class CallUsage:
         return len(self._finishes) == self._expected
 
     def add(self, delta: TextDelta) -> None:
-        """Count one delta."""
+        """Count a delta's tokens, and at its choice's end what that took."""
         self.completion_tokens += len(delta.tokens)
         if (thoughts := self._thoughts.get(delta.choice_index)) is not None and not thoughts.has_ended:
             thoughts.add([token.token_id for token in (*delta.passed, *delta.tokens)])

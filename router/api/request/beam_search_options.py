@@ -42,23 +42,23 @@ def parse_beam_search(
     return BeamSearchParams(num_beams=width, length_penalty=penalty, early_stopping=early_stopping or False)
 
 
-def with_beams(one: PreparedRequest, asked: ClientRequest, *, most_beams: int) -> PreparedRequest:
+def with_beams(one: PreparedRequest, fields: ClientRequest, *, most_beams: int) -> PreparedRequest:
     """With the beam search that was asked for, if one was. Raises InvalidRequest for what it cannot keep."""
-    if (ask := asked.beams) is None:
+    if (beams := fields.beams) is None:
         return one
-    if not asked.num_choices <= ask.num_beams <= most_beams:
+    if not fields.num_choices <= beams.num_beams <= most_beams:
         raise InvalidRequest(f"best_of: beams must be at least n and at most {most_beams}", param="best_of")
     sampling = one.request.sampling
     changed = [field.name for field in fields_of(SamplingParams) if field.name not in _HARMLESS]
     changed = [name for name in changed if getattr(sampling, name) != getattr(_NEUTRAL, name)]
     if sampling.temperature not in (0.0, 1.0):
         changed.append("temperature")
-    changed += ["stop"] if asked.stop else []
+    changed += ["stop"] if fields.stop else []
     changed += ["tools"] if one.calling is not None else []
     if changed:
         raise InvalidRequest(f"{changed[0]}: not together with {_PARAM}", param=changed[0])
-    ask = replace(ask, end_ids=one.stop_token_ids)
-    if ask.num_next > MAX_CONTINUATIONS:
-        told = f"beams x (1 + tokens that end an answer) is {ask.num_next}; at most {MAX_CONTINUATIONS}"
-        raise InvalidRequest(f"{_PARAM}: {told}", param=_PARAM)
-    return replace(one, request=replace(one.request, beams=ask))
+    beams = replace(beams, end_ids=one.stop_token_ids)
+    if beams.num_next > MAX_CONTINUATIONS:
+        reason = f"beams x (1 + tokens that end an answer) is {beams.num_next}; at most {MAX_CONTINUATIONS}"
+        raise InvalidRequest(f"{_PARAM}: {reason}", param=_PARAM)
+    return replace(one, request=replace(one.request, beams=beams))

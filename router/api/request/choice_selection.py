@@ -23,6 +23,11 @@ class ChoiceSelection:
     shows_logprobs: bool = True
     """Asked for by the client, and not for the sake of the selection."""
 
+    @property
+    def param(self) -> str:
+        """The field that says how many are generated."""
+        return "n" if self.votes else "best_of"
+
 
 class VoteResult(NamedTuple):
     """How an election went."""

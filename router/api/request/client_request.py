@@ -1,7 +1,8 @@
-"""What a client asked for, before and after it was checked, and what the doors know of the model."""
+"""What a client asked for, before and after it was checked, and what is known of the model."""
 
 from dataclasses import dataclass, field
 
+from router.api.request.generation_defaults import GenerationDefaults
 from router.text.conversation import TemplateOptions
 from router.text.grammars.structured_output import StructuredOutput
 from router.text.reasoning import Reasoning
@@ -17,7 +18,7 @@ from tandem.values.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """What the doors must know of the served model."""
+    """What is served, as the HTTP and gRPC servers must know it."""
 
     name: str
     fingerprint: str
@@ -27,6 +28,9 @@ class ModelInfo:
     eos_token_ids: frozenset[int]
     created_s: int
     """Unix time; shown by the list of models."""
+    has_chat_template: bool = True
+    """Whether it serves conversations; without, plain prompts alone."""
+    defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +39,16 @@ class ClientRequest:
 
     sampling: SamplingParams = field(default_factory=SamplingParams)
     """Its `max_tokens` and `seed` are ignored: they stand below, because absent differs from any value."""
+    stated_sampling: frozenset[str] | None = None
+    """Fields of `sampling` that the client stated: the model's defaults stand in for the others. None: all of them."""
     max_tokens: int | None = None
+    max_tokens_param: str = "max_tokens"
+    """The field that says so."""
     seed: int | None = None
     model: str | None = None
     num_choices: int = 1
+    choices_param: str = "n"
+    """The field that said so."""
     reads_along: bool = True
     """Wants text as it comes."""
     stop: tuple[str, ...] = ()
@@ -66,7 +76,7 @@ class ClientRequest:
     suffix: str | None = None
     """What comes after the answer to a plain prompt."""
     truncate_prompt_tokens: int | None = None
-    """Only so many of the prompt's last tokens are kept; -1: as many as the model's context leaves for one more."""
+    """Only so many of the prompt's last tokens are kept; -1: as many as the context has beside the answer."""
     beams: BeamSearchParams | None = None
     reads: PromptScoringRequest | None = None
     """What is asked of the prompt itself."""
@@ -80,13 +90,13 @@ class ClientRequest:
 
     @property
     def least_tokens(self) -> int:
-        """That an answer must have room for."""
-        return 0 if self.reads is not None and self.reads.only else max(1, self.sampling.min_tokens)
+        """That the context must leave for an answer."""
+        return 0 if self.reads is not None and self.reads.only else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedRequest:
-    """A request ready for dispatch, and what the door needs to show its answer."""
+    """A request ready for dispatch, and what the server needs to show its answer."""
 
     request: RoutedRequest
     stops: StopStrings

@@ -1,8 +1,8 @@
 """Named beginnings of conversations (`cachedContents`): whose they are, until when, and how many. Pure.
 
 The prompt's blocks are kept by a pin of the same name; here is what a later request needs to begin with them again.
-Processes that share a host's doors tell each other what changed (`router.api.request.shared_named_caches`): of two
-changes the later one stands, and what was removed does not come back.
+Processes that share a host's ports publish their changes to each other (`router.api.request.shared_named_caches`): of
+two the later one stands, and what was removed does not come back.
 """
 
 from collections.abc import Awaitable, Callable
@@ -48,7 +48,7 @@ class CachedPrompts:
     caches: "NamedCaches | None"
     """None where nothing is kept by name."""
     publish: Callable[[str, str], Awaitable[None]] | None = None
-    """Tells the processes that share the doors what became of a tenant's cache of that name."""
+    """Publishes to the processes that share the ports what became of a tenant's cache of that name."""
 
 
 class NamedCaches:
@@ -64,7 +64,7 @@ class NamedCaches:
         """Until when that is remembered, by tenant and name."""
 
     def check_room(self, tenant: str) -> None:
-        """Raises Overloaded."""
+        """Raise Overloaded where the tenant has as many as it may."""
         if len(self._live(tenant)) >= self._most:
             raise Overloaded(f"{self._most} cached contents exist already; delete one, or let one expire")
 
@@ -75,12 +75,12 @@ class NamedCaches:
         return expires_s
 
     def add(self, tenant: str, cache: NamedCache) -> None:
-        """Raises Overloaded."""
+        """Keep one more for the tenant. Raises Overloaded."""
         self.check_room(tenant)
         self._by_tenant.setdefault(tenant, {})[cache.name] = cache
 
     def get(self, tenant: str, name: str) -> NamedCache:
-        """Raises CacheNotFound."""
+        """Return the tenant's own of that name. Raises CacheNotFound."""
         cache = self._live(tenant).get(name)
         if cache is None:
             raise CacheNotFound(f"{name[:100]!r} is not here, or its time is over", param="cached_content")
@@ -123,7 +123,7 @@ class NamedCaches:
         return cache
 
     def remove(self, tenant: str, name: str) -> None:
-        """Raises CacheNotFound."""
+        """Forget the tenant's own of that name. Raises CacheNotFound."""
         self.get(tenant, name)
         self._forget(tenant, name)
 

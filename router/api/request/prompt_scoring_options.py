@@ -1,4 +1,4 @@
-"""What a client asks of its prompt itself, checked: the same for both doors."""
+"""What a client asks of its prompt itself, checked for HTTP and gRPC alike."""
 
 from collections.abc import Sequence
 
@@ -22,12 +22,12 @@ def parse_prompt_scoring(
     """
     if prompt_logprobs is not None and not 0 <= prompt_logprobs <= MAX_TOP_LOGPROBS:
         raise InvalidRequest(f"prompt_logprobs must be an integer in [0, {MAX_TOP_LOGPROBS}]", param="prompt_logprobs")
-    asked = [count for count in (prompt_logprobs, echoed_logprobs) if count is not None]
-    only = max_tokens == 0 and (echo or bool(asked))
-    if streams and (asked or only):
+    counts = [count for count in (prompt_logprobs, echoed_logprobs) if count is not None]
+    only = max_tokens == 0 and (echo or bool(counts))
+    if streams and (counts or only):
         param = "prompt_logprobs" if prompt_logprobs is not None else "echo"
         raise InvalidRequest(f"{param}: log probabilities of a prompt are not streamed", param=param)
-    return PromptScoringRequest(num_top=max(asked, default=0), only=only) if asked or only else None
+    return PromptScoringRequest(num_top=max(counts, default=0), only=only) if counts or only else None
 
 
 def check_prompt_scoring_size(prepared: Sequence[PreparedRequest], most: int) -> None:

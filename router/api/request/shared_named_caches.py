@@ -1,4 +1,4 @@
-"""What router processes that share a host's doors tell each other of named caches. Pure.
+"""What router processes that share a host's ports publish to each other of named caches. Pure.
 
 A change is told as the whole of what there is: it may come twice, late, or in any order. A pin stays at its worker,
 which every process has a session with; who hears of a name learns where that is, and renews or ends the pin there.

@@ -2,7 +2,8 @@
 
 import json
 import re
-from typing import Any
+from contextlib import suppress
+from typing import Any, Never
 
 import orjson
 
@@ -59,7 +60,18 @@ def _parse_fast(body: bytes) -> Any:
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError as error:
+        _refuse_constants(body)
         raise InvalidRequest(f"the body is not valid JSON: {error.msg} (line {error.lineno})") from None
+
+
+def _refuse_constants(body: bytes) -> None:
+    """Raise InvalidRequest where it would be JSON but for NaN or infinities, which Python's own encoder writes."""
+    with suppress(ValueError, RecursionError):
+        json.loads(body, parse_constant=_refuse_constant)
+
+
+def _refuse_constant(constant: str) -> Never:
+    raise InvalidRequest(f"the body is not valid JSON: {constant} is no number in JSON; send a finite one, or null")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

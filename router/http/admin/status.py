@@ -46,6 +46,7 @@ _PATHS = {"index.html": "/", "docs.html": "/docs"}
 class ModelStatus(AnswerObject):
     name: str
     max_model_len: Count
+    has_chat_template: bool
 
 
 class QueueStatus(AnswerObject):

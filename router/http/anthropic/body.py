@@ -114,6 +114,7 @@ class MessagesBody(CountBody):
         return replace(
             super().fields(tenant),
             sampling=SamplingParams(**given),
+            stated_sampling=frozenset(given),
             max_tokens=self.max_tokens,
             reads_along=bool(self.stream),
             stop=tuple(self.stop_sequences or ()),

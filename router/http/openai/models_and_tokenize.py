@@ -76,4 +76,6 @@ class TextRoutes:
             "root": model.name,
             "parent": None,
             "max_model_len": model.max_model_len,
+            "has_chat_template": model.has_chat_template,
+            "default_sampling_params": model.defaults.shown(),
         }

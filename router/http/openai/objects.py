@@ -143,6 +143,8 @@ class ModelObject(AnswerObject):
     created: Count
     owned_by: str
     max_model_len: Count
+    has_chat_template: bool
+    default_sampling_params: AnyObject
 
 
 class ModelList(AnswerObject):

@@ -145,10 +145,12 @@ class GenerationBody(StrictBody):
         )
         return ClientRequest(
             sampling=sampling,
+            stated_sampling=frozenset(given),
             max_tokens=1 if reads is not None and reads.only else max_tokens,
             seed=self.seed,
             model=self.model,
             num_choices=(self.n if self.n is not None else 1) if ask is None else ask.candidates,
+            choices_param="n" if ask is None else ask.param,
             reads_along=bool(self.stream),
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             include_stop=bool(self.include_stop_str_in_output),
@@ -168,7 +170,7 @@ class GenerationBody(StrictBody):
     def _beams(self) -> BeamSearchParams | None:
         return parse_beam_search(
             wanted=bool(self.use_beam_search),
-            width=self.best_of or self.n or 1,
+            width=self.best_of if self.best_of is not None else self.n or 1,
             length_penalty=self.length_penalty,
             early_stopping=self.early_stopping,
             streams=bool(self.stream),
@@ -246,7 +248,8 @@ class ChatBody(GenerationBody):
             max_tokens=next(iter(limits), None),
             add_generation_prompt=self.add_generation_prompt is not False and not self.continue_final_message,
         )
-        return replace(fields, tools=self._use(), template=self._template_options())
+        name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        return replace(fields, max_tokens_param=name, tools=self._use(), template=self._template_options())
 
     def _use(self) -> ToolUse | None:
         if not self.functions:

@@ -37,7 +37,7 @@ class AccessGuard:
 
     def __init__(self, keys: ApiKeyStore, config: RouterAccess) -> None:
         self._keys = keys
-        access = {page: config.operator_access.of(page.value, is_local=config.is_local) for page in OperatorPage}
+        access = {page: config.operator_access.access_to(page.value, is_local=config.is_local) for page in OperatorPage}
         self._open = {page for page, who in access.items() if who == "open"}
         self._for_operators = {page for page, who in access.items() if who == "operator"}
 

@@ -53,7 +53,7 @@ function show(status) {
   lastMs = Date.now();
   waitS = FIRST_WAIT_S;
   refused = "";
-  playground.model = status.model.name;
+  playground.serve(status.model);
   setText(byId("model"), status.model.name);
   document.title = `Tandem · ${status.model.name}`;
   setText(byId("made"), `Last status: ${new Date(status.at_ms).toLocaleTimeString()}`);

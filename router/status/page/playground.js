@@ -14,11 +14,25 @@ const LIVE = [
   ["decode", "decode", "Decode"],
 ];
 const MOST_CHARACTERS = 200000;
+const BEGINNING = "Once upon a time there was a little fox";
+
+// Where a prompt goes, and its body: a model without a chat template completes plain text alone.
+export function requestFor({ prompt, model, chats, maxTokens, temperature }) {
+  const asked = chats ? { messages: [{ role: "user", content: prompt }] } : { prompt };
+  const body = { model, ...asked, max_tokens: maxTokens, temperature, stream: true, stream_options: { include_usage: true } };
+  return { path: chats ? "/v1/chat/completions" : "/v1/completions", body };
+}
+
+// What a choice of a chunk brings of thinking and of text, whichever of both routes it came from.
+export function newsOf(choice) {
+  const { content, reasoning_content: thought } = choice.delta ?? {};
+  return { text: content || choice.text || "", thought: thought || "" };
+}
 
 export class Playground {
   // `keyOf()` gives the API key; `onKeyNeeded()` asks for one.
   constructor({ keyOf, onKeyNeeded }) {
-    Object.assign(this, { keyOf, onKeyNeeded, model: null, stopping: null });
+    Object.assign(this, { keyOf, onKeyNeeded, model: null, chats: true, stopping: null });
     this.line = byId("time-line");
     byId("ask").addEventListener("submit", (event) => (event.preventDefault(), this.ask()));
     byId("stop").addEventListener("click", () => this.stopping?.abort());
@@ -26,6 +40,14 @@ export class Playground {
       if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) event.preventDefault(), byId("ask").requestSubmit();
     });
     this.showPhases(PHASES, {}, "Queue, prefill, KV transfer and decode times of the answer appear here.");
+  }
+
+  // Of the status: what is served, and how it is asked.
+  serve(model) {
+    const chats = model.has_chat_template ?? true;
+    if (this.chats && !chats && byId("prompt").value === byId("prompt").defaultValue) byId("prompt").value = BEGINNING;
+    Object.assign(this, { model: model.name, chats });
+    byId("completes-note").hidden = chats;
   }
 
   say(text, state = "") {
@@ -43,7 +65,8 @@ export class Playground {
     this.say("Waiting for the first token …");
     const timer = setInterval(() => this.showLive(run), 100);
     try {
-      await readEvents("/v1/chat/completions", this.request(prompt), (chunk) => this.take(run, chunk));
+      const { path, options } = this.request(prompt);
+      await readEvents(path, options, (chunk) => this.onChunk(run, chunk));
       this.finish(run);
     } catch (error) {
       this.fail(error);
@@ -56,25 +79,20 @@ export class Playground {
   }
 
   request(prompt) {
-    const body = {
-      model: this.model ?? undefined,
-      messages: [{ role: "user", content: prompt }],
-      max_tokens: Number(byId("max-tokens").value) || undefined,
-      temperature: Number(byId("temperature").value) || 0,
-      stream: true,
-      stream_options: { include_usage: true },
-    };
+    const maxTokens = Number(byId("max-tokens").value) || undefined;
+    const temperature = Number(byId("temperature").value) || 0;
+    const { path, body } = requestFor({ prompt, model: this.model ?? undefined, chats: this.chats, maxTokens, temperature });
     const headers = headersFor(this.keyOf(), { "Content-Type": "application/json", "X-Tandem-Timing": "1" });
-    return { method: "POST", headers, body: JSON.stringify(body), signal: this.stopping.signal };
+    return { path, options: { method: "POST", headers, body: JSON.stringify(body), signal: this.stopping.signal } };
   }
 
-  take(run, chunk) {
+  onChunk(run, chunk) {
     if (chunk.error) throw new Error(chunk.error.message);
     run.usage = chunk.usage ?? run.usage;
     run.timing = chunk.timing ?? run.timing;
     for (const choice of chunk.choices) {
       run.reason = choice.finish_reason ?? run.reason;
-      const { content: text, reasoning_content: thought } = choice.delta ?? {};
+      const { text, thought } = newsOf(choice);
       if (thought) this.grow(run, thought, (run.thought ??= this.thoughtIn(run.text)), "Thinking …");
       if (text) this.grow(run, text, run.text, "Generating …");
     }

@@ -61,9 +61,14 @@ def totals(sources: StatusSources) -> CounterTotals:
 def part_of(sources: StatusSources, history: History) -> dict[str, Any]:
     """All of it, as JSON that another process can read."""
     placer, admission, metrics = sources.placer, sources.admission, sources.metrics
+    model = sources.model
     return {
         "format": FORMAT,
-        "model": {"name": sources.model.name, "max_model_len": sources.model.max_model_len},
+        "model": {
+            "name": model.name,
+            "max_model_len": model.max_model_len,
+            "has_chat_template": model.has_chat_template,
+        },
         "not_ready": sources.not_ready_reason(),
         "requests": {"running": int(metrics.running.value), "waiting": int(metrics.waiting.value)},
         "queue": {

@@ -24,12 +24,12 @@ def put_variables(data: dict[str, Any], variables: Mapping[str, str]) -> None:
             continue
         keys = name.removeprefix(ENV_PREFIX).lower().split("__")
         if len(keys) > 1 and keys[-1] == _FROM_FILE:
-            put(data, keys[:-1], _text_of(name, value))
+            set_nested(data, keys[:-1], _text_of(name, value))
         else:
-            put(data, keys, _parsed(name, value))
+            set_nested(data, keys, _parsed(name, value))
 
 
-def put(data: dict[str, Any], keys: list[str], value: Any) -> None:
+def set_nested(data: dict[str, Any], keys: list[str], value: Any) -> None:
     """Set one value below sections, which are made where they are missing or null. Raises ConfigError."""
     for key in keys[:-1]:
         if data.get(key) is None:

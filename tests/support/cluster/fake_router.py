@@ -25,6 +25,13 @@ def answer_events(text: str, thought: str = "") -> list[bytes]:
     return [*chunks, event("[DONE]")]
 
 
+def completion_events(text: str) -> list[bytes]:
+    """The same of a plain prompt."""
+    chunks = [event({"choices": [{"index": 0, "text": piece, "finish_reason": None}]}) for piece in text]
+    chunks.append(event({"choices": [{"index": 0, "text": "", "finish_reason": "length"}]}))
+    return [*chunks, event("[DONE]")]
+
+
 @dataclass
 class FakeRouter:
     """Answers every chat request with what `reply` makes of its body."""
@@ -33,6 +40,9 @@ class FakeRouter:
     status: str = "200 OK"
     hang: bool = False
     url: str = ""
+    card: dict = field(default_factory=dict)
+    """What `/v1/models` says beside the model's name."""
+    paths: list[str] = field(default_factory=list)
     requests: list[dict] = field(default_factory=list)
     timing_asked: list[bool] = field(default_factory=list)
     hung_up: asyncio.Event = field(default_factory=asyncio.Event)
@@ -42,11 +52,12 @@ class FakeRouter:
         try:
             head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
             if head.startswith("get /v1/models"):
-                body = json.dumps({"data": [{"id": "fake-model"}]}).encode()
+                body = json.dumps({"data": [{"id": "fake-model", **self.card}]}).encode()
                 writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % len(body) + body)
                 return
             length = int(head.partition("content-length: ")[2].partition("\r\n")[0])
             body = json.loads(await reader.readexactly(length))
+            self.paths.append(head.split()[1])
             self.requests.append(body)
             self.timing_asked.append("x-tandem-timing: 1" in head)
             writer.write(f"HTTP/1.1 {self.status}\r\nRetry-After: 3\r\nConnection: close\r\n\r\n".encode())

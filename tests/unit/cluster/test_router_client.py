@@ -10,7 +10,7 @@ import pytest
 from cluster.cli.chat import Conversation
 from cluster.router_client import Answer, ChatClient, ClientError, Timing
 from cluster.terminal_text import without_controls
-from tests.support.cluster.fake_router import answer_events, event, fake_router
+from tests.support.cluster.fake_router import answer_events, completion_events, event, fake_router
 
 ROOT = Path(__file__).resolve().parents[3]
 QUESTION = [{"role": "user", "content": "hello"}]
@@ -19,7 +19,7 @@ QUESTION = [{"role": "user", "content": "hello"}]
 async def test_streams_an_answer_with_its_time_line():
     pieces = []
     async with fake_router(lambda _: answer_events("4821")) as router, ChatClient(f"{router.url}/v1") as client:
-        assert await client.model() == "fake-model"
+        assert await client.model() == ("fake-model", True)
         answer = await client.ask(QUESTION, pieces.append, model="fake-model", max_tokens=5)
     assert pieces == ["4", "8", "2", "1"]
     assert answer.text == "4821"
@@ -116,8 +116,9 @@ def test_a_terminal_never_sees_control_characters():
     assert without_controls("a\x1b[2Jb\r\x07\tc\n\x9bd") == "a\ufffd[2Jb\ufffd\ufffd\tc\n\ufffdd"
 
 
-async def start_chat(url):
-    command = [sys.executable, "-m", "cluster.cli.main", "chat", "--url", url, "--system", "Be brief."]
+async def start_chat(url, system="Be brief."):
+    asked = ["--system", system] if system else []
+    command = [sys.executable, "-m", "cluster.cli.main", "chat", "--url", url, *asked]
     pipe = asyncio.subprocess.PIPE
     return await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe)
 
@@ -155,3 +156,19 @@ async def test_chat_without_a_cluster_says_so():
     assert process.returncode == 1
     assert err.decode().startswith(f"error: no cluster answers at {url}")
     assert b"Traceback" not in out + err
+
+
+async def test_chat_with_a_model_without_chat_template_completes_text_and_says_so():
+    async with fake_router(lambda _: completion_events(" named Lily"), card={"has_chat_template": False}) as router:
+        process = await start_chat(router.url, system=None)
+        out, err = await process.communicate(b"a fox\n/clear\nan owl\n")
+        assert process.returncode == 0
+        assert out.decode() == " named Lily\n named Lily\n"
+        assert "fake-model has no chat template: it completes each text" in err.decode()
+        assert router.paths == ["/v1/completions"] * 2
+        assert [request["prompt"] for request in router.requests] == ["a fox", "an owl"]
+        assert router.requests[0]["max_tokens"] == 128
+        refused = await start_chat(router.url)
+        _, err = await refused.communicate(b"a fox\n")
+        assert refused.returncode == 1
+        assert "--system: fake-model has no chat template" in err.decode()

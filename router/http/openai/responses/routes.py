@@ -38,7 +38,7 @@ from router.types.stream_ids import LAST_EVENT_ID
 from tandem.errors import InvalidRequest, ServingError
 from tandem.values.outputs import FinishReason, SampledToken
 
-_FIELD_OF = {"messages": "input", "prompt": "input", "max_tokens": "max_output_tokens", "reasoning_effort": "reasoning"}
+_FIELD_OF = {"messages": "input", "prompt": "input", "reasoning_effort": "reasoning"}
 """Where a fault that the frontend names stands here."""
 
 

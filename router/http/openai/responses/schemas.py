@@ -208,7 +208,9 @@ class ResponsesBody(StrictBody):
             raise InvalidRequest("include: log probabilities are of text alone, not with tools", param="include")
         return ClientRequest(
             sampling=SamplingParams(**given, num_logprobs=(self.top_logprobs or 0) if self.include else None),
+            stated_sampling=frozenset(given),
             max_tokens=self.max_output_tokens,
+            max_tokens_param="max_output_tokens",
             seed=self.seed,
             model=self.model,
             reads_along=bool(self.stream),

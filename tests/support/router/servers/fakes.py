@@ -12,6 +12,7 @@ from tokenizers import Tokenizer as Library
 
 from router.api.frontend import Frontend
 from router.api.request.client_request import ModelInfo
+from router.api.request.generation_defaults import GenerationDefaults
 from router.metrics.router_metrics import RouterMetrics
 from router.sandbox.grammar_check import GrammarChecker
 from router.text.chat_template import ChatTemplate
@@ -224,6 +225,7 @@ def make_doors(
     tracer: Tracer | None = None,
     grammars: GrammarChecker | None = None,
     context: int = CONTEXT,
+    defaults: GenerationDefaults = GenerationDefaults(),  # noqa: B008  # frozen
 ) -> Doors:
     config = config or RouterConfig(max_body_bytes=1 << 20)
     model = ModelInfo(
@@ -233,6 +235,7 @@ def make_doors(
         vocab_size=tokenizer.size,
         eos_token_ids=frozenset({END}),
         created_s=1_700_000_000,
+        defaults=defaults,
     )
     frontend = Frontend(
         model=model,

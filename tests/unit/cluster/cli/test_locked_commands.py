@@ -109,7 +109,7 @@ async def test_a_chat_client_believes_whom_it_is_told_to(tmp_path: Path) -> None
 
     with answering(Models, context) as url:
         async with ChatClient(url, tls=client_tls(files.ca, None)) as client:
-            assert await client.model() == "m"
+            assert (await client.model()).name == "m"
         async with ChatClient(url) as client:
             with pytest.raises(ClientError, match="--ca"):
                 await client.model()

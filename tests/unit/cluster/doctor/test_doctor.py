@@ -3,8 +3,6 @@
 import json
 from pathlib import Path
 
-import pytest
-
 from cluster.doctor import software
 from cluster.doctor.checks import examine
 from cluster.doctor.findings import Status
@@ -43,9 +41,27 @@ def test_doctor_tells_when_a_resumed_text_may_differ(tmp_path: Path) -> None:
     assert (exact.status, exact.detail) == (Status.OK, "bfloat16 (auto: the checkpoint's)")
 
 
-@pytest.mark.parametrize("raw", [{"dtype": "float64"}, {}])
-def test_doctor_fails_where_auto_stands_for_nothing(tmp_path: Path, raw: dict[str, str]) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA | raw))
+def test_doctor_names_the_architecture_and_what_is_supported(tmp_path: Path) -> None:
+    config = load(None, {"model.path": str(tmp_path)})
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (found,) = software.architecture(config)
+    assert (found.status, found.detail) == (Status.OK, "LlamaForCausalLM")
+    wrong = {"architectures": (["GPT2LMHeadModel"], "Qwen3ForCausalLM"), "dtype": ("float64", "bfloat16")}
+    for name, (value, supported) in wrong.items():
+        (tmp_path / "config.json").write_text(json.dumps(LLAMA | {name: value}))
+        (found,) = software.architecture(config)
+        assert found.status is Status.FAIL
+        assert f"{name} must be one of " in found.detail
+        assert supported in found.detail
+        assert str(value) in found.detail
+        assert "docs/use/models.md" in found.hint
+        assert software.dtype(config) == []
+        assert found in examine(config)
+    assert software.architecture(load(None, {"model.path": "org/model"})) == []
+
+
+def test_doctor_fails_where_auto_stands_for_nothing(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     found = dtype_of(model__path=str(tmp_path))
     assert (found.status, found.hint) == (Status.FAIL, "state model.dtype")
     assert dtype_of(model__path=str(tmp_path), model__dtype="float16").status is Status.INFO

@@ -162,9 +162,20 @@ def test_a_model_of_another_family_is_refused_before_workers_start(tmp_path):
     assert resolve_model(config, runs_workers=False).model.path == str(tmp_path)
 
 
+def test_generation_config_beyond_bounds_is_refused_before_processes_start_unless_switched_off(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "generation_config.json").write_text('{"temperature": 7}')
+    for runs_workers in (True, False):
+        with pytest.raises(ConfigError, match=f"{tmp_path} cannot be served: generation_config.json: temperature"):
+            resolve_model(ClusterConfig(model=ModelSection(path=str(tmp_path))), runs_workers=runs_workers)
+    model = ModelSection(path=str(tmp_path), generation_config="none")
+    assert resolve_model(ClusterConfig(model=model)).model.path == str(tmp_path)
+
+
 def show(asked, effective, views, width=120):
     console = Console(width=width, record=True, file=io.StringIO())
-    banner.show(console, asked, effective, views)
+    banner.print_banner(console, asked, effective, views)
     return console.export_text()
 
 
@@ -271,6 +282,21 @@ def test_the_curl_line_survives_a_shell():
     assert body["stream"] is True
 
 
+def test_banner_of_a_model_without_chat_template_shows_a_completions_call_and_says_so():
+    effective = make_effective(ClusterConfig())
+    views = make_views(effective)
+    assert "/v1/chat/completions" in show(ClusterConfig(), effective, views)
+    base = [replace(view, ready={**view.ready, "has_chat_template": False}) for view in views]
+    text = show(ClusterConfig(), effective, base)
+    assert "/v1/chat/completions" not in text
+    assert "it completes text" in text
+    words = shlex.split(banner.curl_line(effective, "m", chats=False))
+    assert words[2].endswith("/v1/completions")
+    body = json.loads(words[-1])
+    assert body["prompt"]
+    assert "messages" not in body
+
+
 def test_defaults_are_not_settings_and_bytes_have_units():
     assert banner.changed_settings(ClusterConfig(), ClusterConfig()) == {}
     changed = banner.changed_settings(load(None, {"decode.replicas": 3, "model.dtype": "bfloat16"}), ClusterConfig())
@@ -281,4 +307,16 @@ def test_defaults_are_not_settings_and_bytes_have_units():
         "transfer.tls.key": "key.pem",
         "transfer.tls.ca": "ca.pem",
     }
+    limits = {"acme": {"tokens_per_minute": 9, "weight": 2.0}, "other": {}}
+    keys = [{"key": "k" * 32 + name, "tenant": name, "operator": name == "acme"} for name in limits]
+    audited = load(
+        None, {"router.audit_log.path": "/var/log/audit", "router.limits.tenants": limits, "router.api_keys": keys}
+    )
+    assert banner.changed_settings(audited, ClusterConfig()) == {
+        "router.audit_log.path": "/var/log/audit",
+        "router.api_keys": "(hidden) of acme (operator), (hidden) of other",
+        "router.limits.tenants": "acme: tokens_per_minute 9 and weight 2.0, other: no limit",
+    }
+    hedged = load(None, {"router.hedging": {}})
+    assert banner.changed_settings(hedged, ClusterConfig()) == {"router.hedging": "with its defaults"}
     assert [banner.format_bytes(n) for n in (12, 1536, 5 << 30, 3 << 40)] == ["12 B", "1.5 KiB", "5.0 GiB", "3.0 TiB"]

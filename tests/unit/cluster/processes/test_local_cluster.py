@@ -216,7 +216,7 @@ async def test_up_drains_on_the_first_signal(journal, signum):
     _, err = await process.communicate()
     assert process.returncode == 0, err
     assert b"draining; a second Ctrl-C kills" in err
-    phases = [b"decode-0 starting; ", b"router opening the doors", b"router ready, pid"]
+    phases = [b"decode-0 starting; ", b"router opening its ports", b"router ready, pid"]
     assert sorted(phases, key=err.index) == phases
     assert events(journal)[-3] == "router term"
     assert all(gone(pid) for pid in pids(journal))

@@ -91,7 +91,17 @@ def test_end_tokens_prefer_generation_config():
         ({"attention_bias": "yes"}, "attention_bias"),
         ({"dtype": "int8"}, "dtype"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"eos_token_id": 100}, "eos_token_id"),
+        ({"eos_token_id": 100}, r"^config.json: eos_token_id must be .* below vocab_size 100, is 100$"),
+        (
+            {"eos_token_id": 100, "generation": {"eos_token_id": 1}},
+            r"^config.json: eos_token_id must be .* below vocab_size 100, is 100$",
+        ),
+        (
+            {"eos_token_id": 1, "generation": {"eos_token_id": [1, 100]}},
+            r"^generation_config.json: eos_token_id must be .* below vocab_size 100, is \[1, 100\]$",
+        ),
+        ({"sliding_window": -1}, r"^config.json: sliding_window must be an integer in \[0, 2147483647\], is -1$"),
+        ({"max_window_layers": -1}, r"^config.json: max_window_layers must be an integer in \[0, "),
         ({"eos_token_id": [1, "2"]}, "eos_token_id"),
         ({"max_position_embeddings": 0}, "max_position_embeddings"),
     ],
@@ -108,6 +118,8 @@ def test_bad_fields_are_named(changes, match):
         ({"layer_types": [["full_attention"]] * 4}, "layer_types"),
         ({"layer_types": ["sliding_attention"] * 4}, "no sliding_window is in use"),
         ({"use_sliding_window": True, "sliding_window": 0}, "sliding_window"),
+        ({"use_sliding_window": True, "sliding_window": -4}, "sliding_window must be an integer"),
+        ({"use_sliding_window": False, "sliding_window": -4}, "sliding_window must be an integer"),
     ],
 )
 def test_bad_windows_are_named(changes, match):

@@ -269,3 +269,11 @@ def test_loading_does_not_keep_the_file_in_memory(tmp_path):
         assert float(stored.tensor(first).sum() + stored.tensor(second).sum()) == total
     finally:
         stored.close()
+
+
+def test_code_of_a_checkpoint_is_ignored_with_a_warning(model_dir, caplog):
+    load_plain(model_dir)
+    assert "auto_map" not in caplog.text
+    set_config(model_dir, auto_map={"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"})
+    load_plain(model_dir)
+    assert "config.json: auto_map (AutoModelForCausalLM) is ignored" in caplog.text

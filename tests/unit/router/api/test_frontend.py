@@ -45,10 +45,10 @@ async def test_defaults(parts: fakes.Doors) -> None:
 async def test_given_values_hold(parts: fakes.Doors) -> None:
     sampling = SamplingParams(ignore_eos=True, stop_token_ids=(9,), min_tokens=2, temperature=0.0)
     fields = ClientRequest(
-        sampling=sampling, max_tokens=10**6, seed=-5, num_choices=3, priority=-2, time_left_s=2.0, stop=("x",)
+        sampling=sampling, max_tokens=99, seed=-5, num_choices=3, priority=-2, time_left_s=2.0, stop=("x",)
     )
     (one,) = await parts.frontend.prepare_prompts([(5, 6)], fields)
-    assert one.request.sampling == replace(sampling, max_tokens=fakes.CONTEXT - 2, seed=-5)
+    assert one.request.sampling == replace(sampling, max_tokens=99, seed=-5)
     assert (one.request.num_choices, one.request.priority, one.request.deadline_s) == (3, -2, 1002.0)
     assert one.stop_token_ids == {9}
     assert one.prompt_text is None
@@ -93,6 +93,14 @@ async def test_bounds_name_their_field(parts: fakes.Doors, fields: dict[str, obj
         assert caught.value.param == param
 
 
+@pytest.mark.parametrize("top_k", [0, -1])
+async def test_top_k_of_zero_or_minus_one_keeps_every_token(parts: fakes.Doors, top_k: int) -> None:
+    fields = ClientRequest(sampling=SamplingParams(top_k=top_k))
+    assert (await parts.frontend.prepare_chat(HELLO, fields)).request.sampling.top_k == 0
+    with pytest.raises(InvalidRequest, match=r"top_k must be an integer in \[-1, 2147483647\]"):
+        await parts.frontend.prepare_chat(HELLO, ClientRequest(sampling=SamplingParams(top_k=-2)))
+
+
 async def test_unknown_model(parts: fakes.Doors) -> None:
     with pytest.raises(ModelNotFound, match="tiny"):
         await parts.frontend.prepare_chat(HELLO, ClientRequest(model="gpt-4"))
@@ -105,8 +113,34 @@ async def test_context_bound_names_the_figures(parts: fakes.Doors) -> None:
     for prompt in ((5,) * fakes.CONTEXT, "x " * fakes.CONTEXT, "x" * (fakes.CONTEXT * MAX_CHARS_PER_TOKEN + 1)):
         with pytest.raises(ContextLengthExceeded, match=str(fakes.CONTEXT)):
             await parts.frontend.prepare_prompts([prompt], ClientRequest())
-    with pytest.raises(ContextLengthExceeded, match="at least 2"):
-        await parts.frontend.prepare_prompts([fits], ClientRequest(sampling=SamplingParams(min_tokens=2)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        (ClientRequest(sampling=SamplingParams(min_tokens=8)), "min_tokens"),
+        (ClientRequest(max_tokens=8), "max_tokens"),
+        (ClientRequest(max_tokens=8, reads_along=False, truncate_prompt_tokens=fakes.CONTEXT - 7), "max_tokens"),
+    ],
+)
+async def test_frontend_answer_beyond_the_context_is_refused_by_its_field_with_the_figures(
+    parts: fakes.Doors, fields: ClientRequest, param: str
+) -> None:
+    told = f"{param} must be at most 7, got 8: the prompt has {fakes.CONTEXT - 7} tokens, the model's context"
+    with pytest.raises(ContextLengthExceeded, match=told) as caught:
+        await parts.frontend.prepare_prompts([(5,) * (fakes.CONTEXT - 7)], fields)
+    assert caught.value.param == param
+    (one,) = await parts.frontend.prepare_prompts([(5,) * (fakes.CONTEXT - 8)], replace(fields))
+    assert len(one.request.prompt_token_ids) + 8 <= fakes.CONTEXT
+
+
+async def test_prompt_truncated_to_the_context_leaves_room_for_max_tokens(parts: fakes.Doors) -> None:
+    prompt = tuple(range(4, 4 + fakes.CONTEXT // 2)) * 2
+    for max_tokens, kept in ((None, fakes.CONTEXT - 1), (8, fakes.CONTEXT - 8)):
+        fields = ClientRequest(max_tokens=max_tokens, truncate_prompt_tokens=-1)
+        (one,) = await parts.frontend.prepare_prompts([prompt], fields)
+        assert one.request.prompt_token_ids == prompt[-kept:]
+        assert one.request.sampling.max_tokens == fakes.CONTEXT - kept
 
 
 async def test_messages(parts: fakes.Doors) -> None:

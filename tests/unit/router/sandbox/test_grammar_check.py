@@ -95,6 +95,31 @@ async def test_what_cannot_is_refused_by_the_name_of_its_field(
         assert str(refused.value).startswith("field: ")
 
 
+@pytest.mark.parametrize(
+    ("pattern", "told"),
+    [
+        ("a(?=b)", 'at "(?=": look-around, including look-ahead and look-behind, is not supported'),
+        (r"(a)\1", 'at "\\1": backreferences are not supported'),
+        (r"a/(b)\1", 'at "\\1": backreferences are not supported'),
+        ("(?>a)", 'at "(?>": this kind of group is not supported'),
+        ("(?P<x>a)(?P=x)", 'at "(?P": this kind of group is not supported'),
+        (r"\bword", "word boundaries, \\b and \\B, are not supported"),
+        ("a^b", "^ and $ are not supported within it: the whole answer is matched"),
+        ("a\n(?=b)", "look-around, including look-ahead and look-behind, is not supported"),
+    ],
+)
+@pytest.mark.parametrize("in_schema", [False, True])
+async def test_regex_feature_that_is_not_supported_is_named_in_the_words_of_the_pattern(
+    checker: GrammarProcess, pattern: str, told: str, in_schema: bool
+) -> None:
+    schema = {"type": "string", "pattern": pattern}
+    grammar = asked(Shape.JSON_SCHEMA, schema) if in_schema else asked(Shape.REGEX, pattern)
+    with pytest.raises(InvalidRequest) as refused:
+        await checker.checked(grammar, "field")
+    assert str(refused.value).startswith("field: regular expression")
+    assert str(refused.value).endswith(told)
+
+
 NESTED = "(" * 5 + "a" + "{1,999})" * 5
 
 

@@ -46,7 +46,7 @@ async def test_pools_and_workers_are_shown_as_they_say() -> None:
     whole.registry.draining(whole.workers[2].info.key, "told to")
     status = await status_of(feed)
     assert status["at_ms"] == 1_000_500
-    assert status["model"] == {"name": "toy", "max_model_len": 512}
+    assert status["model"] == {"name": "toy", "max_model_len": 512, "has_chat_template": True}
     assert (status["processes"], status["not_ready"]) == (1, None)
     prefill, decode = status["pools"]
     assert [one["id"] for one in prefill["workers"]] == ["p0", "p1"]

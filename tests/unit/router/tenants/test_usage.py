@@ -123,4 +123,22 @@ async def test_without_keys_there_is_one_tenant_and_who_asked_in_vain_spent_noth
         assert (await usage(client, None))["data"] == []
         parts.say("hello")
         await client.post(CHAT, json=HELLO)
-        assert [(one["tenant"], one["requests"]) for one in (await usage(client, None))["data"]] == [("", 1)]
+        assert [(one["tenant"], one["requests"]) for one in (await usage(client, None))["data"]] == [("default", 1)]
+
+
+async def test_usage_names_tenants_as_metrics_do() -> None:
+    keys = [{"key": "nameless"}, {"key": "named", "tenant": "acme"}, {"key": "boss", "operator": True}]
+    parts = fakes.make_doors(fakes.make_tokenizer(), RouterConfig(api_keys=keys))
+    parts.say("hello")
+    async with client_of(parts) as client:
+        for key in ("nameless", "named"):
+            await client.post(CHAT, json=HELLO, headers={"Authorization": f"Bearer {key}"})
+        metrics = (await client.get("/metrics", headers={"Authorization": "Bearer boss"})).text
+        for key, num_shown in (("nameless", 1), ("named", 1), ("boss", 2)):
+            tenants = [one["tenant"] for one in (await usage(client, key))["data"]]
+            assert len(tenants) == num_shown
+            assert all(f'tandem_tenant_cached_tokens_total{{tenant="{name}"}}' in metrics for name in tenants)
+    assert {name[:4] for name in tenants} == {"key-", "acme"}
+    parts.metrics.usage.add(OTHERS, SPENT)
+    whole = parts.metrics.usage.object(parts.metrics.usage.render(), only=None)
+    assert "other" in [one["tenant"] for one in whole["data"]]

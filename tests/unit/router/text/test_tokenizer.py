@@ -153,3 +153,19 @@ def test_template_dialect_of_hugging_face() -> None:
         "{% generation %}a{% endgeneration %}{{ {'x': '<é>'} | tojson }}{% for i in [1, 2] %}{% break %}{% endfor %}"
     )
     assert ChatTemplate(source, {}).render([], add_generation_prompt=False, max_chars=MANY) == 'a{"x": "<é>"}'
+
+
+@pytest.mark.parametrize("place", ["model.vocab", "added_tokens"])
+def test_tokenizer_with_two_tokens_of_one_id_is_refused_by_both_their_names(tmp_path: Path, place: str) -> None:
+    fakes.write_model(tmp_path)
+    raw = json.loads(fakes.byte_level_spec())
+    if place == "model.vocab":
+        first, second, *_ = raw["model"]["vocab"]
+        shared = raw["model"]["vocab"][second] = raw["model"]["vocab"][first]
+    else:
+        first, second = (token["content"] for token in raw["added_tokens"][:2])
+        shared = raw["added_tokens"][1]["id"] = raw["added_tokens"][0]["id"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    with pytest.raises(ConfigError) as refused:
+        Tokenizer.load(tmp_path)
+    assert str(refused.value) == f"tokenizer.json: {place}: {first!r} and {second!r} are both token {shared}"

@@ -42,6 +42,12 @@ async def client(parts: fakes.Doors) -> AsyncIterator[httpx.AsyncClient]:
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"structured_outputs": {"regex": "(a+)+b"}}, "structured_outputs"),
         ({"best_of": 1, "n": 2}, "best_of"),
+        ({"best_of": 17}, "best_of"),
+        ({"best_of": 3, "n": 0}, "n"),
+        ({"n": 17, "vote": True}, "n"),
+        ({"use_beam_search": True, "best_of": 0}, "best_of"),
+        ({"min_tokens": 600}, "min_tokens"),
+        ({"max_tokens": 600}, "max_tokens"),
         ({"best_of": 2, "stream": True}, "best_of"),
         ({"best_of": 2, "vote": True}, "best_of"),
         ({"n": 2, "vote": True, "stream": True}, "vote"),
@@ -89,6 +95,8 @@ async def client(parts: fakes.Doors) -> AsyncIterator[httpx.AsyncClient]:
         ({"n": 2**31}, "n"),
         ({"max_tokens": 2**63}, "max_tokens"),
         ({"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"max_completion_tokens": 600}, "max_completion_tokens"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
         ({"seed": 2**64}, "seed"),
         ({"top_logprobs": 2}, "top_logprobs"),
@@ -202,6 +210,18 @@ async def test_sampling_fields_reach_dispatch(client: httpx.AsyncClient, parts: 
     renamed = {("max_tokens" if name == "max_completion_tokens" else name): value for name, value in given.items()}
     assert {name: getattr(request.sampling, name) for name in renamed} == renamed
     assert (request.sampling.logit_bias, request.sampling.stop_token_ids, request.priority) == ({7: -1.0}, (4,), 3)
+
+
+async def test_number_that_json_lacks_is_refused_in_those_words(client: httpx.AsyncClient) -> None:
+    for constant in ("NaN", "Infinity", "-Infinity"):
+        body = f'{{"user": "NaN", "temperature": {constant}, "logit_bias": {{}}}}'
+        answer = await client.post(CHAT, content=body, headers={"content-type": "application/json"})
+        assert answer.status_code == 400
+        assert error_of(answer)["message"] == (
+            f"the body is not valid JSON: {constant} is no number in JSON; send a finite one, or null"
+        )
+    cut = await client.post(CHAT, content=b'{"user": "NaN", "seed": ', headers={"content-type": "application/json"})
+    assert "NaN" not in error_of(cut)["message"]
 
 
 @pytest.mark.parametrize(

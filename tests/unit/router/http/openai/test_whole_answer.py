@@ -66,7 +66,7 @@ async def test_who_states_no_length_gets_what_the_bound_leaves(small: fakes.Door
 async def test_the_default_bound_takes_a_whole_context(tokenizer: Tokenizer) -> None:
     frontend = fakes.make_doors(tokenizer).frontend
     sampling = SamplingParams(num_logprobs=20)
-    fields = ClientRequest(sampling=sampling, num_choices=16, max_tokens=10_000, reads_along=False)
+    fields = ClientRequest(sampling=sampling, num_choices=16, max_tokens=fakes.CONTEXT - 1, reads_along=False)
     (one,) = await frontend.prepare_prompts([(5,)], fields)
     assert one.request.sampling.max_tokens == fakes.CONTEXT - 1
 

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 
-from router.text.fill_in_middle import FillMarks, fill_marks
+from router.api.prompts import FillMarks, fill_marks
 from router.text.tokenizer import Tokenizer
 from tests.support.router.servers import fakes
 from tests.support.router.servers.http_client import PLAIN, client_of, error_of

@@ -1,0 +1,15 @@
+"""A router starts processes beside gRPC's threads: nothing is said of it, and each begins."""
+
+import asyncio
+
+from tests.support.running_cluster import running
+
+ASKED = {"prompt": "a", "max_tokens": 5, "structured_outputs": {"regex": "[a-z]+"}}
+VOTE = {"prompt": "a", "max_tokens": 5, "n": 2, "vote": True, "vote_pattern": "[a-z]+"}
+
+
+async def test_router_starts_sandboxes_without_a_word_of_grpcs():
+    async with running(prefill__replicas=0, decode__replicas=1) as cluster:
+        answers = await asyncio.gather(*(cluster.http.post("/v1/completions", json=body) for body in (ASKED, VOTE) * 4))
+        assert [answer.status_code for answer in answers] == [200] * 8
+    assert not [line for line in cluster.logs.lines if "fork" in line or "did not begin" in line]

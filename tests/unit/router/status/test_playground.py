@@ -1,0 +1,49 @@
+"""The page's playground asks a model in the way that it serves: its own JavaScript, run by node."""
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PAGE = Path(__file__).resolve().parents[4] / "router/status/page"
+ASKED = {"prompt": "a fox", "model": "m", "maxTokens": 9, "temperature": 0.5}
+pytestmark = pytest.mark.skipif(shutil.which("node") is None, reason="no node here")
+
+
+def evaluated(expression: str) -> Any:
+    """What an expression of the module's exports gives."""
+    program = f'const page = await import("{PAGE}/playground.js"); console.log(JSON.stringify({expression}));'
+    done = subprocess.run(
+        ["node", "--no-warnings", "--input-type=module", "--eval", program], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("chats", "path", "asked"),
+    [
+        (True, "/v1/chat/completions", {"messages": [{"role": "user", "content": "a fox"}]}),
+        (False, "/v1/completions", {"prompt": "a fox"}),
+    ],
+)
+def test_playground_completes_text_where_there_is_no_chat_template(
+    chats: bool, path: str, asked: dict[str, Any]
+) -> None:
+    found = evaluated(f"page.requestFor({json.dumps(ASKED | {'chats': chats})})")
+    common = {"model": "m", "max_tokens": 9, "temperature": 0.5, "stream": True}
+    assert found == {"path": path, "body": {**common, **asked, "stream_options": {"include_usage": True}}}
+
+
+def test_playground_reads_text_of_either_route() -> None:
+    choices = [
+        {"delta": {"content": "a"}},
+        {"delta": {"reasoning_content": "b"}},
+        {"text": "c"},
+        {"text": "", "finish_reason": "length"},
+    ]
+    found = evaluated(f"{json.dumps(choices)}.map(page.newsOf)")
+    assert [(one["text"], one["thought"]) for one in found] == [("a", ""), ("", "b"), ("c", ""), ("", "")]
