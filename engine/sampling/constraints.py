@@ -13,6 +13,7 @@ class AllowedTokens:
     """Nothing but these. See TokenGuide."""
 
     is_over = False
+    takes_too_much = False
 
     def __init__(self, token_ids: Sequence[int], vocab_size: int) -> None:
         flags = np.zeros(32 * num_words(vocab_size), dtype=np.uint8)
@@ -35,6 +36,7 @@ class BannedSequences:
     """Anything but the last token of a sequence whose others have just come. See TokenGuide."""
 
     is_over = False
+    takes_too_much = False
 
     def __init__(self, sequences: Sequence[Sequence[int]]) -> None:
         self._endings: dict[tuple[int, ...], set[int]] = {}
@@ -79,6 +81,10 @@ class AllOf:
     @property
     def has_refused(self) -> bool:
         return any(guide.has_refused for guide in self._guides)
+
+    @property
+    def takes_too_much(self) -> bool:
+        return any(guide.takes_too_much for guide in self._guides)
 
     def allow(self, bits: Bits) -> None:
         bits[:] = _ALL

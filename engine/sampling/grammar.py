@@ -10,12 +10,20 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from time import thread_time
 from typing import Any
 
 from engine.types.token_guide import Bits
 from tandem.config.source.regular_file import read_regular_text
 from tandem.errors import ConfigError, InvalidRequest
-from tandem.values.grammar_bounds import LIMITS, fault_on_the_way, most_bytes, unforced
+from tandem.values.grammar_bounds import (
+    LIMITS,
+    ParserTime,
+    fault_on_the_way,
+    most_bytes,
+    tokenizer_for_guides,
+    unforced,
+)
 
 _MAX_CACHE_BYTES = 1 << 30
 _CACHE_SHARE = 8
@@ -25,6 +33,8 @@ _MAX_FOLLOWED_TOKENS = 1 << 14
 _NUM_PATHS, _NUM_TOKENS = 2, 4
 _MAX_FILE_BYTES = 256 << 20
 _SILENT = 0
+_NOT_ALLOWED = "doesn't satisfy the grammar"
+"""In what llguidance says of a token that may not come next; its other errors are limits that were hit."""
 
 
 def grammar_cache_bytes(limit_bytes: int) -> int:
@@ -43,47 +53,60 @@ class _Compiled:
 
 
 class LlGuide:
-    """See TokenGuide."""
+    """Follows one answer with a copy of a compiled grammar's matcher."""
 
     def __init__(
-        self, compiled: _Compiled, end_token_ids: frozenset[int], on_fault: Callable[[_Compiled], None]
+        self,
+        compiled: _Compiled,
+        end_token_ids: frozenset[int],
+        time: ParserTime,
+        on_fault: Callable[[_Compiled], None],
     ) -> None:
-        """`on_fault`: called when the matcher has failed, and perhaps what it shares with its copies."""
+        """`on_fault`: called when the matcher fails, or takes too much: perhaps by what it shares with its copies."""
         self._compiled = compiled
         self._matcher = compiled.matcher.deep_copy()
         self._end_token_ids = end_token_ids
+        self._time = time
         self._on_fault = on_fault
         self._has_ended = False
         self._bits: Bits | None = None
         self._address = 0
         self.num_tokens = 0
         self.has_refused = False
+        self.takes_too_much = False
 
     @property
     def is_over(self) -> bool:
         return self._has_ended or bool(self._matcher.is_stopped())
 
     def allow(self, bits: Bits) -> None:
-        """See TokenGuide. A parser that has given up allows ends only, none of which it will accept."""
+        """A parser that has given up allows ends only, none of which it will accept."""
         if bits is not self._bits:  # the same for as long as a batch stays together; asking numpy is slow
             self._bits, self._address = bits, int(bits.ctypes.data)
+        begun_s = thread_time()
         self._matcher.unsafe_compute_mask_ptr(self._address, bits.nbytes)
+        self._time.add(thread_time() - begun_s)
 
     def accept(self, token_id: int) -> bool:
+        begun_s = thread_time()
         if token_id in self._end_token_ids:
             accepted = self._has_ended = bool(self._matcher.is_accepting())
         else:
             accepted = not self._has_ended and bool(self._matcher.consume_token(token_id))
+        self._time.add(thread_time() - begun_s)
         self.num_tokens += accepted
         self._compiled.num_followed_tokens += accepted
-        self.has_refused = not accepted or bool(self._matcher.is_error())
-        if self.has_refused and self._matcher.is_error():
+        is_error = bool(self._matcher.is_error())
+        hit_limit = is_error and _NOT_ALLOWED not in self._matcher.get_error()
+        self.takes_too_much = not self._time.end_token() or hit_limit
+        self.has_refused = not accepted or is_error or self.takes_too_much
+        if is_error or self.takes_too_much:
             self._on_fault(self._compiled)
         return not self.has_refused
 
 
 class LlGuides:
-    """See Guides."""
+    """Compiles grammars and keeps what it has compiled, in so many bytes."""
 
     def __init__(self, tokenizer: Path, *, vocab_size: int, eos_token_ids: Sequence[int], cache_bytes: int) -> None:
         """`tokenizer`: a tokenizer.json, read when the first grammar comes. `vocab_size`: of the model's logits.
@@ -121,7 +144,7 @@ class LlGuides:
         return guide
 
     def _guide(self, compiled: _Compiled) -> LlGuide:
-        return LlGuide(compiled, frozenset(self._end_token_ids), self._forget)
+        return LlGuide(compiled, frozenset(self._end_token_ids), ParserTime(self._vocab_size), self._forget)
 
     def _keep(self, compiled: _Compiled) -> None:
         with self._lock:
@@ -163,7 +186,7 @@ class LlGuides:
         with self._lock:
             if self._tokenizer is None:
                 try:
-                    text = read_regular_text(self._path, max_bytes=_MAX_FILE_BYTES)
+                    text = tokenizer_for_guides(read_regular_text(self._path, max_bytes=_MAX_FILE_BYTES))
                     ends = list(self._end_token_ids) or None
                     self._tokenizer = llguidance.LLTokenizer(text, n_vocab=self._vocab_size, eos_token=ends)
                 except (ConfigError, ValueError) as error:

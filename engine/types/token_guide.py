@@ -32,6 +32,10 @@ class TokenGuide(Protocol):
     def has_refused(self) -> bool:
         """Whether it did not accept the last token, or its grammar turned out to take too much to follow."""
 
+    @property
+    def takes_too_much(self) -> bool:
+        """Whether that was because of what its grammar takes to follow."""
+
     def allow(self, bits: Bits) -> None:
         """Set the bits of the tokens that may come next, the end token among them where the answer may end."""
 
@@ -54,8 +58,10 @@ class Guides(Protocol):
 
 def unusable(guide: TokenGuide | None) -> ServingError:
     """Why no token could be chosen for a request."""
+    if guide is not None and guide.takes_too_much:
+        return InvalidRequest("grammar: this answer has come to take too much to follow", param="grammar")
     if guide is not None and guide.has_refused:
-        return InvalidRequest("the grammar allows no next token, or takes too much to follow")
+        return InvalidRequest("the grammar allows no next token")
     return InternalError("the model's logits are not finite (NaN or infinity)")
 
 

@@ -80,7 +80,7 @@ class Frontend:
     async def prepare_chat(self, messages: Sequence[Message], fields: ClientRequest) -> PreparedRequest:
         """A conversation. Raises InvalidRequest, ContextLengthExceeded or ModelNotFound."""
         started_s = self.clock()
-        fields, calling = self._calling(fields)
+        fields, calling = self._calling(self._closed(fields))
         fields = self._with_defaults(fields)
         self.check_fields(fields)
         with self._limit.preparing():
@@ -103,7 +103,7 @@ class Frontend:
         self, prompts: Sequence[str | tuple[int, ...]], fields: ClientRequest
     ) -> list[PreparedRequest]:
         """Plain prompts, each text or token ids. Raises as `prepare_chat`."""
-        fields = self._with_defaults(fields)
+        fields = self._with_defaults(self._closed(fields))
         self.check_fields(fields)
         prepared = []
         with self._limit.preparing():
@@ -153,6 +153,13 @@ class Frontend:
             sampling = replace(sampling, grammar=fields.structure.grammar())
         sampling.validate(vocab_size=self.model.vocab_size)
         StopStrings(fields.stop)
+
+    def _closed(self, fields: ClientRequest) -> ClientRequest:
+        """With what the operator has set for JSON schemas."""
+        structure = fields.structure
+        if structure is None or not self._config.grammars.disable_additional_properties:
+            return fields
+        return replace(fields, structure=replace(structure, disables_additional_properties=True))
 
     def _with_defaults(self, fields: ClientRequest) -> ClientRequest:
         """With the model's own sampling where the client stated none; a beam search samples nothing."""
@@ -233,6 +240,7 @@ class Frontend:
             request_id=name_request(seen.head.request_id if seen else None),
             prompt_token_ids=tuple(ids),
             sampling=sampling,
+            grammar_param=None if fields.structure is None else fields.structure.param,
             hash_root=self.hash_root(self._salt(fields)),
             tenant=fields.tenant,
             num_choices=fields.num_choices,

@@ -30,14 +30,14 @@ log = logging.getLogger(__name__)
 
 
 class GrammarChecker(Protocol):
-    """Judges grammars."""
+    """Finds out whether workers can follow a grammar."""
 
     async def checked(self, grammar: str, param: str) -> str:
         """As workers follow it. Raises InvalidRequest, naming `param`, when none can; Overloaded when too many wait."""
 
 
 class GrammarProcess:
-    """See GrammarChecker. Used by one event loop; its process starts with the first grammar."""
+    """Judges grammars for one event loop; the process starts with the first of them."""
 
     def __init__(
         self, tokenizer: Path, *, vocab_size: int, eos_token_ids: Sequence[int], compile_s: float, compile_bytes: int
@@ -47,12 +47,11 @@ class GrammarProcess:
         self._arguments = [str(tokenizer), str(vocab_size), ends, str(compile_bytes)]
         self._compile_s = compile_s
         self._verdicts: OrderedDict[bytes, bytes] = OrderedDict()
-        self._asked: dict[bytes, asyncio.Future[bytes]] = {}
+        self._pending: dict[bytes, asyncio.Future[bytes]] = {}
         self._turn = asyncio.Lock()
         self._process: Process | None = None
 
     async def checked(self, grammar: str, param: str) -> str:
-        """See GrammarChecker."""
         data = grammar.encode()
         key = hashlib.sha256(data).digest()
         verdict = self._verdicts.get(key)
@@ -66,27 +65,27 @@ class GrammarProcess:
         return verdict[1:].decode() or grammar
 
     async def close(self) -> None:
-        """End the process."""
+        """End the process, if one runs."""
         process, self._process = self._process, None
         if process is not None:
             await _end(process)
 
     async def _judged(self, key: bytes, data: bytes) -> bytes:
         """By whoever asked first; the others wait for the same verdict."""
-        asked = self._asked.get(key)
-        if asked is None:
-            if len(self._asked) >= _MAX_WAITING:
-                raise Overloaded(f"{len(self._asked)} grammars wait to be compiled", retry_after_s=_RETRY_AFTER_S)
+        pending = self._pending.get(key)
+        if pending is None:
+            if len(self._pending) >= _MAX_WAITING:
+                raise Overloaded(f"{len(self._pending)} grammars wait to be compiled", retry_after_s=_RETRY_AFTER_S)
             # A task of its own: who asked may leave, and others wait for it.
-            asked = self._asked[key] = asyncio.ensure_future(self._judge(key, data))
-        return await asyncio.shield(asked)
+            pending = self._pending[key] = asyncio.ensure_future(self._judge(key, data))
+        return await asyncio.shield(pending)
 
     async def _judge(self, key: bytes, data: bytes) -> bytes:
         try:
             async with self._turn:
                 verdict = await self._compile(data)
         finally:
-            del self._asked[key]
+            del self._pending[key]
         if verdict == FOLLOWED + data:
             verdict = FOLLOWED
         self._verdicts[key] = verdict
@@ -100,7 +99,7 @@ class GrammarProcess:
             process = self._process = await self._start()
         try:
             async with asyncio.timeout(self._compile_s):
-                return await _asked_of(process, data)
+                return await _exchange(process, data)
         except TimeoutError:
             await self.close()
             return REFUSED + f"it takes more than {self._compile_s:g} s to compile".encode()
@@ -124,7 +123,7 @@ class GrammarProcess:
         )
         try:
             async with asyncio.timeout(_START_S):
-                await _answer_of(process)
+                await _read_answer(process)
         except TimeoutError:
             await _end(process)
             log.error("the process that compiles grammars has not begun within %g s", _START_S)
@@ -142,15 +141,15 @@ async def _end(process: Process) -> None:
     await process.wait()
 
 
-async def _asked_of(process: Process, data: bytes) -> bytes:
+async def _exchange(process: Process, data: bytes) -> bytes:
     if process.stdin is None:
         raise OSError("no pipe")
     process.stdin.write(LENGTH.pack(len(data)) + data)
     await process.stdin.drain()
-    return await _answer_of(process)
+    return await _read_answer(process)
 
 
-async def _answer_of(process: Process) -> bytes:
+async def _read_answer(process: Process) -> bytes:
     if process.stdout is None:
         raise OSError("no pipe")
     (size,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))

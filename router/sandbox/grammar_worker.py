@@ -23,12 +23,13 @@ from llguidance import gbnf_to_lark
 
 from router.sandbox.grammar_frames import FOLLOWED, LENGTH, REFUSED
 from tandem.config.source.regular_file import read_regular_text
-from tandem.values.grammar_bounds import LIMITS, fault_on_the_way
+from tandem.values.grammar_bounds import LIMITS, fault_on_the_way, tokenizer_for_guides
 
 _MAX_FILE_BYTES = 256 << 20
 _SILENT = 0
 _MAX_ERROR_CHARS = 200
 _NUM_PATHS, _NUM_TOKENS = 4, 16
+_NO_TOKENIZER = "not supported with this model's tokenizer"
 _MAX_QUOTED_CHARS = 40
 _REGEX_SYNTAX = re.compile(
     r"regex parse error:\n {4}(?P<pattern>[^\n]*)\n {4}(?P<before> *)(?P<carets>\^+)\nerror: (?P<what>[^\n]+)"
@@ -54,14 +55,22 @@ def _judge() -> None:
     path, vocab_size, ends, memory_bytes = sys.argv[1:5]
     end_ids = [int(token_id) for token_id in ends.split(",") if token_id]
     text = read_regular_text(Path(path), max_bytes=_MAX_FILE_BYTES)
-    tokenizer = llguidance.LLTokenizer(text, n_vocab=int(vocab_size), eos_token=end_ids or None)
+    tokenizer = _tokenizer(text, int(vocab_size), end_ids)
     _limit_memory(int(memory_bytes))
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     _answer(sink, FOLLOWED)
     while (frame := _frame(source)) is not None:
         grammar, fault = _read(frame.decode())
-        fault = fault or _fault(tokenizer, grammar, end_ids)
+        fault = fault or (_NO_TOKENIZER if tokenizer is None else _fault(tokenizer, grammar, end_ids))
         _answer(sink, REFUSED + fault.encode() if fault else FOLLOWED + grammar.encode())
+
+
+def _tokenizer(text: str, vocab_size: int, end_ids: Sequence[int]) -> Any:
+    """None of a tokenizer.json whose decoder does not say what bytes its tokens are."""
+    try:
+        return llguidance.LLTokenizer(tokenizer_for_guides(text), n_vocab=vocab_size, eos_token=list(end_ids) or None)
+    except ValueError:
+        return None
 
 
 def _read(text: str) -> tuple[str, str]:

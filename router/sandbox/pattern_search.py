@@ -61,32 +61,32 @@ class PatternSearch:
         if own is None:
             own = self._own[tenant] = asyncio.Semaphore(1)
         async with self._turn(own), self._turn(self._turns):
-            told = await self._told([pattern, list(texts)])
-        if not told:
+            reply = await self._search([pattern, list(texts)])
+        if not reply:
             raise InvalidRequest(f"{param}: searching takes more than {self._most_s:g} s, or much memory", param=param)
-        answer = json.loads(told)
+        answer = json.loads(reply)
         if "error" in answer:
             raise InvalidRequest(f"{param}: {answer['error'][:100]}", param=param)
         found: list[str | None] = answer["found"]
         return found
 
-    async def _told(self, asked: list[object]) -> bytes:
+    async def _search(self, query: list[object]) -> bytes:
         """Nothing when it took too long or too much."""
         for _ in range(_TRIES):
-            told = await self._try(asked)
-            if told.startswith(_BEGUN):
-                return told.removeprefix(_BEGUN)
+            reply = await self._try(query)
+            if reply.startswith(_BEGUN):
+                return reply.removeprefix(_BEGUN)
         raise Overloaded("patterns cannot be searched now", retry_after_s=1.0)
 
-    async def _try(self, asked: list[object]) -> bytes:
-        """_BEGUN and what was told; nothing of a process that ended before it began, as one forked beside the threads
+    async def _try(self, query: list[object]) -> bytes:
+        """_BEGUN and the reply; nothing of a process that ended before it began, as one forked beside the threads
         of gRPC may.
         """
         command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("pattern_worker.py"))]
         process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
         try:
             async with asyncio.timeout(self._most_s):
-                told, _ = await process.communicate(json.dumps(asked).encode())
+                reply, _ = await process.communicate(json.dumps(query).encode())
         except TimeoutError:
             return _BEGUN
         except RuntimeError:
@@ -95,4 +95,4 @@ class PatternSearch:
             with suppress(ProcessLookupError):  # it has ended by itself
                 process.kill()
             await process.wait()
-        return told
+        return reply

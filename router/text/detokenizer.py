@@ -1,24 +1,32 @@
 """From tokens to text, one token at a time, never half a character.
 
-Two families of tokenizers are known, each by what its decoder does to a token's bytes:
+Two families of tokenizers are fast here, each by what its decoder does to a token's bytes:
 
 * byte-level BPE (GPT-2, Llama 3, Qwen): a token is bytes, the text is their UTF-8 with U+FFFD for what is no UTF-8;
 * SentencePiece style (Llama 2, Mistral): `▁` is a space, `<0xE6>` is one byte; a run of such byte tokens is either
   valid UTF-8 as a whole or one U+FFFD per byte, so a run is held until it ends; one leading space is dropped.
 
+All others follow their decoder step by step (`router.text.decoder_steps`), which takes a few times as long.
+
 The pieces of a stream, joined, equal the tokenizer's own decode of all its tokens; `Tokenizer.load` proves it for
-a sample of every tokenizer it meets, and refuses one whose decoder is of neither family.
+a sample of every tokenizer it meets.
 """
 
 import codecs
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from tandem.errors import ConfigError
+from router.text.decoder_steps import (
+    BYTE_TOKEN,
+    ChainStream,
+    DecoderChain,
+    flat_steps,
+    from_gpt2,
+    gpt2_bytes,
+    text_of_run,
+)
 
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE_MARK = "\u2581"
 
 
@@ -34,9 +42,21 @@ class Detokenizer(Protocol):
         ...
 
 
+class Pieces(Protocol):
+    """What every token id of one tokenizer stands for. Absent ids decode to nothing."""
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """What one token contributes, on its own."""
+        ...
+
+    def detokenizer(self, skip: frozenset[int]) -> Detokenizer:
+        """A fresh stream that ignores the ids in `skip`."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pieces:
-    """The bytes of every token id, and what joins them. Absent ids decode to nothing."""
+class TokenBytes:
+    """Pieces of the two fast families."""
 
     data: Sequence[bytes | None]
     byte_runs: frozenset[int] | None
@@ -45,66 +65,74 @@ class Pieces:
     """Leading spaces dropped from the whole text."""
 
     def bytes_of(self, token_id: int) -> bytes:
-        """What one token contributes, on its own."""
         return (self.data[token_id] if 0 <= token_id < len(self.data) else None) or b""
 
     def detokenizer(self, skip: frozenset[int]) -> Detokenizer:
-        """A fresh stream that ignores the ids in `skip`."""
         if self.byte_runs is None:
             return _ByteLevelStream(self, skip)
         return _SentencePieceStream(self, skip)
 
 
+class TokenTexts:
+    """Pieces of any other decoder."""
+
+    def __init__(self, chain: DecoderChain, tokens: Sequence[str | None]) -> None:
+        self._chain = chain
+        self._tokens = tokens
+        self._bytes = gpt2_bytes()
+
+    def token(self, token_id: int) -> str | None:
+        """As the vocabulary has it."""
+        return self._tokens[token_id] if 0 <= token_id < len(self._tokens) else None
+
+    def bytes_of(self, token_id: int) -> bytes:
+        token = self.token(token_id)
+        if token is None:
+            return b""
+        if self._chain.is_byte_level:
+            return from_gpt2(token, self._bytes)
+        if self._chain.has_byte_tokens and (found := BYTE_TOKEN.fullmatch(token)) is not None:
+            return bytes([int(found[1], 16)])
+        return self._chain.piece(token).encode()
+
+    def detokenizer(self, skip: frozenset[int]) -> Detokenizer:
+        return _ChainedStream(self, self._chain.stream(), skip)
+
+
 def read_pieces(decoder: Mapping[str, Any] | None, size: int, token_of: Callable[[int], str | None]) -> Pieces:
-    """Pieces from the `decoder` entry of a tokenizer.json. Raises ConfigError for a decoder of neither family."""
-    kind, strip = _family(decoder)
+    """Pieces from the `decoder` entry of a tokenizer.json. Raises ConfigError for a step that is not known."""
     tokens = [token_of(i) for i in range(size)]
-    if kind == "ByteLevel":
-        table = _gpt2_bytes()
-        return Pieces(data=[None if t is None else _from_gpt2(t, table) for t in tokens], byte_runs=None)
-    byte_ids = {i: int(m[1], 16) for i, t in enumerate(tokens) if t is not None and (m := _BYTE_TOKEN.fullmatch(t))}
+    steps = flat_steps(decoder)
+    if [step.get("type") for step in steps] == ["ByteLevel"]:
+        table = gpt2_bytes()
+        return TokenBytes(data=[None if t is None else from_gpt2(t, table) for t in tokens], byte_runs=None)
+    strip = _stripped_spaces(steps)
+    if strip is None:
+        return TokenTexts(DecoderChain(decoder), tokens)
+    byte_ids = {i: int(m[1], 16) for i, t in enumerate(tokens) if t is not None and (m := BYTE_TOKEN.fullmatch(t))}
     data = [
         None if t is None else bytes([byte_ids[i]]) if i in byte_ids else t.replace(_SPACE_MARK, " ").encode()
         for i, t in enumerate(tokens)
     ]
-    return Pieces(data=data, byte_runs=frozenset(byte_ids), strip_spaces=strip)
+    return TokenBytes(data=data, byte_runs=frozenset(byte_ids), strip_spaces=strip)
 
 
-def _family(decoder: Mapping[str, Any] | None) -> tuple[str, int]:
-    steps = [decoder] if decoder else []
-    if decoder and decoder.get("type") == "Sequence":
-        steps = decoder.get("decoders", [])
-    if [s.get("type") for s in steps] == ["ByteLevel"]:
-        return "ByteLevel", 0
+def _stripped_spaces(steps: Sequence[Mapping[str, Any]]) -> int | None:
+    """Of a decoder in SentencePiece style; None of others."""
     replace = {"type": "Replace", "pattern": {"String": _SPACE_MARK}, "content": " "}
-    if steps[:3] == [replace, {"type": "ByteFallback"}, {"type": "Fuse"}]:
-        rest = steps[3:]
-        if not rest:
-            return "SentencePiece", 0
-        strip = rest[0]
-        known = {"type": "Strip", "content": " ", "start": strip.get("start"), "stop": 0}
-        if len(rest) == 1 and strip == known and isinstance(strip["start"], int):
-            return "SentencePiece", strip["start"]
-    names = ", ".join(str(s.get("type")) for s in steps) or "none"
-    raise ConfigError(f"tokenizer.json: decoder ({names}) is neither ByteLevel nor SentencePiece with byte fallback")
-
-
-def _gpt2_bytes() -> dict[str, int]:
-    """The printable stand-in of every byte (GPT-2, `bytes_to_unicode`)."""
-    direct = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    shifted = [b for b in range(256) if b not in direct]
-    return {chr(b): b for b in direct} | {chr(256 + i): b for i, b in enumerate(shifted)}
-
-
-def _from_gpt2(token: str, table: Mapping[str, int]) -> bytes:
-    # An added token may hold characters that stand for no byte; such a token is its own text.
-    return bytes(table[c] for c in token) if all(c in table for c in token) else token.encode()
+    if list(steps[:3]) != [replace, {"type": "ByteFallback"}, {"type": "Fuse"}] or len(steps) > 4:
+        return None
+    if len(steps) == 3:
+        return 0
+    start = steps[3].get("start")
+    known = {"type": "Strip", "content": " ", "start": start, "stop": 0}
+    return start if isinstance(start, int) and steps[3] == known else None
 
 
 class _ByteLevelStream:
     """Byte-level BPE: an incremental UTF-8 decoder holds the bytes of an unfinished character."""
 
-    def __init__(self, pieces: Pieces, skip: frozenset[int]) -> None:
+    def __init__(self, pieces: TokenBytes, skip: frozenset[int]) -> None:
         self._pieces = pieces
         self._skip = skip
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
@@ -122,7 +150,7 @@ class _ByteLevelStream:
 class _SentencePieceStream:
     """SentencePiece with byte fallback: a run of byte tokens is decided when it ends."""
 
-    def __init__(self, pieces: Pieces, skip: frozenset[int]) -> None:
+    def __init__(self, pieces: TokenBytes, skip: frozenset[int]) -> None:
         self._pieces = pieces
         self._skip = skip
         self._run = bytearray()
@@ -142,10 +170,7 @@ class _SentencePieceStream:
 
     def _end_run(self) -> str:
         run, self._run = bytes(self._run), bytearray()
-        try:
-            return run.decode()
-        except UnicodeDecodeError:
-            return "\ufffd" * len(run)
+        return text_of_run(run)
 
     def _strip(self, text: str) -> str:
         while self._to_strip and text:
@@ -155,3 +180,19 @@ class _SentencePieceStream:
             text = text[1:]
             self._to_strip -= 1
         return text
+
+
+class _ChainedStream:
+    """Any other decoder: each token goes through its steps."""
+
+    def __init__(self, pieces: TokenTexts, chain: ChainStream, skip: frozenset[int]) -> None:
+        self._pieces = pieces
+        self._chain = chain
+        self._skip = skip
+
+    def push(self, token_id: int) -> str:
+        token = self._pieces.token(token_id)
+        return "" if token is None or token_id in self._skip else self._chain.push(token)
+
+    def flush(self) -> str:
+        return self._chain.flush()

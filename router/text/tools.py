@@ -23,7 +23,8 @@ _CHOICE = "tool_choice"
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _CALL_ID = re.compile(r"[!-~]+")
 _DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
-_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
+_NO_OTHERS = {"additionalProperties": False}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +40,8 @@ class ToolDefinition:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """What its arguments are, always an object."""
-        return {"type": "object", **self.parameters} if self.parameters else dict(_NO_PARAMETERS)
+        """What its arguments are, always an object; one whose parameters name no properties takes none."""
+        return {**_NO_PARAMETERS, **self.parameters} if self.parameters else {**_NO_PARAMETERS, **_NO_OTHERS}
 
     @property
     def num_chars(self) -> int:

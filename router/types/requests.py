@@ -75,6 +75,8 @@ class RoutedRequest:
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     """`max_tokens` is already clamped to the context, `seed` already concrete."""
+    grammar_param: str | None = None
+    """The client's field that its grammar was made of."""
     hash_root: BlockHash
     """Model, adapter, and the salt of tenant and client: the root of the prompt's block names."""
     tenant: str = ""

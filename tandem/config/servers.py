@@ -35,6 +35,9 @@ class GrammarsConfig(Section):
     """Maximum time to compile one grammar."""
     compile_bytes: int = Field(default=1 << 30, ge=1 << 26)
     """Maximum memory to compile one grammar."""
+    disable_additional_properties: bool = False
+    """Objects of a JSON schema may have only the properties that it names, unless it states `additionalProperties`.
+    This always holds for schemas sent with `strict: true` and for the arguments of tools."""
 
 
 class PromptCacheConfig(Section):

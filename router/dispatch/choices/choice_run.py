@@ -8,7 +8,15 @@ from router.dispatch.choices.candidates import WorkerSelector
 from router.dispatch.choices.context import DispatchContext, Post, Waiting
 from router.dispatch.choices.health_reports import ChoiceHealthReporter
 from router.dispatch.choices.orders import first_route, next_route, submit_order, trace_placement
-from router.dispatch.choices.retry import ChoiceProgress, RetryReason, TokenGap, final_error, is_final, is_full
+from router.dispatch.choices.retry import (
+    ChoiceProgress,
+    RetryReason,
+    TokenGap,
+    final_error,
+    in_clients_field,
+    is_final,
+    is_full,
+)
 from router.placement.place import NoDecodeWorker
 from router.placement.placer import Assignment
 from router.types.requests import ChoiceDelta, ChoiceFinish
@@ -202,7 +210,8 @@ class ChoiceRun:
 
     def final_error(self) -> ServingError:
         """What the client is told when nothing more can be tried."""
-        return final_error(self._progress.last_error, retry_after_s=self._context.settings.retry_after_s)
+        error = final_error(self._progress.last_error, retry_after_s=self._context.settings.retry_after_s)
+        return in_clients_field(error, self._request.grammar_param)
 
     def take_tokens(self, attempt: int, arrived: TokensArrived) -> Sequence[ChoiceDelta]:
         """As `take`, of the commonest event."""
@@ -327,7 +336,7 @@ class ChoiceRun:
         self._warn("hand-off from %s failed: %s", route.worker.worker_id, failed.reason)
         error = failed.error
         if error is not None and is_final(error):
-            raise error
+            raise in_clients_field(error, self._request.grammar_param)
         self._standing.mourn(self)
         self._note_prefill_failure(route.worker)
         if not isinstance(error, RequestTooLarge):

@@ -32,6 +32,8 @@ MAX_REROUTES = 2
 """Prefill workers tried after the first one, before the decode worker computes the prompt itself."""
 LEAST_WAIT_S = 0.1
 MAX_WAIT_DOUBLINGS = 3
+_OF_GRAMMAR = "grammar: "
+"""How workers begin what they say of what an answer must follow; sessions carry no name of a field."""
 
 
 class RetryReason(Enum):
@@ -80,6 +82,13 @@ def is_full(error: ServingError) -> bool:
 def is_final(error: ServingError) -> bool:
     """Whether no other worker would answer differently: the request is wrong, late, or nobody's here."""
     return isinstance(error, (InvalidRequest, DeadlineExceeded, StreamTaken)) and not isinstance(error, RequestTooLarge)
+
+
+def in_clients_field(error: ServingError, grammar_param: str | None) -> ServingError:
+    """What a worker says of a grammar, said of the client's field that it was made of."""
+    if grammar_param is None or not isinstance(error, InvalidRequest) or not error.message.startswith(_OF_GRAMMAR):
+        return error
+    return type(error)(f"{grammar_param}: {error.message.removeprefix(_OF_GRAMMAR)}", param=grammar_param)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -16,7 +16,7 @@ _OUTPUTS = "structured_outputs"
 
 
 class NamedSchema(StrictBody):
-    """OpenAI's: the schema, and notes of the client's. Structure is always strict here."""
+    """OpenAI's: the schema, and notes of the client's. It is always kept; `strict` disables what it does not name."""
 
     name: str | None = None
     description: str | None = None
@@ -37,7 +37,12 @@ class ResponseFormat(StrictBody):
         if self.json_schema is not None:
             if self.json_schema.schema_ is None:
                 raise InvalidRequest(f"{_FORMAT}.json_schema.schema is missing", param=_FORMAT)
-            yield StructuredOutput(shape=Shape.JSON_SCHEMA, value=self.json_schema.schema_, param=_FORMAT)
+            yield StructuredOutput(
+                shape=Shape.JSON_SCHEMA,
+                value=self.json_schema.schema_,
+                param=_FORMAT,
+                disables_additional_properties=bool(self.json_schema.strict),
+            )
         elif self.type == Shape.JSON_OBJECT.value:
             yield StructuredOutput(shape=Shape.JSON_OBJECT, value=None, param=_FORMAT)
         elif self.type != "text":

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from router.text.grammars.closed_schema import closed_schema
 from tandem.errors import InvalidRequest
 from tandem.values.sampling import MAX_GRAMMAR_CHARS
 
@@ -41,6 +42,8 @@ class StructuredOutput:
     value: Any
     """A schema, as an object, a boolean or its text; texts; or one text. Nothing of a JSON object."""
     param: str
+    disables_additional_properties: bool = False
+    """Objects of a JSON schema have no properties but those that it names, unless it says otherwise."""
 
     def grammar(self) -> str:
         """For GrammarChecker. Raises InvalidRequest naming the field."""
@@ -63,7 +66,17 @@ class StructuredOutput:
     @property
     def schema(self) -> Any:
         """Of JSON. Raises InvalidRequest."""
-        return _ANY_OBJECT if self.shape is Shape.JSON_OBJECT else self._schema(self.value)
+        if self.shape is Shape.JSON_OBJECT:
+            return _ANY_OBJECT
+        schema = self._schema(self.value)
+        if not self.disables_additional_properties:
+            return schema
+        try:
+            return closed_schema(schema)
+        except RecursionError:
+            raise self._refusal("this schema cannot be read") from None
+        except ValueError as error:
+            raise self._refusal(str(error)) from None
 
     def _json(self, schema: Any) -> str:
         matcher = importlib.import_module("llguidance").LLMatcher

@@ -5,8 +5,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from router.text.grammars.closed_schema import closed_schema
 from router.text.tool_parsers.families import NAME, CallForm
 from router.text.tools import ToolDefinition, ToolUse
+from tandem.errors import InvalidRequest
 
 MAX_CALLS_IN_ANSWER = 16
 """Calls that a grammar writes: what may be repeated for ever could go on for ever."""
@@ -71,7 +73,7 @@ class CallGrammar:
         for i, tool in enumerate(tools):
             parts = self._written(before.replace(NAME, tool.name)), f"args_{i}", self._written(form.after)
             rules.append(f"call_{i}: {' '.join(filter(None, parts))}")
-            schema = tool.schema if is_strict or tool.strict else {"type": "object"}
+            schema = _closed_parameters(tool) if is_strict or tool.strict else {"type": "object"}
             rules.append(f"args_{i}: {_json(schema)}")
         return rules
 
@@ -83,6 +85,14 @@ class CallGrammar:
             for piece in pieces
             if piece
         )
+
+
+def _closed_parameters(tool: ToolDefinition) -> Any:
+    """What the tool's arguments are: nothing else may be called arguments of it."""
+    try:
+        return closed_schema(tool.schema)
+    except (ValueError, RecursionError):
+        raise InvalidRequest(f"tools: the parameters of {tool.name} have too many parts", param="tools") from None
 
 
 def _json(schema: Any) -> str:

@@ -36,7 +36,7 @@ class ToolParser(Protocol):
 
     @property
     def num_calls(self) -> int:
-        """Calls that began."""
+        """How many calls have begun."""
 
     @property
     def is_open(self) -> bool:
@@ -69,8 +69,8 @@ class EventList:
         """More of a call's arguments."""
         self._part(index, text)
 
-    def take(self) -> list[ToolEvent]:
-        """All since the last time."""
+    def drain(self) -> list[ToolEvent]:
+        """All events since the last time."""
         self._close()
         events, self._events = self._events, []
         return events

@@ -47,7 +47,7 @@ class TextMachine(ABC):
         at = 0
         while at < len(text):
             at = self._step(text, at)
-        return self._out.take()
+        return self._out.drain()
 
     def flush(self) -> list[ToolEvent]:
         if self._held:
@@ -57,7 +57,7 @@ class TextMachine(ABC):
         self._drop_spaces()
         self._out.content("".join(self._spaces))
         self._spaces.clear()
-        return self._out.take()
+        return self._out.drain()
 
     def go(self, step: Step) -> None:
         """What reads from here on."""

@@ -54,9 +54,8 @@ async def chat(client, response_format=None, *, seed=0, **more):
         model=MODEL,
         messages=[LONG],
         seed=seed,
-        max_tokens=1400,
         **({} if response_format is None else {"response_format": response_format}),
-        **{"temperature": 1.0, **more},
+        **{"temperature": 1.0, "max_tokens": 1400, **more},
     )
     return answer.choices[0]
 
@@ -95,6 +94,22 @@ async def test_every_way_to_say_it(client, structure, pattern):
         choice = await chat(client, seed=seed, extra_body={"structured_outputs": structure})
         assert re.fullmatch(pattern, choice.message.content)
         assert choice.finish_reason == "stop"
+
+
+async def test_answer_whose_grammar_comes_to_take_too_much_ends_with_an_error_of_its_field(cluster, client):
+    ambiguous = {"structured_outputs": {"grammar": 'start: s "!"\ns: s s s | s s | "a"'}}
+    ends = (await cluster.http.post("/tokenize", json={"prompt": "!", "add_special_tokens": False})).json()["tokens"]
+    never_ends = dict.fromkeys(map(str, ends), -100)
+    other = asyncio.create_task(chat(client, max_tokens=400, extra_body={"ignore_eos": True}))
+    try:
+        with pytest.raises(openai.BadRequestError, match=r"structured_outputs: .*too much to follow") as caught:
+            await chat(client, extra_body=ambiguous, logit_bias=never_ends)
+    finally:
+        undisturbed = await other
+    assert caught.value.param == "structured_outputs"
+    assert undisturbed.finish_reason == "length"
+    short = await chat(client, max_tokens=40, extra_body=ambiguous, logit_bias=never_ends)
+    assert (set(short.message.content), short.finish_reason) == ({"a"}, "length")
 
 
 async def test_any_json_object(client):

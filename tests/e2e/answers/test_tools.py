@@ -77,6 +77,27 @@ async def test_forced_calls(cluster, client, choice, names):
     assert await cluster.disaggregated(), "a prefill worker drew a first token"
 
 
+@pytest.mark.parametrize("tool_choice", ["required", {"type": "function", "function": {"name": "paint"}}])
+async def test_forced_calls_of_a_schema_that_closes_nothing_end(client, tool_choice):
+    """As instructor and LangChain write them: a grammar that allowed other properties had this model invent them."""
+    colour = {"$ref": "#/$defs/Colour"}
+    wall = {"type": "object", "properties": {"side": {"enum": ["left", "right"]}, "colour": colour}}
+    schema = {
+        "type": "object",
+        "properties": {"colour": colour, "wall": {"anyOf": [wall, {"type": "null"}], "default": None}},
+        "required": ["colour"],
+        "$defs": {"Colour": {"enum": ["red", "green", "blue"], "type": "string", "title": "Colour"}},
+    }
+    tool = {"type": "function", "function": {"name": "paint", "parameters": schema}}
+    closed = schema | {"additionalProperties": False}
+    for seed in range(6):
+        body = asked(tool_choice, tools=[tool], temperature=1.0, seed=seed, parallel_tool_calls=False, max_tokens=100)
+        one = (await client.chat.completions.create(**body)).choices[0]
+        assert one.finish_reason == "tool_calls"
+        (call,) = one.message.tool_calls
+        jsonschema.validate(json.loads(call.function.arguments), closed)
+
+
 async def test_forced_calls_in_a_stream(client):
     """Put together by the client itself, as users do it; the same answer as whole but for its ids."""
     body = asked("required", temperature=1.0, seed=4)

@@ -93,8 +93,13 @@ class TextFormat(StrictBody):
             raise InvalidRequest("text.format: schema stands with type json_schema, and only there", param="text")
         if self.type not in ("text", "json_object", "json_schema"):
             raise InvalidRequest("text.format: type is one of text, json_object, json_schema", param="text")
-        return (
-            None if self.type == "text" else StructuredOutput(shape=Shape(self.type), value=self.schema_, param="text")
+        if self.type == "text":
+            return None
+        return StructuredOutput(
+            shape=Shape(self.type),
+            value=self.schema_,
+            param="text",
+            disables_additional_properties=bool(self.strict),
         )
 
 

@@ -84,6 +84,9 @@ def test_who_is_to_blame_is_told_apart():
     assert isinstance(unusable(guide), InternalError)
     guide.accept(2)
     assert isinstance(unusable(guide), InvalidRequest)
+    assert unusable(guide).param is None
+    guide.takes_too_much = True
+    assert unusable(AllOf([guide])).param == "grammar"
 
 
 @pytest.fixture(scope="module")

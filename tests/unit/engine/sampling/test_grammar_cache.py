@@ -13,9 +13,9 @@ import pytest
 from engine.kv_storage.free_memory import resident_bytes
 from engine.sampling import grammar as guidance
 from engine.sampling.grammar import LlGuides, grammar_cache_bytes
-from engine.types.token_guide import num_words
+from engine.types.token_guide import num_words, unusable
 from tandem.model_path import model_directory
-from tandem.values.grammar_bounds import most_bytes
+from tandem.values.grammar_bounds import ParserTime, most_bytes
 from tandem.values.sampling import SamplingParams
 from tests.support.engine import ledger
 from tests.support.engine.ledger_host import parts, stopping
@@ -83,6 +83,91 @@ def test_no_grammar_holds_a_thread_for_ever(lark):
     command = [sys.executable, "-c", FOLLOW_ENDLESS, grammar]
     told = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=True)
     assert told.stdout == "300\n"
+
+
+AMBIGUOUS = [
+    's: s s s | s s | "a"',
+    "s: s s s | s s | /[a-z]/",
+    's: "x"* t\nt: t t t | t t | " "',
+]
+
+
+@pytest.mark.parametrize("rules", AMBIGUOUS)
+def test_guide_of_an_ambiguous_grammar_gives_up_before_its_tokens_take_long(rules):
+    """Without a bound the 600th token takes a quarter of a second, and so does its mask."""
+    guides, grammar = llguides(), json.dumps({"grammars": [{"lark_grammar": f"start: s\n{rules}"}]})
+    guide = guides.guide(grammar)
+    follow(guide, seed=0, num_tokens=600)
+    assert guides.kept(grammar) is None
+    assert guide.takes_too_much
+    assert guide.has_refused
+    assert guide.num_tokens < 400
+    assert unusable(guide).param == "grammar"
+
+
+def test_guide_whose_parser_hits_a_limit_says_that_it_takes_too_much(monkeypatch):
+    monkeypatch.setattr(guidance, "LIMITS", {"max_items_in_row": 300})
+    guide = llguides().guide(json.dumps({"grammars": [{"lark_grammar": f"start: s\n{AMBIGUOUS[0]}"}]}))
+    follow(guide, seed=0, num_tokens=100)
+    assert (guide.takes_too_much, guide.num_tokens) == (True, 59)
+    other = llguides().guide(regex("ab"))
+    assert not other.accept(1)
+    assert (other.takes_too_much, other.has_refused) == (False, True)
+
+
+STRING = {"type": "string"}
+CLOSED = {"additionalProperties": False}
+NESTED = STRING
+for _level in range(40):
+    NESTED = {"type": "object", "properties": {f"k{_level}": NESTED, "x": STRING}, "required": ["x"]} | CLOSED
+NAMES = [f"p{i}" for i in range(400)]
+ENUMS = {name: {"enum": [f"{name}-{j}" for j in range(40)]} for name in NAMES[:100]}
+REALISTIC = {
+    "400 properties": {"type": "object", "properties": dict.fromkeys(NAMES, STRING)} | CLOSED,
+    "rows of 200": {
+        "type": "array",
+        "items": {"type": "object", "properties": {name: {"type": "integer"} for name in NAMES[:200]}} | CLOSED,
+        "minItems": 20,
+    },
+    "100 long enums": {"type": "object", "properties": ENUMS, "required": list(ENUMS)} | CLOSED,
+    "40 levels": NESTED,
+    "50 kinds": {
+        "anyOf": [
+            {"type": "object", "properties": {"kind": {"const": i}} | dict.fromkeys(NAMES[:10], STRING)} | CLOSED
+            for i in range(50)
+        ]
+    },
+    "one enum of 1500": {"enum": [f"choice number {i}" for i in range(1500)]},
+    "any object": {"type": "object"},
+}
+
+
+@pytest.mark.parametrize("schema", REALISTIC.values(), ids=REALISTIC)
+def test_guide_of_a_large_schema_follows_long_answers(schema):
+    guide = llguides().guide(json.dumps({"grammars": [{"json_schema": schema}]}))
+    follow(guide, seed=1, num_tokens=400)
+    assert not guide.takes_too_much
+    assert not guide.has_refused
+
+
+def test_parser_time_bounds_what_all_tokens_take_and_lets_single_ones_take_longer():
+    time = ParserTime(VOCAB)
+    for _ in range(5):
+        time.add(8 * time.token_s)
+        assert time.end_token()
+        assert all(time.end_token() for _ in range(8))
+    within = [ParserTime(VOCAB), ParserTime(128_000)]
+    for time in within:
+        time.add(0.999 * time.token_s)
+        assert time.end_token()
+    assert within[1].token_s > 2 * within[0].token_s
+    ended = 0
+    while True:
+        time.add(2 * time.token_s)
+        if not time.end_token():
+            break
+        ended += 1
+    assert ended == 8
 
 
 def test_64_regexes_that_grow_as_they_are_followed_stay_within_the_cache():

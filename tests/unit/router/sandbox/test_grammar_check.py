@@ -9,11 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from engine.sampling.grammar import LlGuides
 from router.sandbox import grammar_check
 from router.sandbox.grammar_check import GrammarProcess
 from router.text.grammars.structured_output import Shape, StructuredOutput
+from router.text.tokenizer import Tokenizer
 from tandem.errors import InvalidRequest, Overloaded
 from tandem.model_path import model_directory
+from tests.support.router.servers import fakes
 
 TOKENIZER = model_directory("builtin") / "tokenizer.json"
 
@@ -226,3 +229,43 @@ async def test_a_process_that_cannot_begin_is_an_overload_not_a_hang(tmp_path: o
     )
     with pytest.raises(Overloaded):
         await checker.checked(asked(Shape.REGEX, "a"), "field")
+
+
+REPLACE = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
+STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+
+
+@pytest.mark.parametrize(
+    ("decoder", "fault"),
+    [
+        ({"type": "Sequence", "decoders": [REPLACE, {"type": "Fuse"}, STRIP]}, None),
+        ({"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always", "split": True}, None),
+        ({"type": "WordPiece", "prefix": "##", "cleanup": True}, "tokenizer"),
+        (None, "tokenizer"),
+    ],
+)
+async def test_grammars_of_tokenizers_without_byte_fallback(
+    tmp_path: Path, decoder: dict[str, object] | None, fault: str | None
+) -> None:
+    spec = json.dumps(json.loads(fakes.sentencepiece_spec()) | {"decoder": decoder})
+    path = tmp_path / "tokenizer.json"
+    path.write_text(spec)
+    size = Tokenizer(spec, None).size
+    checker = GrammarProcess(path, vocab_size=size, eos_token_ids=[2], compile_s=20.0, compile_bytes=1 << 30)
+    grammar = asked(Shape.CHOICE, ["hello world"])
+    guides = LlGuides(path, vocab_size=size, eos_token_ids=[2], cache_bytes=1 << 30)
+    try:
+        if fault is not None:
+            with pytest.raises(InvalidRequest, match=fault):
+                await checker.checked(grammar, "field")
+            with pytest.raises(InvalidRequest, match=fault):
+                guides.guide(grammar)
+            return
+        assert await checker.checked(grammar, "field") == grammar
+    finally:
+        await checker.close()
+    guide = guides.guide(grammar)
+    vocabulary = json.loads(spec)["model"]["vocab"]
+    token_ids = [vocabulary[token] for token in ["h", "e", "l", "l", "o", "\u2581wor", "ld"]]
+    assert all(guide.accept(token_id) for token_id in token_ids)
+    assert guide.accept(2)

@@ -5,11 +5,8 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer as Library
-from tokenizers import decoders
 
 from router.text.tokenizer import Tokenizer
-from tandem.errors import ConfigError
 from tests.support.router.servers import fakes
 
 BYTE_LEVEL = Tokenizer(fakes.byte_level_spec(), None)
@@ -45,10 +42,3 @@ def test_emoji_appears_with_its_last_byte() -> None:
     ids = [table[bytes([b])] for b in "😀".encode()]
     assert streamed(BYTE_LEVEL, ids, skip=True) == ["", "", "", "😀", ""]
     assert streamed(BYTE_LEVEL, ids[:3], skip=True) == ["", "", "", "\ufffd"]
-
-
-def test_unknown_decoder_is_refused() -> None:
-    library = Library.from_str(fakes.byte_level_spec())
-    library.decoder = decoders.WordPiece()
-    with pytest.raises(ConfigError, match="WordPiece"):
-        Tokenizer(library.to_str(), None)

@@ -6,7 +6,14 @@ from random import Random
 
 import pytest
 
-from router.dispatch.choices.retry import ChoiceProgress, RetryBudget, RetryReason, TokenGap, final_error
+from router.dispatch.choices.retry import (
+    ChoiceProgress,
+    RetryBudget,
+    RetryReason,
+    TokenGap,
+    final_error,
+    in_clients_field,
+)
 from router.placement.place import CostModel
 from router.placement.placer import Placer
 from router.types.session_events import (
@@ -338,3 +345,16 @@ def test_no_other_model_may_come_even_when_all_have_left(registry: WorkerRegistr
     assert registry.snapshots() == []
     registry.joined(ours, _Port())
     assert registry.status().model_name == ours.model_name
+
+
+def test_workers_word_of_a_grammar_is_said_of_the_clients_field() -> None:
+    error = InvalidRequest("grammar: it takes too much")
+    told = in_clients_field(error, "response_format")
+    assert (type(told), told.message, told.param) == (
+        InvalidRequest,
+        "response_format: it takes too much",
+        "response_format",
+    )
+    others = [InvalidRequest("prompt: empty", param="prompt"), InternalError("it failed")]
+    assert [in_clients_field(other, "response_format") for other in others] == others
+    assert in_clients_field(error, None) is error

@@ -8,6 +8,8 @@ import pytest
 
 from router.text.grammars.structured_output import MAX_CHOICES, Shape, StructuredOutput
 from router.text.tokenizer import Tokenizer
+from tandem.config.cluster import RouterConfig
+from tandem.config.servers import GrammarsConfig
 from tandem.errors import InvalidRequest
 from tests.support.router.servers import fakes
 from tests.support.router.servers.http_client import CHAT, HELLO, PLAIN, client_of, error_of
@@ -67,6 +69,40 @@ async def test_every_way_reaches_the_workers(
     for path, body in ((CHAT, HELLO), (PLAIN, {"prompt": "x"})):
         assert (await client.post(path, json=body | field)).status_code == 200
         assert parts.generator.requests[-1].sampling.grammar == expected
+
+
+OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}}
+CLOSED = OBJECT | {"additionalProperties": False}
+
+
+def as_format(**more: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": OBJECT, **more}}}
+
+
+@pytest.mark.parametrize(
+    ("field", "is_set", "expected"),
+    [
+        (as_format(strict=True), False, CLOSED),
+        (as_format(strict=False), False, OBJECT),
+        (as_format(), False, OBJECT),
+        (as_format(), True, CLOSED),
+        ({"guided_json": OBJECT}, False, OBJECT),
+        ({"guided_json": OBJECT}, True, CLOSED),
+        ({"structured_outputs": {"json": OBJECT}}, True, CLOSED),
+        ({"response_format": {"type": "json_object"}}, True, {"type": "object"}),
+    ],
+)
+async def test_schema_closes_where_it_is_strict_or_the_operator_says_so(
+    tokenizer: Tokenizer, field: dict[str, Any], is_set: bool, expected: dict[str, Any]
+) -> None:
+    config = RouterConfig(grammars=GrammarsConfig(disable_additional_properties=is_set))
+    parts = fakes.make_doors(tokenizer, config, grammars=Echo())
+    grammar = StructuredOutput(shape=Shape.JSON_SCHEMA, value=expected, param="x").grammar() + " as checked"
+    async with client_of(parts) as client:
+        for path, body in ((CHAT, HELLO), (PLAIN, {"prompt": "x"})):
+            parts.say("hello")
+            assert (await client.post(path, json=body | field)).status_code == 200
+            assert parts.generator.requests[-1].sampling.grammar == grammar
 
 
 @pytest.mark.parametrize(

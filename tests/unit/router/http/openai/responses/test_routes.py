@@ -188,6 +188,10 @@ async def test_a_stream_that_fails_says_so_in_its_own_form(client: httpx.AsyncCl
     [
         ({"format": {"type": "json_schema", "name": "x", "strict": True, "schema": {"type": "integer"}}}, "integer"),
         ({"format": {"type": "json_object"}}, "object"),
+        (
+            {"format": {"type": "json_schema", "name": "x", "strict": True, "schema": {"properties": {}}}},
+            '"additionalProperties":false',
+        ),
     ],
 )
 async def test_a_format_is_kept_by_a_grammar(
