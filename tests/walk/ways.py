@@ -5,9 +5,9 @@ to the way proper if the last function is reached from it, or if an object is ma
 from whose fields the prompt (its text or its token ids) or the sampling parameters can be read. All other calls ask
 something and go on with the answer; they are listed as asides and counted apart.
 
-Stays: each time the way enters a file from another one. Functions of one file that call each other are one stay;
-to come back to a function that still runs is none. Objects: those that carry the request, copies included, and the
-placement. Their parts (`PARTS`), which are never handed on alone, are listed and not counted.
+Stays: the files in the order in which the way enters them, the same file twice in a row being one stay. To come back
+to a function that still runs is not to enter. Objects: those that carry the request, copies included, and the
+placement (`ALWAYS`). Their parts (`PARTS`), such as the sampling parameters, are listed and not counted.
 """
 
 from collections import Counter
@@ -18,8 +18,8 @@ from typing import Any, Self
 MOST_STAYS, MOST_OBJECTS = 12, 10
 """Of the request, from its body to the `Submit` that is written into the session."""
 PARTS = frozenset({"SamplingParams", "Message", "ChatTurn"})
-ALWAYS = frozenset({"Placement", "Assignment"})
-"""Carries no prompt, and is what the request becomes all the same."""
+ALWAYS = frozenset({"Assignment"})
+"""The placement, which carries no prompt. What it was decided from is an answer to a question, as all asides are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,9 +116,10 @@ def _visit(call: Call, stay: Stay | None, found: Walk) -> None:
             for inner in call.calls:
                 _visit(inner, stay, found)
         return
+    if not found.stays or call.file not in (found.stays[-1].file, None if stay is None else stay.file):
+        found.stays.append(Stay(file=call.file, functions=[], made=[]))
     if stay is None or call.file != stay.file:
-        stay = Stay(file=call.file, functions=[], made=[])
-        found.stays.append(stay)
+        stay = found.stays[-1]
     stay.functions.append(call.function)
     for kind in call.made:
         (found.parts if kind in PARTS else found.objects)[kind] += 1

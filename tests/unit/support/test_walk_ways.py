@@ -20,6 +20,10 @@ def test_walk_coming_back_to_a_running_function_is_no_stay_and_entering_again_is
     assert files(call("a", call("b", made=("Form",)), call("c", end))) == ["a", "b", "c", "b"]
 
 
+def test_walk_entering_the_same_file_twice_in_a_row_is_one_stay():
+    assert files(call("a", call("b", made=("Form",)), call("b", bounds=True))) == ["a", "b"]
+
+
 def test_walk_call_that_makes_nothing_and_leads_nowhere_is_an_aside():
     found = walk([call("a", call("clock", call("timer")), call("b", bounds=True))])
     assert [stay.file for stay in found.stays] == ["a", "b"]
