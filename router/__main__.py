@@ -101,13 +101,15 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         canary = Canary(registry, dispatcher, hash_root=frontend.hash_root(CANARY_SALT))
         readiness = ReadinessCheck(registry, metrics, canary.answering, access.not_ready_reason)
         status = await open_status(stack, place, model, dispatcher, gate, metrics, decisions, readiness)
-        batches = await open_batches(stack, frontend, gate, config.router, metrics)
+        batches = await open_batches(stack, frontend, dispatcher, gate, config.router, metrics)
         extras = OptionalRoutes(
             decisions=decisions, status=status, batches=batches, profiles=_profile_routes(config, secret, fleet)
         )
-        app = create_app(frontend, gate, readiness, config.router, metrics, extras, access)
+        app = create_app(frontend, dispatcher, readiness, config.router, metrics, extras, access)
         bounds = connection_bounds(config.router.connections, raise_file_limit())
-        server = build_server(frontend, gate, config.router, metrics, bounds.grpc, shares_port=True, keeper=access)
+        server = build_server(
+            frontend, dispatcher, config.router, metrics, bounds.grpc, shares_port=True, keeper=access
+        )
         http, rpc = await _open_servers(stack, config, place, app, server, bounds.http, access.tls, predecessor)
         reached = ReachableWorkers(registry, canary, addresses=fleet.addresses, tell=heart.tell)
         handing = await _await_successor(stack, config, place, http, lifetime, reached, predecessor)
@@ -120,7 +122,7 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         status.close()
         await canary.stop()
         leaves_to = await _port_takeover(config, siblings, handing)
-        await drain(gate, http, rpc, drain_s=config.decode.drain_s, leaves_to=leaves_to)
+        await drain(dispatcher, http, rpc, drain_s=config.decode.drain_s, leaves_to=leaves_to)
 
 
 def _open_tracer(stack: AsyncExitStack, config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -> Tracer:

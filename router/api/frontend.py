@@ -91,11 +91,18 @@ class Frontend:
                 options=fields.template,
             )
         reasoning = self.thinking.reasoning(ids, begins_turn=fields.add_generation_prompt)
-        one = self._finish(ids, self._thinking_first(fields, reasoning), None)
-        one = replace(one, calling=calling, reasoning=reasoning)
+        one = self._finish(
+            ids,
+            self._thinking_first(fields, reasoning),
+            None,
+            operation="chat",
+            started_s=started_s,
+            calling=calling,
+            reasoning=reasoning,
+        )
         one = with_beams(one, fields, most_beams=self._config.max_choices)
         check_prompt_scoring_size([one], self._config.max_answer_values)
-        return self._traced("chat", one, fields, started_s)
+        return self._traced(one, fields)
 
     async def prepare_prompts(
         self, prompts: Sequence[str | tuple[int, ...]], fields: ClientRequest
@@ -109,10 +116,17 @@ class Frontend:
                 started_s = self.clock()
                 text = prompt if isinstance(prompt, str) else None
                 ids = await self._prompt_ids(prompt, fields)
-                one = self._finish(ids, fields, DEFAULT_COMPLETION_TOKENS, num_prompts=len(prompts))
+                one = self._finish(
+                    ids,
+                    fields,
+                    DEFAULT_COMPLETION_TOKENS,
+                    num_prompts=len(prompts),
+                    operation=fields.operation,
+                    started_s=started_s,
+                    prompt_text=text,
+                )
                 one = with_beams(one, fields, most_beams=self._config.max_choices)
-                one = self._traced(fields.operation, one, fields, started_s)
-                prepared.append(replace(one, prompt_text=text))
+                prepared.append(self._traced(one, fields))
         check_prompt_scoring_size(prepared, self._config.max_answer_values)
         return prepared
 
@@ -201,7 +215,17 @@ class Frontend:
             self._preparing -= 1
 
     def _finish(
-        self, ids: Sequence[int], fields: ClientRequest, default_max_tokens: int | None, *, num_prompts: int = 1
+        self,
+        ids: Sequence[int],
+        fields: ClientRequest,
+        default_max_tokens: int | None,
+        *,
+        operation: str,
+        started_s: float,
+        num_prompts: int = 1,
+        calling: ToolCallReading | None = None,
+        reasoning: Reasoning | None = None,
+        prompt_text: str | None = None,
     ) -> PreparedRequest:
         if not ids:
             raise InvalidRequest("prompt: empty", param="prompt")
@@ -231,6 +255,8 @@ class Frontend:
             sampling=sampling,
             hash_root=self.hash_root(self._salt(fields)),
             tenant=fields.tenant,
+            operation=operation,
+            arrived_s=started_s,
             num_choices=fields.num_choices,
             # Text that may end the answer is read as it comes.
             reads_along=fields.reads_along or bool(fields.stop),
@@ -248,6 +274,9 @@ class Frontend:
             include_stop=fields.include_stop,
             skip_special_tokens=fields.skip_special_tokens,
             has=seen.choices if seen else (),
+            calling=calling,
+            reasoning=reasoning,
+            prompt_text=prompt_text,
         )
 
     def _max_tokens(self, fields: ClientRequest, asked: int, num_prompts: int, *, stated: bool) -> int:
@@ -272,14 +301,14 @@ class Frontend:
             return fields.seed
         return self._mint_seed() if fields.last_seen is None else fields.last_seen.head.seed
 
-    def _traced(self, operation: str, one: PreparedRequest, fields: ClientRequest, started_s: float) -> PreparedRequest:
-        """With its arrival, and its span begun if it is sampled; names after OpenTelemetry's GenAI conventions."""
-        one = replace(one, request=replace(one.request, arrived_s=started_s, operation=operation))
+    def _traced(self, one: PreparedRequest, fields: ClientRequest) -> PreparedRequest:
+        """With its span begun if it is sampled; names after OpenTelemetry's GenAI conventions."""
+        request = one.request
+        operation, started_s = request.operation, request.arrived_s or self.clock()
         name = f"{operation} {self.model.name}"
         span = self._tracer.request(name, fields.trace, started_s, by_operator=fields.by_operator)
         if span is None:
             return one
-        request = one.request
         span.attributes.update(
             {
                 "gen_ai.operation.name": operation,

@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 class PromptScoringRunner(Protocol):
     """What the probe needs of dispatch."""
 
-    async def run(self, request: RoutedRequest, reader: DeltaSink) -> None: ...
+    async def run(self, request: RoutedRequest, sink: DeltaSink) -> None: ...
 
 
 class ProbeSchedule:

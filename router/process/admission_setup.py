@@ -67,7 +67,7 @@ def make_gate(
     limiter: RateLimiter,
     metrics: RouterMetrics,
 ) -> AdmissionQueue:
-    """The gate of one router; `admission`: that of `dispatcher`, whose places bound what runs.
+    """The queue before `dispatcher`, which has it from now on; `admission`: its own, whose places bound what runs.
 
     What it and `dispatcher` know is shown in `metrics` from now on.
     """
@@ -86,4 +86,5 @@ def make_gate(
     continuations = Continuations(
         most=config.router.max_inflight_requests, remembered_s=config.router.request_timeout_s, clock=clock
     )
-    return AdmissionQueue(dispatcher, fair, registry, continuations)
+    dispatcher.queue = AdmissionQueue(fair, registry, continuations)
+    return dispatcher.queue

@@ -4,7 +4,6 @@ import asyncio
 import time
 from enum import Enum
 
-from router.dispatch.admission_queue import AdmissionQueue
 from router.dispatch.dispatcher import Dispatcher
 from router.grpc.server import GrpcServer
 from router.http.server.http_server import HttpServer
@@ -29,7 +28,7 @@ class PortTakeover(Enum):
 
 
 async def drain(
-    dispatcher: Dispatcher | AdmissionQueue,
+    dispatcher: Dispatcher,
     http: HttpServer,
     rpc: GrpcServer,
     *,

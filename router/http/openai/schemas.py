@@ -125,6 +125,8 @@ class GenerationBody(StrictBody):
         echo: bool = False,
         add_special_tokens: bool = True,
         add_generation_prompt: bool = True,
+        tools: ToolUse | None = None,
+        template: TemplateOptions | None = None,
     ) -> ClientRequest:
         """What the frontend validates."""
         ask = self.selection()
@@ -163,6 +165,8 @@ class GenerationBody(StrictBody):
             reads=reads,
             beams=self._beams(),
             truncate_prompt_tokens=self.truncate_prompt_tokens,
+            tools=tools,
+            template=template or TemplateOptions(),
         )
 
     def _beams(self) -> BeamSearchParams | None:
@@ -243,13 +247,14 @@ class ChatBody(GenerationBody):
         if len(limits) > 1:
             raise InvalidRequest("max_tokens and max_completion_tokens differ", param="max_completion_tokens")
         num_logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        fields = self.fields(
+        return self.fields(
             tenant=tenant,
             num_logprobs=num_logprobs,
             max_tokens=next(iter(limits), None),
             add_generation_prompt=self.add_generation_prompt is not False and not self.continue_final_message,
+            tools=self._use(),
+            template=self._template_options(),
         )
-        return replace(fields, tools=self._use(), template=self._template_options())
 
     def _use(self) -> ToolUse | None:
         if not self.functions:

@@ -10,6 +10,7 @@ from router.admission.continuations import Continuations
 from router.admission.fair_admission import FairAdmission
 from router.admission.types import AdmissionPolicy
 from router.dispatch.admission_queue import AdmissionQueue
+from router.dispatch.dispatcher import Dispatcher
 from router.tenants.rate_limits import RateLimiter
 from router.types.requests import RoutedRequest
 from tandem.config.admission import LimitsConfig
@@ -20,7 +21,7 @@ from tests.support.router.cluster import Cluster, cluster, routed
 @asynccontextmanager
 async def gated(
     *workers: FakeWorker, running: int = 1, passing: int = 100, limits: LimitsConfig | None = None, **bounds: float
-) -> AsyncIterator[tuple[AdmissionQueue, Cluster]]:
+) -> AsyncIterator[tuple[Dispatcher, Cluster]]:
     async with cluster(*workers) as core:
         admission = FairAdmission(
             view=core.registry.view,
@@ -31,7 +32,8 @@ async def gated(
             is_due=lambda: core.registry.worker_due_s() > 0.0,
         )
         continuations = Continuations(most=passing, remembered_s=600.0, clock=time.monotonic)
-        yield AdmissionQueue(core.dispatcher, admission, core.registry, continuations), core
+        core.dispatcher.queue = AdmissionQueue(admission, core.registry, continuations)
+        yield core.dispatcher, core
 
 
 def of(tenant: str, number: int) -> RoutedRequest:

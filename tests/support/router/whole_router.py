@@ -318,7 +318,7 @@ class WholeRouter:
     async def _ask(self) -> bool:
         listener, request = Listener(), self.request()
         try:
-            await self.gate.run(request, listener)
+            await self.dispatcher.run(request, listener)
         except ServingError:
             return False
         return listener.num_tokens == 2 * request.num_choices
