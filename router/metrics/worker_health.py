@@ -6,8 +6,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from router.dispatch.choices.hedging import Hedging
-from router.workers.circuit_breaker import BreakerState
 from router.workers.health import WorkerHealth
+from tandem.circuit_breaker import BreakerState
 
 
 class HealthMetrics(Collector):

@@ -1,14 +1,14 @@
 """What dispatch learns of workers from requests, and of requests from workers: breakers and suspects. Pure."""
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import NoReturn
 
 from router.types.requests import RoutedRequest
 from router.types.stream_ids import request_digest
 from router.types.worker_view import WorkerKey
-from router.workers.circuit_breaker import WorkerBreakers
 from router.workers.poison_request import PoisonRequestTracker
+from tandem.circuit_breaker import BreakerPolicy, BreakerState, CircuitBreaker
 from tandem.errors import Unavailable
 from tandem.values.ids import RequestId
 
@@ -17,6 +17,49 @@ PAUSE_S = 60.0
 _RETURN_S = 2.0
 """In which a worker that only lost its session is back: the first try comes after 0.1 s
 (`router.fleet.connections`)."""
+
+
+class WorkerBreakers:
+    """The breakers of all workers that ever failed; the others' are closed.
+
+    A full worker has not failed. A restarted worker is another one, with a breaker of its own.
+    """
+
+    def __init__(self, policy: BreakerPolicy | None = None) -> None:
+        self._policy = policy or BreakerPolicy()
+        self._breakers: dict[WorkerKey, CircuitBreaker] = {}
+
+    def closed_to(self, now_s: float) -> set[WorkerKey]:
+        """Workers that get no request now."""
+        return {key for key, breaker in self._breakers.items() if not breaker.allows(now_s)}
+
+    def began(self, key: WorkerKey, now_s: float) -> None:
+        """A request was sent there."""
+        if (breaker := self._breakers.get(key)) is not None:
+            breaker.began(now_s)
+
+    def succeeded(self, key: WorkerKey, now_s: float) -> None:
+        """A token came from there."""
+        if (breaker := self._breakers.get(key)) is not None:
+            breaker.succeeded(now_s)
+
+    def failed(self, key: WorkerKey, now_s: float) -> None:
+        """It failed on a request."""
+        self._breakers.setdefault(key, CircuitBreaker(self._policy)).failed(now_s)
+
+    def released(self, key: WorkerKey) -> None:
+        """A request was taken back from there."""
+        if (breaker := self._breakers.get(key)) is not None:
+            breaker.released()
+
+    def keep(self, live: Collection[WorkerKey]) -> None:
+        """Forget workers that are gone."""
+        for key in self._breakers.keys() - set(live):
+            del self._breakers[key]
+
+    def states(self, now_s: float) -> Mapping[WorkerKey, BreakerState]:
+        """Of workers that ever failed."""
+        return {key: breaker.state(now_s) for key, breaker in self._breakers.items()}
 
 
 class WorkerHealth:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from tandem.circuit_breaker import CircuitBreaker
 from tandem.cluster_state.entries import ClusterStateCodec, Notice, Process
+from tandem.rpc.redis_link import REDIS_BREAKER
 from tandem.values.worker_identity import WorkerIdentity
 from worker.cluster_state.publisher import BoardPublisher
 from worker.session_port import EventSink
@@ -41,7 +42,7 @@ def make_publisher(config: "RedisConfig", secret: bytes, identity: WorkerIdentit
         Notice(process=process, role=identity.role, address=identity.address),
         settings,
         ClusterStateCodec(secret, settings.cluster),
-        breaker=CircuitBreaker(SystemRandom()),
+        breaker=CircuitBreaker(REDIS_BREAKER, SystemRandom()),
         clock=time.monotonic,
         wall_clock=time.time,
     )

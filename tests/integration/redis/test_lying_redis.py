@@ -54,7 +54,7 @@ async def following(liar: Liar) -> AsyncIterator[RedisLink]:
     """A follower that has read a worker's state already."""
     server = await asyncio.start_server(liar.serve, "127.0.0.1", 0)
     settings = RedisSettings(host="127.0.0.1", port=server.sockets[0].getsockname()[1], timeout_s=5.0)
-    link = RedisLink(settings, CircuitBreaker(Random(1), QUICK), use="follow", clock=time.monotonic)
+    link = RedisLink(settings, CircuitBreaker(QUICK, Random(1)), use="follow", clock=time.monotonic)
     view, key = LogPositions(), WorkerKey(WorkerId("d0"), Incarnation(1))
     view.follow(key)
     list(view.load(key, CacheState(next_sequence=1, names=b""), 0.0))

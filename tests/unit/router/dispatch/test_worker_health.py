@@ -12,7 +12,7 @@ from router.dispatch.choices.choice_run import ChoiceRun
 from router.dispatch.choices.context import DispatchSettings, HedgingSettings
 from router.metrics.worker_health import HealthMetrics
 from router.types.requests import ResumePoint
-from router.workers.circuit_breaker import BreakerState
+from tandem.circuit_breaker import BreakerState
 from tandem.errors import Unavailable
 from tandem.values.ids import Incarnation
 from tandem.values.roles import WorkerRole
