@@ -23,11 +23,10 @@ from router.api.slow_client import WRITE_TIMEOUT_S
 from router.cluster_state.redis_tasks import RouterClusterState
 from router.dispatch.choices.context import DispatchSettings
 from router.dispatch.dispatcher import Dispatcher
-from router.fleet.canary import CANARY_SALT, Canary
 from router.fleet.configured_workers import ConfiguredPoolSizes, ConfiguredWorkers, configured_addresses
 from router.fleet.connections import WorkerFleet
+from router.fleet.probes import CANARY_SALT, QUALITY_SALT, Canary, QualityProbe
 from router.fleet.profiles import Profiles
-from router.fleet.quality_probe import QUALITY_SALT, QualityProbe
 from router.fleet.reachable_workers import ReachableWorkers
 from router.fleet.readiness import ReadinessCheck
 from router.fleet.worker_session import SessionSettings

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from router.fleet.canary import Canary, CanarySchedule, CanarySettings
+from router.fleet.probes import Canary, CanarySchedule, CanarySettings
 from router.fleet.readiness import ReadinessCheck
 from router.metrics.router_metrics import RouterMetrics
 from router.types.requests import ChoiceDelta, RoutedRequest
