@@ -136,7 +136,7 @@ class AdmissionQueue:
 
     @contextlib.contextmanager
     def admitted(self, requests: Sequence[RoutedRequest]) -> Iterator[None]:
-        """See `router.types.requests.Generator`."""
+        """Enter the queue with all requests of one call; see `router.types.requests.Generator`."""
         visits = self._enter(requests)
         self._entered.update((visit.request_id, visit) for visit in visits)
         try:

@@ -48,7 +48,7 @@ class Dispatcher:
         self.placer = placer
         self._room = room = WaitingChoices()
         self._registry = registry = placer.registry
-        registry.on_load = room.look
+        registry.on_load = room.on_load
         registry.watch(self._workers_changed)
         self._context = DispatchContext(
             placer=placer,
@@ -93,7 +93,7 @@ class Dispatcher:
                     await self._ended.wait()
 
     def admitted(self, requests: Sequence[RoutedRequest]) -> contextlib.AbstractContextManager[None]:
-        """See `router.types.requests.Generator`."""
+        """Enter the queue with all requests of one call; see `router.types.requests.Generator`."""
         return contextlib.nullcontext() if self.queue is None else self.queue.admitted(requests)
 
     async def generate(self, request: RoutedRequest) -> AsyncGenerator[ChoiceDelta, None]:

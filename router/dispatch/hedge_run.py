@@ -42,7 +42,7 @@ class HedgeRun:
             self._started_s[index] = now_s
             if delay_s is not None:
                 due = HedgeDue(choice_index=index)
-                self._timers.append(loop.call_later(delay_s, mailbox.put, due))
+                self._timers.append(loop.call_later(delay_s, mailbox.post, due))
 
     def due(self, index: int, new: NewRun) -> None:
         """A first token is late: begin a second attempt if the budget allows and another worker is there."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from router.dispatch.choices.context import DispatchContext
-from router.placement.scoring_worker import choose_scoring_worker
+from router.placement.place import choose_scoring_worker
 from router.types.prompt_scoring import PromptScoringRequest, ScoredPrompt, ScoredPromptBuilder
 from router.types.requests import ChoiceDelta, ChoiceFinish, DeltaSink, RoutedRequest
 from router.types.session_events import (

@@ -105,7 +105,7 @@ class RequestRun:
         await self._mailbox.arrival()
         if self._sink_is_full:
             await self._sink_ready()
-        deltas = self._handle(self._mailbox.take())
+        deltas = self._handle(self._mailbox.next_mail())
         self._watch_for_workers()
         self._queue_for_room()
         for delta in deltas:
@@ -136,7 +136,7 @@ class RequestRun:
             if self._hedges is not None:
                 self._hedges.drop(index)
             choice.abandon()
-            self._mailbox.put(StopChoice(choice_index=index))
+            self._mailbox.post(StopChoice(choice_index=index))
 
     @property
     def resumptions(self) -> int:
@@ -152,7 +152,7 @@ class RequestRun:
                 choice.abandon()
             else:
                 choice.let_go()
-        self._mailbox.put(Superseded())
+        self._mailbox.post(Superseded())
 
     def close(self) -> None:
         """Cancel whatever still runs on any worker, and forget the request."""
@@ -218,7 +218,7 @@ class RequestRun:
                 wake = RoomAvailable(choice_index=index)
                 # A choice that is refused again keeps its place in the queue.
                 place = self._queued.setdefault(index, self._context.room.new_place(self._request.priority))
-                self._context.room.enter(place, choice.num_tokens, partial(self._mailbox.put, wake))
+                self._context.room.enter(place, choice.num_tokens, partial(self._mailbox.post, wake))
                 self._patience[index] = self._mail_later(choice.wait_for_room_s(), wake)
 
     def _leave_queue(self, index: int) -> None:
@@ -268,7 +268,7 @@ class RequestRun:
         if sink is not None and type(event) is TokensArrived and self._hedges is None:
             self._hand_over(sink, self._choices[choice_index], attempt, event)
             return
-        self._mailbox.put(FromWorker(choice_index=choice_index, attempt=attempt, event=event, is_twin=is_twin))
+        self._mailbox.post(FromWorker(choice_index=choice_index, attempt=attempt, event=event, is_twin=is_twin))
         if self._mailbox.overflowed:
             self._abandon_all()
 
@@ -286,7 +286,7 @@ class RequestRun:
             # A sink that is full has something to do before it is given more.
             if not (self._sink_is_full or choice.done or choice.failure or choice.waiting):
                 return
-        self._mailbox.put(Recheck())
+        self._mailbox.post(Recheck())
 
     def _abandon_all(self) -> None:
         if self._hedges is not None:
@@ -295,10 +295,10 @@ class RequestRun:
             choice.abandon()
 
     def _workers_changed(self) -> None:
-        self._mailbox.put(WorkersChanged())
+        self._mailbox.post(WorkersChanged())
 
     def _mail_later(self, delay_s: float, mail: Mail) -> asyncio.TimerHandle:
-        return asyncio.get_running_loop().call_later(delay_s, self._mailbox.put, mail)
+        return asyncio.get_running_loop().call_later(delay_s, self._mailbox.post, mail)
 
 
 def _uncounted(_delta: ChoiceDelta) -> None:

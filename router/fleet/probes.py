@@ -271,8 +271,7 @@ class _ScoresSink:
         self.reading = delta.reading or self.reading
         return False
 
-    async def ready(self) -> None:
-        """See Reader."""
+    async def ready(self) -> None: ...
 
 
 def loss_of(reading: ScoredPrompt) -> float:

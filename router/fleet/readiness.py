@@ -28,7 +28,7 @@ class ReadinessCheck:
         self._answering = answering
         self._metrics = metrics
         self._draining = False
-        metrics.on_render(self._show)
+        metrics.on_render(self._update_metrics)
 
     def drain(self) -> None:
         """Load balancers are to look elsewhere from now on."""
@@ -46,7 +46,7 @@ class ReadinessCheck:
             return "no decode worker takes requests"
         return None if any(map(self._answering, decoders)) else "no decode worker gives tokens"
 
-    def _show(self) -> None:
+    def _update_metrics(self) -> None:
         workers = self._registry.status().workers
         for role in WorkerRole:
             self._metrics.workers(role.value, "live", sum(w.info.role is role for w in workers))

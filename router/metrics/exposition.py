@@ -18,7 +18,7 @@ def render_exposition(registry: Collector) -> bytes:
     """Everything that the registry collects: counters, gauges and histograms."""
     lines: list[str] = []
     for metric in registry.collect():
-        _tell(metric, lines)
+        _write_family(metric, lines)
     return "".join(lines).encode()
 
 
@@ -40,7 +40,7 @@ def only_tenant(text: bytes, label: str) -> bytes:
     return "".join([f"{line}\n" for line in kept]).encode()
 
 
-def _tell(metric: Metric, lines: list[str]) -> None:
+def _write_family(metric: Metric, lines: list[str]) -> None:
     name = f"{metric.name}_total" if metric.type == "counter" else metric.name
     text = metric.documentation.replace("\\", r"\\").replace("\n", r"\n")
     lines.append(f"# HELP {name} {text}\n# TYPE {name} {metric.type}\n")

@@ -14,7 +14,7 @@ class HealthMetrics(Collector):
     """Read from the books at each scrape."""
 
     def __init__(self, health: WorkerHealth, hedging: Hedging | None, clock: Callable[[], float]) -> None:
-        """`hedging`: None: off."""
+        """`hedging`: what is known of second attempts; None where there are none."""
         self._health = health
         self._hedging = hedging
         self._clock = clock

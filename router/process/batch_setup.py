@@ -24,7 +24,7 @@ class IdleCapacity(Protocol):
     """What of admission matters here."""
 
     def has_idle_room(self) -> bool:
-        """See `router.admission.fair_admission.FairAdmission`."""
+        """Whether a batch may begin a request; see `router.admission.fair_admission.FairAdmission`."""
         ...
 
 

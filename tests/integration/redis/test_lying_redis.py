@@ -103,7 +103,7 @@ async def following(liar: Liar) -> AsyncIterator[RedisLink]:
 async def test_the_follower_takes_nonsense_for_no_answer(said: bytes) -> None:
     liar = Liar(said)
     async with following(liar) as link:
-        await until(lambda: link.health.failures > QUICK.max_failures, "it waits and tries again")
+        await until(lambda: link.health.failures > QUICK.most_in_a_row, "it waits and tries again")
         assert not link.health.is_up
         liar.said = NOTHING
         await until(lambda: link.health.is_up, "Redis is back")

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from router.admission.counts import Rejection
 from router.admission.types import AdmissionEntry
 from router.metrics.admission import AdmissionMetrics
-from router.metrics.tenant_labels import MAX_TENANTS, TenantLabels
+from router.metrics.tenants import MAX_TENANTS, TenantLabels
 from router.types.requests import MAX_PRIORITY
 from tandem.config.admission import LimitsConfig, TenantLimits
 from tandem.errors import Overloaded, RequestTooLarge, Unavailable
