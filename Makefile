@@ -97,8 +97,8 @@ flaky: setup ## The tests of a folder twenty times beside two busy loops: make f
 check: lint test ## What CI runs
 
 .PHONY: nightly
-nightly: setup browser promtool ## The full counts of the long proofs
-	$(BIN)/pytest -q -m "slow and not gpu" --timeout 3600 $(ARGS)
+nightly: setup browser promtool ## The full counts of the long proofs, in parts, with logs: make nightly ARGS="router kv"
+	@$(BIN)/python -m tests.suite.nightly $(ARGS)
 
 .PHONY: bench
 bench: setup ## Every done-when figure of the spine, as tables and JSON

@@ -42,6 +42,10 @@ def parser() -> argparse.ArgumentParser:
     router_options.add_options(router)
     telemetry = subjects.add_parser("telemetry", help="what traces, scrapes and logs cost a cluster; 4 minutes")
     telemetry_options.add_options(telemetry)
+    recovery = subjects.add_parser("recovery", help="pauses of a stream when processes are killed; 3 minutes")
+    recovery.add_argument("--rounds", type=int, default=3, metavar="N", help="of each case; 3")
+    recovery.add_argument("--standby", type=int, metavar="N", help="`standby_workers`; its default otherwise")
+    recovery.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file as well")
     return made
 
 
@@ -122,6 +126,12 @@ async def _telemetry(options: argparse.Namespace, rows: list[Row], err: Console)
     await measure(options, rows, out=_out(), err=err)
 
 
+async def _recovery(options: argparse.Namespace, rows: list[Row], err: Console) -> None:
+    from tandem_bench.recovery import measure
+
+    await measure(options, rows, out=_out(), err=err)
+
+
 def _out() -> Console:
     out = Console(highlight=False)
     return out if out.is_terminal else Console(highlight=False, width=WIDTH)
@@ -140,6 +150,7 @@ _SUBJECTS: Mapping[str, Callable[[argparse.Namespace, list[Row], Console], Corou
     "transfer": _transfer,
     "router": _router,
     "telemetry": _telemetry,
+    "recovery": _recovery,
 }
 _SUBJECT_EXTRAS: Mapping[str, str] = {"spine": "transformers", "telemetry": "opentelemetry.proto"}
 """What a subject cannot be measured without, of what only the extra `bench` installs."""

@@ -65,7 +65,13 @@ class Setup:
         if self.num_threads is not None:
             engine["num_threads"] = self.num_threads
         model = {"dtype": self.dtype, **self.model}
-        content: dict[str, Any] = {**self.more, "model": model, "engine": engine | dict(self.engine), "router": router}
+        content: dict[str, Any] = {
+            "standby_workers": 0,
+            **self.more,
+            "model": model,
+            "engine": engine | dict(self.engine),
+            "router": router,
+        }
         if self.is_colocated:
             return content | {"prefill": {"replicas": 0}}
         if self.mode != MEMORY:

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.suite import rotation
+
 _TESTS = Path(__file__).parent
 _ONE_PROCESS = ("memory_budget", "storms", "determinism")
 _SHARED = (
@@ -42,7 +44,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Before any is chosen by its marks: whatever starts a cluster is alone, and of the rest what says so."""
+    """Mark, before any is chosen by its marks: what starts a cluster as alone, what has another turn today as slow."""
+    rotation.leave_to_nightly(items)
     for item in items:
         if not _is_shared(item.path):
             item.add_marker(pytest.mark.alone)

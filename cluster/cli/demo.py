@@ -41,7 +41,8 @@ async def demo(config: ClusterConfig, *, out: Console, err: Console) -> int:
 
     pools = f"{config.prefill.replicas} to read the prompt, {config.decode.replicas} to write the answer"
     err.print(Text(f"First a cluster of processes here ({pools}, a router), then a question, twice."), soft_wrap=True)
-    return await run_with(resolve_model(config), body, console=err, show_logs=False)
+    without_standby = config.model_copy(update={"standby_workers": 0})  # it is over before one could be of use
+    return await run_with(resolve_model(without_standby), body, console=err, show_logs=False)
 
 
 def _no_way_in(router: RouterConfig) -> str | None:

@@ -14,10 +14,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
+from tandem.errors import InvariantError
 from tandem.process.lifetime import LOADING
 from tandem.process.load_progress import LoadReport
 
@@ -62,7 +63,15 @@ class Child:
     The kernel ties the child to the *thread* that started it: use the thread that lives longest.
     """
 
-    def __init__(self, argv: Callable[[int], Sequence[str]], env: Mapping[str, str], callbacks: Callbacks) -> None:
+    def __init__(
+        self,
+        argv: Callable[[int], Sequence[str]],
+        env: Mapping[str, str],
+        callbacks: Callbacks,
+        *,
+        takes_stdin: bool = False,
+    ) -> None:
+        """`argv` gets the descriptor for the ready line. `takes_stdin`: it reads what `write_stdin` writes."""
         self._callbacks = callbacks
         self._loop = asyncio.get_running_loop()
         self._ready = bytearray()
@@ -74,7 +83,7 @@ class Child:
             command = [sys.executable, "-I", "-S", "-c", _SHIM, str(os.getpid()), *argv(ready_child)]
             self._process = subprocess.Popen(  # noqa: S603  # our own modules, no shell
                 command,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE if takes_stdin else subprocess.DEVNULL,
                 stdout=log_child,
                 stderr=log_child,
                 env=dict(env),
@@ -100,6 +109,27 @@ class Child:
     def send(self, signum: signal.Signals) -> None:
         """Signal it; does nothing once it has ended."""
         self._process.send_signal(signum)
+
+    def write_stdin(self, data: bytes) -> bool:
+        """Write a few bytes to its stdin and close that; False when it has ended."""
+        if self._process.stdin is None:
+            raise InvariantError("this child has no stdin")
+        try:
+            with self._process.stdin as stdin:
+                stdin.write(data)
+        except OSError:
+            return False
+        return True
+
+    def discard(self) -> None:
+        """Kill it and forget it: no callback is called any more."""
+        self._process.kill()
+        self._process.wait()
+        if self._process.stdin is not None:
+            with suppress(OSError):
+                self._process.stdin.close()
+        for fd in tuple(self._open_fds):
+            self._close(fd)
 
     def _read_ready(self) -> None:
         data = _read(self._ready_fd)
@@ -164,6 +194,9 @@ class Child:
 
     def _exited(self) -> None:
         status = self._process.wait()
+        if self._process.stdin is not None:
+            with suppress(OSError):
+                self._process.stdin.close()
         if self._ready_fd in self._open_fds and not self._is_announced:
             self._read_ready()
         while self._log_fd in self._open_fds and self._read_log():

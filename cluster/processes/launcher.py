@@ -19,6 +19,7 @@ from cluster.processes.effective_config import (
     child_environment,
     make_effective,
     module_command,
+    place_arguments,
     plan_processes,
     plan_router,
     plan_worker,
@@ -26,6 +27,7 @@ from cluster.processes.effective_config import (
     with_router_ports,
     written,
 )
+from cluster.processes.standby import StandbyWorkers
 from cluster.processes.worker_gpus import WorkerGpus
 from cluster.supervisor.supervisor import ProcessPlan, Role
 from tandem.config.cluster import ClusterConfig
@@ -33,6 +35,7 @@ from tandem.errors import ConfigError
 from tandem.process.gpu_host import GpuHost, NvidiaHost
 from tandem.process.runtime_folder import enter_privately
 from tandem.rpc.hosts import join
+from tandem.values.roles import WorkerRole
 
 Command = Callable[[ProcessPlan, Path, int], Sequence[str]]
 """The command line of a process: its plan, the configuration's path, the descriptor for its ready line."""
@@ -107,6 +110,7 @@ class LocalLauncher:
         self._command = command
         self._routers_only = routers_only
         self._gpus = WorkerGpus(gpus or NvidiaHost(os.environ))
+        self._standby: StandbyWorkers | None = None
         self._files = ExitStack()
         self._config = ClusterConfig()
         self.config_path = Path()
@@ -123,6 +127,8 @@ class LocalLauncher:
         self._config = config
         if not self._routers_only:
             self._gpus.plan(config, plan_processes(config))
+            if config.standby_workers and self._command is module_command:
+                self._standby = StandbyWorkers(config.standby_workers, lambda: child_environment(os.environ))
 
     def configure(self, config: ClusterConfig) -> None:
         """Replace that file at once: nobody reads half of it. Raises OSError."""
@@ -147,19 +153,24 @@ class LocalLauncher:
         """Raises OSError when the machine is out of processes, descriptors or memory."""
         if not self.config_path.exists():  # temporary folders are tidied of what nobody has read for days
             self.configure(self._config)
-        environment = child_environment(os.environ)
         place = self._gpus.arguments(self._config, plan)
 
         def ended(status: int) -> None:
             self._gpus.leave(plan.name)
             callbacks.on_exit(status)
 
-        return Child(
-            lambda ready_fd: [*self._command(plan, self.config_path, ready_fd), *place],
-            environment,
-            replace(callbacks, on_exit=ended),
-        )
+        ours = replace(callbacks, on_exit=ended)
+        if self._standby is not None:
+            ours = self._standby.observed(plan.name, ours)
+            if plan.role is not Role.ROUTER:
+                arguments = [*place_arguments(plan, self.config_path), *place]
+                if (child := self._standby.start(WorkerRole(plan.role.value), arguments, ours)) is not None:
+                    return child
+        environment = child_environment(os.environ)
+        return Child(lambda ready_fd: [*self._command(plan, self.config_path, ready_fd), *place], environment, ours)
 
     def close(self) -> None:
-        """Remove what was written."""
+        """End the standby workers, and remove what was written."""
+        if self._standby is not None:
+            self._standby.close()
         self._files.close()

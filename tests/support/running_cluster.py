@@ -186,6 +186,7 @@ _SETTINGS = {
     "router.port": 0,
     "router.grpc_port": 0,
     "engine.num_threads": 1,
+    "standby_workers": 0,  # each would import PyTorch while a test runs
     # Tests of hand-offs need hand-offs: here computing is so cheap that routers would often rather have none.
     "router.max_local_prefill_tokens": 64,
 }

@@ -124,6 +124,7 @@ async def test_greedy_streams_say_what_transformers_says(cluster, oracle):
     await cluster.until_idle()
 
 
+@pytest.mark.turn(1)
 async def test_everything_drawn_or_stopped_is_the_same_alone_and_in_a_crowd(cluster, asked, alone, long):
     for salt in ("first", "again"):
         streams = asyncio.gather(*(cluster.tokens(prompt, LONG, cache_salt=salt) for prompt in long[0]))

@@ -61,6 +61,7 @@ async def one_of_many(cluster, seed):
 
 
 @pytest.mark.parametrize("count", [200, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.turn(0)
 async def test_nothing_is_left_of_random_requests_a_third_of_them_aborted(cluster, oracle, count):
     limit = asyncio.Semaphore(CONCURRENT)
 

@@ -60,6 +60,7 @@ async def stop_at_the_first_token(cluster, prompts, salt, signum):
     return streams
 
 
+@pytest.mark.turn(2)
 async def test_a_prefill_worker_that_is_killed_in_the_middle_of_prefills(cluster, oracle, long_prompts):
     prompts, expected = long_prompts
     before, pid, salt = await retries(cluster, "transfer_failed"), cluster.pid("prefill-0"), "killed"
@@ -107,6 +108,7 @@ async def test_a_prefill_worker_told_to_stop_takes_nothing_new_and_ends_when_all
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.in_turns
 async def test_a_decode_worker_that_goes_in_the_middle_of_streams(cluster, oracle, long_answers, signum):
     prompts, expected = long_answers
     before, salt = await retries(cluster, "worker_lost"), f"decode {signum.name}"

@@ -129,6 +129,7 @@ class OwnClient:
                     self.has_some.set()
 
 
+@pytest.mark.turn(1)
 async def test_another_router_takes_the_streams_over(cluster, oracle):
     asked = requests(oracle)
     undisturbed = [Reader(one) for one in asked]

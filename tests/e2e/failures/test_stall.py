@@ -5,6 +5,7 @@ import os
 import signal
 
 import psutil
+import pytest
 
 from engine.distributed.ranks.processes import RANK_MODULE
 from tests.e2e.answers.test_tensor_parallel import ended
@@ -15,6 +16,7 @@ MAX_TOKENS = 24
 STALL_S = 4.0
 
 
+@pytest.mark.turn(0)
 async def test_a_rank_that_is_stopped_ends_its_worker_and_no_stream(oracle):
     asked = [(prompt, oracle.tokens(prompt, MAX_TOKENS)) for prompt in prompts(oracle, 6, seed=5)]
     pools = {"prefill__replicas": 0, "decode__replicas": 2, "decode__tensor_parallel_size": 2}

@@ -17,6 +17,7 @@ from tests.support.running_cluster import running
     ],
     ids=["eleven", "two-hundred-kills", "freezes-and-drains"],
 )
+@pytest.mark.turn(2)
 async def test_no_stream_is_lost_or_differs(oracle, hatchery, blows: dict[Blow, int]) -> None:
     num_blows = sum(blows.values())
     async with running(command=hatchery.command, policy=PATIENT, **SHAPE) as cluster:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from prometheus_client import generate_latest
 
 from cluster.autoscaler.live import LiveOptions, LivePlanner
@@ -50,6 +51,7 @@ class Clients:
             self.num_answers += 1
 
 
+@pytest.mark.turn(1)
 async def test_a_worker_changes_pools_because_the_load_asks_for_it_and_no_request_fails(
     hatchery, tmp_path: Path
 ) -> None:

@@ -34,6 +34,7 @@ async def leave(cluster, name: str) -> None:
 
 
 @pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.slow)])
+@pytest.mark.turn(0)
 async def test_turn_two_finds_its_prefix_where_the_cache_went(oracle, hatchery, transport):
     sizes = {"prefill__replicas": 0, "decode__replicas": 2, "transfer__succession_s": 25.0}
     async with running(command=hatchery.command, **sizes, transfer__transport=transport, **SLOW) as cluster:

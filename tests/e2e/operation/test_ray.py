@@ -48,12 +48,14 @@ def answers(oracle):
     return prompts, oracle.batch(prompts, ANSWER)
 
 
+@pytest.mark.turn(1)
 async def test_a_node_dies_under_streams_and_none_is_lost(nodes, upped, cluster, answers):
     print(f"\n{await lose_a_node(nodes.kill_one, upped, cluster, answers)}")
     await says_the_same(cluster, answers, "again")
     await cluster.until_idle()
 
 
+@pytest.mark.turn(1)
 async def test_new_workers_join_upon_an_order(upped, cluster, answers):
     ordered_s = monotonic()
     await upped.order("scale", "decode=3")
@@ -62,6 +64,7 @@ async def test_new_workers_join_upon_an_order(upped, cluster, answers):
     await says_the_same(cluster, answers, "grown")
 
 
+@pytest.mark.turn(1)
 async def test_workers_change_pools_and_leave_and_no_request_fails(nodes, upped, cluster, answers):
     """Restarts take the same steps; `test_ray_bounds` has them."""
     before = await nodes.workers()

@@ -157,6 +157,7 @@ async def cluster(hatchery):
         yield made
 
 
+@pytest.mark.turn(2)
 async def test_one_of_each_is_replaced_under_load(cluster, oracle):
     before = pids(cluster)
     async with loaded(cluster, oracle, 9700) as load:

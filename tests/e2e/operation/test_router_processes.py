@@ -93,6 +93,7 @@ async def figure(cluster, name, **labels):
     return sum(float(line.split()[-1]) for line in lines if all(f'{k}="{v}"' in line for k, v in labels.items()))
 
 
+@pytest.mark.turn(0)
 async def test_the_figures_are_those_of_all(cluster, oracle):
     prompt = oracle.story(9500, 60)
     expected = oracle.tokens(prompt, 8)

@@ -95,6 +95,7 @@ async def lost(routers):
     return sum([await router.figure("tandem_dispatch_retries_total", reason="worker_lost") for router in routers])
 
 
+@pytest.mark.turn(0)
 async def test_one_cluster_of_two_versions(routers, answered, server):
     this, before = routers
     requests, expected = answered

@@ -26,6 +26,7 @@ def check(tally: Tally, count: int) -> None:
 
 
 @pytest.mark.parametrize("transport", COUNTED)
+@pytest.mark.in_turns
 def test_no_wrong_byte_is_committed_and_no_block_leaks(transport: str) -> None:
     count = share(transport, _CI)
     check(run(transport, count, seed=1), count)

@@ -104,6 +104,7 @@ REMOVALS = (
 
 
 @pytest.mark.parametrize("removal", REMOVALS, ids=lambda removal: f"{removal.take_away.__name__}-{removal.transport}")
+@pytest.mark.in_turns
 def test_the_layer_finds_what_a_safeguard_prevents(removal: Removal, monkeypatch: pytest.MonkeyPatch) -> None:
     removal.take_away(monkeypatch)
     tally = campaign(removal.transport, count=removal.within, seed=removal.seed, focus=removal.focus)

@@ -41,6 +41,7 @@ def compile_kernels(tmp_path, *arguments):
     return done.returncode, [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.turn(0)
 def test_representative_kernels_compile_for_hopper(tmp_path):
     status, rows = compile_kernels(tmp_path, "--representative")
     assert status == 0

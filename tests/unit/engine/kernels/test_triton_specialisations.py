@@ -22,6 +22,7 @@ def told():
     return json.loads(done.stdout)
 
 
+@pytest.mark.turn(2)
 def test_no_request_waits_for_the_compiler(told):
     """However many rows there are, where their arrays begin, and what they ask for."""
     assert len(told["launched"]) > 20

@@ -29,6 +29,7 @@ def show(capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.parametrize("world", DAILY, ids=str)
+@pytest.mark.in_turns
 def test_every_interleaving_is_safe_and_ends(world: World, show) -> None:
     explored = explore(world.scope, *world.meetings)
     show(explored)
@@ -67,6 +68,7 @@ def test_ci_sees_more_than_a_million_states_of_two_requests_with_two_faults() ->
     ],
     ids=["crashes", "spare-blocks", "hangs", "shared-faults", "two-crashes"],
 )
+@pytest.mark.in_turns
 def test_pairs_of_lives_are_the_whole_cluster(scope: Scope, meeting: Meeting) -> None:
     lives = Lives(Environment(scope)).explore()
     assert Pairs(lives, meeting).explore() == Whole(Environment(scope), meeting).explore()
@@ -119,6 +121,7 @@ def test_a_missing_guard_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) 
     assert broken.value.trace
 
 
+@pytest.mark.turn(0)
 def test_the_worlds_of_the_missing_guards_are_whole_with_them() -> None:
     for scope in {scope for _replacement, scope in REMOVALS.values()}:
         explore(scope)
@@ -147,6 +150,7 @@ def test_a_trace_is_the_shortest_and_in_words(monkeypatch: pytest.MonkeyPatch) -
 # Identity
 
 
+@pytest.mark.turn(2)
 def test_an_attempt_of_another_prompt_keeps_no_blocks_whatever_else_goes_wrong() -> None:
     faults = frozenset({"computes other tokens", "crash", "cut"})
     explore(Scope(steps=(1, 1), num_layers=1, max_faults=2, mistakes=True, only=faults))
@@ -157,6 +161,7 @@ def test_other_tokens_that_only_the_seal_tells_are_not_kept() -> None:
     explore(Scope(steps=(1, 1), num_layers=1, max_faults=1, mistakes=True, only=faults))
 
 
+@pytest.mark.turn(1)
 def test_only_the_offer_keeps_other_tokens_out_of_an_attempt_that_never_seals() -> None:
     """What no identity can tell: an engine that goes on with other tokens than those it has named."""
     faults = frozenset({"goes on with other tokens", "crash"})

@@ -84,6 +84,7 @@ class Soak:
 
 
 @pytest.mark.parametrize("num_requests", [2_000, pytest.param(100_000, marks=pytest.mark.slow)])
+@pytest.mark.turn(2)
 async def test_memory_does_not_grow_with_the_requests_that_were_served(num_requests: int) -> None:
     soak = Soak(1)
     meter = await soak.measured(num_requests)
@@ -149,6 +150,7 @@ class Door:
 
 
 @pytest.mark.parametrize("num_requests", [800, pytest.param(30_000, marks=pytest.mark.slow)])
+@pytest.mark.turn(1)
 async def test_nor_at_the_door(num_requests: int) -> None:
     soak = Soak(2)
     door = Door(soak)
@@ -178,6 +180,7 @@ def forgetting_nothing(*_: object, **__: object) -> None:
         (PrefixMap, "expire", "_lapses"),
     ],
 )
+@pytest.mark.in_turns
 async def test_whoever_forgets_nothing_is_found(
     owner: type, forgets: str, keeper: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

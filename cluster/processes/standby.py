@@ -1,0 +1,161 @@
+"""Standby workers: processes that have imported all that a worker needs and wait to be told which one they are.
+
+Importing PyTorch takes most of a worker's start, about two seconds of processor time; a worker that died is replaced
+without it while there is a standby. `python -m cluster.processes.standby --ready-fd N` is such a process: it reads its
+role and arguments from stdin as one JSON line, and then is that worker.
+"""
+
+import argparse
+import asyncio
+import importlib
+import json
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from cluster.processes.child import Callbacks, Child
+from tandem.values.roles import WorkerRole
+
+CALM_S = 1.0
+"""From the moment that no process is starting to the start of a standby: it must not slow those down."""
+MAX_FAILURES = 3
+"""Standbys that ended by themselves; after so many there are no more of them."""
+
+
+class StandbyWorkers:
+    """As many as were asked for, replaced as they are used. Needs a running event loop."""
+
+    def __init__(self, count: int, environment: Callable[[], Mapping[str, str]]) -> None:
+        self._count = count
+        self._environment = environment
+        self._waiting: deque[_Standby] = deque()
+        self._starting: set[str] = set()
+        self._failures = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_closed = False
+
+    @property
+    def pids(self) -> list[int]:
+        """Processes that wait now."""
+        return [standby.child.pid for standby in self._waiting]
+
+    def observed(self, name: str, callbacks: Callbacks) -> Callbacks:
+        """The callbacks of a process that starts now; standbys are started when no process is starting."""
+        self._starting.add(name)
+        self._cancel()
+
+        def on_ready(facts: Mapping[str, object]) -> None:
+            self._settled(name)
+            callbacks.on_ready(facts)
+
+        def on_exit(status: int) -> None:
+            self._settled(name)
+            callbacks.on_exit(status)
+
+        return replace(callbacks, on_ready=on_ready, on_exit=on_exit)
+
+    def start(self, role: WorkerRole, arguments: Sequence[str], callbacks: Callbacks) -> Child | None:
+        """Make a standby the worker with these arguments; None when there is none."""
+        while self._waiting:
+            standby = self._waiting.popleft()
+            if standby.become(role, arguments, callbacks):
+                return standby.child
+        return None
+
+    def close(self) -> None:
+        """Kill those that wait; there are no more after that."""
+        self._is_closed = True
+        self._cancel()
+        while self._waiting:
+            self._waiting.popleft().child.discard()
+
+    def _settled(self, name: str) -> None:
+        self._starting.discard(name)
+        if not self._starting and not self._is_closed:
+            self._cancel()
+            self._timer = asyncio.get_running_loop().call_later(CALM_S, self._refill)
+
+    def _refill(self) -> None:
+        self._timer = None
+        while len(self._waiting) < self._count and self._failures < MAX_FAILURES:
+            try:
+                self._waiting.append(_Standby(self._environment(), self._ended))
+            except OSError:  # out of processes or memory: a worker that dies starts as it would without us
+                self._failures += 1
+
+    def _ended(self, standby: "_Standby") -> None:
+        if standby in self._waiting:
+            self._waiting.remove(standby)
+            self._failures += 1
+            self._refill()
+
+    def _cancel(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+class _Standby:
+    """One process, which waits until `become`."""
+
+    def __init__(self, environment: Mapping[str, str], on_end: Callable[["_Standby"], None]) -> None:
+        """Raises OSError when it cannot be started."""
+        self._callbacks: Callbacks | None = None
+        self._on_end = on_end
+        self.child = Child(_command, environment, self._relay(), takes_stdin=True)
+
+    def become(self, role: WorkerRole, arguments: Sequence[str], callbacks: Callbacks) -> bool:
+        """Say which worker it is; False when it is no longer there."""
+        self._callbacks = callbacks
+        line = json.dumps({"role": role.value, "arguments": list(arguments)}) + "\n"
+        if not self.child.write_stdin(line.encode()):
+            self.child.discard()
+            return False
+        return True
+
+    def _relay(self) -> Callbacks:
+        """Callbacks of the worker that it becomes; what it says before that is nobody's."""
+
+        def to(name: str) -> Callable[..., None]:
+            def call(*values: object) -> None:
+                if self._callbacks is not None:
+                    getattr(self._callbacks, name)(*values)
+                elif name == "on_exit":
+                    self._on_end(self)
+
+            return call
+
+        return Callbacks(
+            on_loading=to("on_loading"),
+            on_ready=to("on_ready"),
+            on_beat=to("on_beat"),
+            on_news=to("on_news"),
+            on_log=to("on_log"),
+            on_exit=to("on_exit"),
+        )
+
+
+def _command(ready_fd: int) -> list[str]:
+    return [sys.executable, "-m", "cluster.processes.standby", "--ready-fd", str(ready_fd)]
+
+
+def main() -> None:
+    """Import, wait, become a worker. Ends at once when stdin closes without a word."""
+    from tandem.process.lifetime import end, worker_main
+
+    parser = argparse.ArgumentParser(prog="standby", description="a worker that does not know yet which one it is")
+    parser.add_argument("--ready-fd", required=True)
+    ready_fd: str = parser.parse_args().ready_fd
+    serves = {role: importlib.import_module(f"{role.value}_worker.__main__").serve for role in WorkerRole}
+    line = sys.stdin.readline()
+    if not line:
+        end(0)
+    order = json.loads(line)
+    role = WorkerRole(order["role"])
+    sys.argv = [f"{role.value}_worker", *order["arguments"], "--ready-fd", ready_fd]
+    end(worker_main(role, serves[role]))
+
+
+if __name__ == "__main__":
+    main()

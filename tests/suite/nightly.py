@@ -1,0 +1,140 @@
+"""`python -m tests.suite.nightly [PART …] [--logs FOLDER]`: the long proofs at full count, in parts.
+
+Each part ends within `LIMIT_S` or is red. Its log and its outcomes stay in `nightly/COMMIT/`, so that the parts of one
+commit may be run on different days; the table at the end says how every part of the commit stands.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tests.suite import rotation
+from tests.suite.run import ROOT
+
+LIMIT_S = 6_000
+_LONG = "slow and not gpu"
+_NO_TESTS = 5
+
+PARTS: dict[str, tuple[str, ...]] = {
+    "engine": ("tests/unit/engine", "tests/unit/worker", "tests/unit/prefill_worker", "tests/unit/decode_worker"),
+    "engine-whole": ("tests/integration/engine",),
+    "kv": ("tests/unit/kv_transfer", "tests/integration/handoff", "tests/proofs"),
+    "router": ("tests/unit/router", "tests/integration/redis", "tests/integration/test_sibling_limits.py"),
+    "cluster": (
+        *("tests/unit/cluster", "tests/unit/tandem", "tests/unit/tandem_bench", "tests/unit/monitoring"),
+        *("tests/unit/docs", "tests/unit/suite", "tests/unit/support", "tests/unit/training", "tests/chart"),
+        *("tests/browser", "tests/unit/test_house_rules.py"),
+    ),
+    "images": ("tests/images", "tests/integration/test_hub_download.py"),
+    "answers": ("tests/e2e/answers",),
+    "failures": ("tests/e2e/failures",),
+    "operation": ("tests/e2e/operation",),
+}
+"""Every test belongs to one part (`tests/unit/suite/test_nightly.py`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartResult:
+    """How one part of the nightly ended."""
+
+    part: str
+    exit_code: int | None  # None: not over within LIMIT_S
+    seconds: float
+    last_line: str
+
+    def is_green(self) -> bool:
+        return self.exit_code in (0, _NO_TESTS)
+
+    def render(self) -> str:
+        state = "green" if self.is_green() else "RED" if self.exit_code is not None else "RED (out of time)"
+        return f"{self.part:14} {state:18} {self.seconds / 60:6.1f} min  {self.last_line}"
+
+
+def run_part(part: str, folder: Path, limit_s: float = LIMIT_S, root: Path = ROOT) -> PartResult:
+    """Run one part with its log and outcomes in `folder`, and keep the result there."""
+    log = folder / f"{part}.log"
+    outcomes = folder / f"{part}.jsonl"
+    outcomes.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "pytest", "-q", "-m", _LONG, "--timeout", "3600", "-p", "tests.suite.outcomes"]
+    command += [f"--outcomes={outcomes}", *PARTS[part]]
+    began = time.monotonic()
+    exit_code: int | None
+    with log.open("w", encoding="utf-8") as stream:
+        try:
+            done = subprocess.run(
+                command,
+                cwd=root,
+                env={**os.environ, rotation.VARIABLE: "none"},
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                timeout=limit_s,
+                check=False,
+            )
+            exit_code = done.returncode
+        except subprocess.TimeoutExpired:
+            exit_code = None
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    result = PartResult(
+        part=part,
+        exit_code=exit_code,
+        seconds=round(time.monotonic() - began, 1),
+        last_line=lines[-1].strip("= ") if lines else "",
+    )
+    (folder / f"{part}.json").write_text(json.dumps(asdict(result)), encoding="utf-8")
+    return result
+
+
+def summary(folder: Path) -> tuple[list[str], bool]:
+    """A line for each part as it stands in `folder`, and whether every part is green."""
+    lines: list[str] = []
+    green = True
+    for part in PARTS:
+        path = folder / f"{part}.json"
+        if not path.exists():
+            lines.append(f"{part:14} not run")
+            green = False
+            continue
+        result = PartResult(**json.loads(path.read_text(encoding="utf-8")))
+        lines.append(result.render())
+        green = green and result.is_green()
+    return lines, green
+
+
+def commit_name(root: Path = ROOT) -> str:
+    """The commit that is checked out, with `-changed` behind it where the tree differs."""
+    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True, check=True)
+    status = ["git", "status", "--porcelain", "--untracked-files=no"]
+    changed = subprocess.run(status, cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+    return head.stdout.strip() + ("-changed" if changed else "")
+
+
+def main(args: Sequence[str]) -> int:
+    """Run the parts named, or all; 0 when all that ran are green."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all when none is named")
+    parser.add_argument("--logs", type=Path, default=ROOT / "nightly", help="where the folder of the commit is made")
+    options = parser.parse_args(args)
+    unknown = [part for part in options.parts if part not in PARTS]
+    if unknown:
+        parser.error(f"unknown part {unknown[0]!r}: there are {', '.join(PARTS)}")
+    folder = options.logs / commit_name()
+    folder.mkdir(parents=True, exist_ok=True)
+    red = 0
+    for part in options.parts or PARTS:
+        result = run_part(part, folder)
+        print(result.render(), flush=True)
+        red += not result.is_green()
+    lines, green = summary(folder)
+    print(f"The nightly of {folder.name}, logs in {folder}:", *lines, sep="\n  ")
+    print("Every part is green." if green else "Not every part is green.")
+    return 1 if red else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

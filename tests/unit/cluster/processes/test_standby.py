@@ -1,0 +1,158 @@
+"""Standby workers: used when a worker starts, replaced, and gone with their cluster."""
+
+import asyncio
+import os
+import signal
+import sys
+
+import pytest
+
+from cluster.processes import standby
+from cluster.processes.child import Callbacks
+from cluster.processes.standby import MAX_FAILURES, StandbyWorkers
+from tandem.values.roles import WorkerRole
+
+ECHO = """
+import json, os, sys
+order = json.loads(sys.stdin.readline())
+os.write(int(sys.argv[1]), (json.dumps(order) + "\\n").encode())
+print("serves")
+sys.stdin.read()
+"""
+ENDS = "raise SystemExit(3)"
+
+
+class Heard:
+    """What one worker said."""
+
+    def __init__(self) -> None:
+        self.ready: list[object] = []
+        self.lines: list[str] = []
+        self.status: int | None = None
+        self.changed = asyncio.Event()
+
+    def callbacks(self) -> Callbacks:
+        def note(kept: list) -> object:
+            def call(value: object) -> None:
+                kept.append(value)
+                self.changed.set()
+
+            return call
+
+        def ended(status: int) -> None:
+            self.status = status
+            self.changed.set()
+
+        ignored: list[object] = []
+        return Callbacks(
+            on_loading=note(ignored),
+            on_ready=note(self.ready),
+            on_beat=lambda: None,
+            on_news=note(ignored),
+            on_log=note(self.lines),
+            on_exit=ended,
+        )
+
+    async def until(self, reached) -> None:
+        async with asyncio.timeout(60):
+            while not reached():
+                self.changed.clear()
+                await self.changed.wait()
+
+
+def make(monkeypatch: pytest.MonkeyPatch, script: str, count: int = 1) -> StandbyWorkers:
+    monkeypatch.setattr(standby, "CALM_S", 0.0)
+    monkeypatch.setattr(standby, "_command", lambda ready_fd: [sys.executable, "-I", "-S", "-c", script, str(ready_fd)])
+    return StandbyWorkers(count, lambda: os.environ)
+
+
+async def until_waiting(workers: StandbyWorkers, count: int, other_than: frozenset[int] = frozenset()) -> list[int]:
+    async with asyncio.timeout(60):
+        while len(pids := [pid for pid in workers.pids if pid not in other_than]) < count:  # noqa: ASYNC110 - it says nothing when it has one
+            await asyncio.sleep(0.01)
+    return pids
+
+
+def serve_something(workers: StandbyWorkers, name: str = "decode-0") -> Callbacks:
+    """A process that started has become ready."""
+    callbacks = workers.observed(name, Heard().callbacks())
+    callbacks.on_ready({})
+    return callbacks
+
+
+async def test_standby_that_is_told_its_role_becomes_that_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = make(monkeypatch, ECHO)
+    serve_something(workers)
+    [pid] = await until_waiting(workers, 1)
+    heard = Heard()
+    child = workers.start(WorkerRole.DECODE, ["--index", "1"], heard.callbacks())
+    assert child is not None
+    assert child.pid == pid
+    await heard.until(lambda: heard.ready and heard.status is not None)
+    assert heard.ready == [{"role": "decode", "arguments": ["--index", "1"]}]
+    assert heard.lines == ["serves"]
+    assert heard.status == 0
+    workers.close()
+
+
+async def test_standby_is_replaced_when_the_worker_that_it_became_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = make(monkeypatch, ECHO)
+    serve_something(workers)
+    [first] = await until_waiting(workers, 1)
+    heard = Heard()
+    callbacks = workers.observed("decode-1", heard.callbacks())
+    assert workers.start(WorkerRole.DECODE, [], callbacks) is not None
+    assert workers.pids == []
+    await heard.until(lambda: heard.ready and heard.status is not None)
+    assert await until_waiting(workers, 1, frozenset({first}))
+    workers.close()
+
+
+async def test_standby_is_not_started_while_a_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = make(monkeypatch, ECHO)
+    workers.observed("decode-1", Heard().callbacks())
+    serve_something(workers, "decode-0")
+    await asyncio.sleep(0.05)
+    assert workers.pids == []
+    workers.close()
+
+
+async def test_standby_that_was_killed_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = make(monkeypatch, ECHO)
+    serve_something(workers)
+    [pid] = await until_waiting(workers, 1)
+    os.kill(pid, signal.SIGKILL)
+    assert await until_waiting(workers, 1, frozenset({pid}))
+    workers.close()
+
+
+async def test_standbys_that_cannot_live_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+    workers = make(monkeypatch, ENDS)
+    command = standby._command
+    monkeypatch.setattr(standby, "_command", lambda ready_fd: [started.append(ready_fd), *command(ready_fd)][1:])
+    serve_something(workers)
+    async with asyncio.timeout(60):
+        while len(started) < MAX_FAILURES or workers.pids:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert len(started) == MAX_FAILURES
+    assert workers.start(WorkerRole.PREFILL, [], Heard().callbacks()) is None
+    workers.close()
+
+
+async def test_close_ends_those_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = make(monkeypatch, ECHO, count=2)
+    serve_something(workers)
+    pids = await until_waiting(workers, 2)
+    workers.close()
+    assert workers.pids == []
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+async def test_standby_whose_stdin_closes_ends_by_itself() -> None:
+    command = standby._command(1)
+    process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL)
+    async with asyncio.timeout(60):
+        assert await process.wait() == 0

@@ -1,0 +1,67 @@
+"""The nightly's parts: every test is in one, what fails or takes too long is red, and results are kept."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.suite import nightly
+
+TESTS = nightly.ROOT / "tests"
+
+
+def parts_of(path: Path) -> list[str]:
+    return [
+        part
+        for part, folders in nightly.PARTS.items()
+        if any(path.is_relative_to(nightly.ROOT / folder) for folder in folders)
+    ]
+
+
+def test_parts_hold_every_test_file_once() -> None:
+    files = [path for path in TESTS.rglob("test_*.py") if not path.is_relative_to(TESTS / "gpu")]
+    assert len(files) > 400
+    assert {str(path): parts for path in files if len(parts := parts_of(path)) != 1} == {}
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow: long\n    gpu: none here\n")
+    monkeypatch.setenv("PYTHONPATH", str(nightly.ROOT))
+    monkeypatch.setattr(nightly, "PARTS", {"one": ("test_one.py",), "two": ("test_two.py",)})
+    return tmp_path
+
+
+def write(path: Path, body: str) -> None:
+    path.write_text(f"import time\nimport pytest\n\n@pytest.mark.slow\ndef test_it():\n    {body}\n")
+
+
+def test_part_that_passes_is_green_and_keeps_its_log(root: Path) -> None:
+    write(root / "test_one.py", "pass")
+    result = nightly.run_part("one", root, root=root)
+    assert result.is_green()
+    assert "1 passed" in (root / "one.log").read_text()
+    lines, green = nightly.summary(root)
+    assert "green" in lines[0]
+    assert lines[1].split() == ["two", "not", "run"]
+    assert not green
+
+
+def test_part_that_fails_is_red(root: Path) -> None:
+    write(root / "test_one.py", "pass")
+    write(root / "test_two.py", "raise AssertionError")
+    assert nightly.run_part("one", root, root=root).is_green()
+    assert not nightly.run_part("two", root, root=root).is_green()
+    assert not nightly.summary(root)[1]
+
+
+def test_part_that_takes_longer_than_its_limit_is_red(root: Path) -> None:
+    write(root / "test_one.py", "time.sleep(60)")
+    result = nightly.run_part("one", root, limit_s=3, root=root)
+    assert result.exit_code is None
+    assert "out of time" in result.render()
+
+
+def test_nightly_with_an_unknown_part_names_those_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        nightly.main(["everything"])
+    assert "unknown part 'everything': there are engine, " in capsys.readouterr().err
