@@ -245,10 +245,6 @@ class Frontend:
             # Else `check_fields` has seen it: what became smaller has stayed within the bounds.
             sampling.validate(vocab_size=self.model.vocab_size)
         seen = fields.last_seen
-        # A stream that is continued has the time that is left of its own.
-        time_left_s = self._config.request_timeout_s - (seen.age_s if seen else 0.0)
-        if fields.time_left_s is not None:
-            time_left_s = min(time_left_s, fields.time_left_s)
         request = RoutedRequest(
             request_id=name_request(seen.head.request_id if seen else None),
             prompt_token_ids=tuple(ids),
@@ -262,7 +258,7 @@ class Frontend:
             reads_along=fields.reads_along or bool(fields.stop),
             priority=fields.priority,
             reads=fields.reads,
-            deadline_s=self.clock() + time_left_s,
+            deadline_s=self._deadline_s(fields),
             resume=tuple(ResumePoint(worker=c.worker, num_tokens=c.num_tokens) for c in seen.choices) if seen else (),
             resumptions=seen.head.resumptions + 1 if seen else 0,
         )
@@ -278,6 +274,14 @@ class Frontend:
             reasoning=reasoning,
             prompt_text=prompt_text,
         )
+
+    def _deadline_s(self, fields: ClientRequest) -> float:
+        # A stream that is continued has the time that is left of its own.
+        seen = fields.last_seen
+        time_left_s = self._config.request_timeout_s - (seen.age_s if seen else 0.0)
+        if fields.time_left_s is not None:
+            time_left_s = min(time_left_s, fields.time_left_s)
+        return self.clock() + time_left_s
 
     def _max_tokens(self, fields: ClientRequest, asked: int, num_prompts: int, *, stated: bool) -> int:
         """Within the bound of an answer that is in memory as a whole before its client has anything of it."""
