@@ -38,19 +38,12 @@ class _Follower:
     """Writes down one way, once."""
 
     def __init__(self, way: Way, frame: FrameType) -> None:
-        """`frame`: of the way's first function. Who called it belongs to the way, those who called that one do not."""
+        """`frame`: of the way's first function. Its callers were entered before: they are no part of the way."""
         self._way = way
         self._first: list[Call] = []
         self._calls: dict[FrameType, Call] = {}
         self._before: set[FrameType] = set()
-        caller, first = frame.f_back, _file(frame)
-        while caller is not None and _file(caller) in (None, first):
-            caller = caller.f_back
-        handler = None if caller is None else _file(caller)
-        while caller is not None and _file(caller) == handler:
-            call = Call(file=handler or "", function=caller.f_code.co_qualname, calls=self._first)
-            self._first, self._calls[caller] = [call], call
-            caller = caller.f_back
+        caller = frame.f_back
         while caller is not None:
             self._before.add(caller)
             caller = caller.f_back
@@ -81,6 +74,10 @@ class _Follower:
         if (call := self._calls.get(frame)) is None:
             return
         if isinstance(value, (BaseModel, Message)):
+            # These are made by C code: by whom it was called, or by who passes on what such a one has made.
+            known = self._made.get(id(value))
+            if known is not None and any(known[1] is inner for inner in call.calls):
+                del self._made[id(value)]
             self._note(value, call)
         if (call.file, frame.f_code.co_name) == self._way.ends:
             call.bounds = self.is_over = True
