@@ -144,7 +144,6 @@ def read_model(text: str) -> ModelArchitecture:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options."""
     defaults = Asked()
     made = argparse.ArgumentParser(prog="python -m cluster.kv_arithmetic", description=__doc__)
     made.add_argument("model", help="builtin, a directory in Hugging Face layout, or a config.json")

@@ -79,7 +79,6 @@ def _steps(parts: EngineParts, rows: int, length: int, *, salt: int) -> Iterator
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options."""
     made = argparse.ArgumentParser(prog="python -m cluster.measure_profile", description=__doc__)
     made.add_argument("file", type=Path)
     made.add_argument("--model", help="a directory in Hugging Face layout; the built-in model when absent")

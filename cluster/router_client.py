@@ -47,8 +47,6 @@ class Timing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One whole answer."""
-
     text: str
     finish_reason: str | None
     prompt_tokens: int

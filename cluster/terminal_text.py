@@ -11,7 +11,7 @@ def without_controls(text: str) -> str:
 
 
 def format_bytes(size_bytes: float) -> str:
-    """`12.0 MiB`."""
+    """Render a size as `12.0 MiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size_bytes < 1024:
             return f"{size_bytes:.0f} B" if unit == "B" else f"{size_bytes:.1f} {unit}"

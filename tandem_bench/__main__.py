@@ -21,7 +21,6 @@ from tandem_bench.transfer import options as transfer_options
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options."""
     made = argparse.ArgumentParser(
         prog="tandem bench",
         description="Measure Tandem and print the figures.",
@@ -99,7 +98,7 @@ async def _spine(options: argparse.Namespace, rows: list[Row], err: Console) -> 
         async for part in measure(scale, options.only or (QUICK_PARTS if options.quick else PARTS), err):
             rows += part
     finally:
-        report.show(_out(), rows)
+        report.print_table(_out(), rows)
 
 
 async def _engine(options: argparse.Namespace, rows: list[Row], err: Console) -> None:

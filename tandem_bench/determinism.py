@@ -40,8 +40,6 @@ _GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is timed."""
-
     batches: Sequence[int] = (1, 4, 16)
     prompt_tokens: int = 512
     rounds: int = 5
@@ -148,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     folder = cached_model(SHAPES[given.shape], dtype=given.dtype, note=lambda text: print(text, file=sys.stderr))
     found = rows(folder, options, Plan(rounds=given.rounds))
-    report.show(Console(highlight=False, width=120), found)
+    report.print_table(Console(highlight=False, width=120), found)
     if given.json is not None:
         report.write_json(given.json, found)
     return 0

@@ -45,7 +45,6 @@ class Pair:
     fabric: MemoryFabric = field(default_factory=MemoryFabric)
 
     async def start_prefill(self) -> None:
-        """The sender's side."""
         parts, identity, server = await self._open(WorkerRole.PREFILL)
         host = EngineHost(parts, on_fatal=self.lifetime.fail)
         worker = PrefillWorker(identity, host)
@@ -56,7 +55,6 @@ class Pair:
         await self._serve(server, sessions)
 
     async def start_decode(self) -> None:
-        """The receiver's side."""
         parts, identity, server = await self._open(WorkerRole.DECODE)
         host = EngineHost(parts, on_fatal=self.lifetime.fail)
         worker = DecodeWorker(identity, host, self.tasks)

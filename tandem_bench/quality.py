@@ -105,7 +105,6 @@ def rows(
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options."""
     made = argparse.ArgumentParser(prog="python -m tandem_bench.quality", description="What lower precision costs.")
     every = (TRANSFORMERS, *SETTINGS)
     made.add_argument("--settings", nargs="+", choices=every, default=list(every))
@@ -129,7 +128,7 @@ def main() -> int:
         text=options.text.read_text(encoding="utf-8") if options.text else "",
         num_threads=num_threads,
     )
-    report.show(Console(highlight=False, width=120), found)
+    report.print_table(Console(highlight=False, width=120), found)
     if options.json is not None:
         report.write_json(options.json, found)
     return 1 if report.num_missed(found) else 0

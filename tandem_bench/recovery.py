@@ -91,7 +91,7 @@ async def measure(options: argparse.Namespace, rows: list[Row], *, out: Console,
                 rounds = [await _round(cluster, moments, victims) for _ in range(options.rounds)]
                 rows += _figures(case, rounds)
     finally:
-        report.show(out, rows)
+        report.print_table(out, rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

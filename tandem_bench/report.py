@@ -56,7 +56,7 @@ def num_missed(rows: Sequence[Row]) -> int:
     return sum(row.met is False for row in rows)
 
 
-def show(console: "Console", rows: Sequence[Row]) -> None:
+def print_table(console: "Console", rows: Sequence[Row]) -> None:
     """Print the table. Rich is imported here: figures are also made where it is not installed."""
     from rich import box
     from rich.table import Table

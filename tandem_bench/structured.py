@@ -95,7 +95,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rows = asyncio.run(measure(options.rounds, options.streams))
-    report.show(Console(), rows)
+    report.print_table(Console(), rows)
     if options.json is not None:
         report.write_json(options.json, rows, about=report.circumstances(["python", "-m", "tandem_bench.structured"]))
     return 1 if report.num_missed(rows) else 0

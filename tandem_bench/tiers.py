@@ -61,11 +61,9 @@ class Setup:
 
     @property
     def block_bytes(self) -> int:
-        """In bfloat16."""
         return 2 * 2 * BLOCK_TOKENS * self.shape.num_layers * self.shape.num_kv_heads * self.shape.head_dim
 
     def prompts(self) -> list[Tokens]:
-        """They share nothing."""
         draw = random.Random(7)
         return [
             tuple(draw.randrange(3, self.shape.vocab_size) for _ in range(self.prompt_tokens))
@@ -122,7 +120,7 @@ class Figures:
         self._least = setup.prompt_blocks - 4  # the pool may have kept a few
         self._answers: dict[Tokens, tuple[int, ...]] = {}
 
-    def take(self, source: str, server: Server, prompt: Tokens) -> None:
+    def measure(self, source: str, server: Server, prompt: Tokens) -> None:
         """Ask, and see where the prefix came from. Raises CannotMeasure for another answer or source."""
         before = server.hits()
         seconds, answer = server.ask(prompt)
@@ -140,19 +138,19 @@ def measure(setup: Setup) -> Figures:
     figures, prompts = Figures(setup), setup.prompts()
     server = Server(setup)
     for prompt in prompts:
-        figures.take("recompute", server, prompt)
+        figures.measure("recompute", server, prompt)
     server.close()
     server = Server(setup)
     for last, prompt in zip((None, *prompts), prompts, strict=False):
-        figures.take("disk", server, prompt)
-        figures.take("pool", server, prompt)
+        figures.measure("disk", server, prompt)
+        figures.measure("pool", server, prompt)
         if last is not None:
-            figures.take("host", server, last)
+            figures.measure("host", server, last)
     server.close()
     _drop_from_page_cache(setup.folder)
     server = Server(setup)
     for prompt in prompts:
-        figures.take("disk, cold", server, prompt)
+        figures.measure("disk, cold", server, prompt)
     server.close()
     return figures
 
@@ -204,7 +202,7 @@ def main() -> int:
         except (CannotMeasure, ConfigError) as error:
             console.print(str(error), style="red")
             return _EXIT_CANNOT_MEASURE
-    report.show(console, found)
+    report.print_table(console, found)
     if options.json is not None:
         report.write_json(
             options.json, found, about=report.circumstances(["python", "-m", "tandem_bench.tiers", *sys.argv[1:]])

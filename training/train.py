@@ -38,8 +38,6 @@ _MAX_GRAD_NORM = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The command line."""
-
     out: Path
     work: Path
     text: Path | None

@@ -56,16 +56,16 @@ class KubernetesScaler:
     async def carry_out(self, order: Order) -> None:
         """What grows grows first. Raises OrderFailed."""
         before, after = order.before, order.after
-        changed = [role for role in WorkerRole if before.of(role) != after.of(role)]
+        changed = [role for role in WorkerRole if before.size_of(role) != after.size_of(role)]
         async with self._client() as client:
-            for role in sorted(changed, key=lambda role: before.of(role) - after.of(role)):
+            for role in sorted(changed, key=lambda role: before.size_of(role) - after.size_of(role)):
                 scale = await self._scale(client, role)
-                if scale.replicas != before.of(role):
+                if scale.replicas != before.size_of(role):
                     raise OrderFailed(
-                        f"{self._sets[role]} has {scale.replicas} replicas by now, not {before.of(role)}: "
+                        f"{self._sets[role]} has {scale.replicas} replicas by now, not {before.size_of(role)}: "
                         "somebody else has scaled it"
                     )
-                await self._resize(client, role, scale, after.of(role))
+                await self._resize(client, role, scale, after.size_of(role))
 
     def _client(self) -> httpx.AsyncClient:
         try:

@@ -51,8 +51,6 @@ class LiveOptions:
 
 
 class LivePlanner:
-    """One cluster's planner."""
-
     def __init__(self, options: LiveOptions, scaler: Scaler | None, say: Callable[[str], None]) -> None:
         """`scaler`: None: what routers know of workers is the fleet, and it cannot be changed. Raises ConfigError."""
         if scaler is None and not options.is_dry_run:
@@ -97,7 +95,7 @@ class LivePlanner:
         told = await routers.ask()
         fleet = await self._fleet(told)
         now_s = asyncio.get_running_loop().time()
-        seen = self._watch.look(now_s, told)
+        seen = self._watch.observe(now_s, told)
         self._staffing.worker = self._speed.decode_worker
         turn = self._controller.turn(now_s, seen, fleet)
         self._account.turn(turn)

@@ -26,7 +26,7 @@ class Account:
 
     def turn(self, turn: Turn) -> None:
         """One look and what came of it."""
-        self._metrics.show(turn)
+        self._metrics.publish(turn)
         if self._as_json:
             self._say(json.dumps(as_json(turn)))
             return
@@ -59,7 +59,6 @@ class Account:
 
 
 def words(turn: Turn) -> str:
-    """One line."""
     sizes = "?:?" if turn.sizes is None else str(turn.sizes)
     what = _WORDS[turn.outcome]
     if turn.decision is not None and turn.decision.actions:
@@ -80,7 +79,6 @@ _WORDS = {
 
 
 def as_json(turn: Turn) -> dict[str, Any]:
-    """One object."""
     told: dict[str, Any] = {"at": _now(), "outcome": turn.outcome.value, "why": list(turn.why)}
     if turn.sizes is not None:
         told["sizes"] = _sizes(turn.sizes)
@@ -105,7 +103,7 @@ def as_json(turn: Turn) -> dict[str, Any]:
 
 
 def _sizes(sizes: Sizes) -> dict[str, int]:
-    return {role.value: sizes.of(role) for role in WorkerRole}
+    return {role.value: sizes.size_of(role) for role in WorkerRole}
 
 
 def _now() -> str:
@@ -134,14 +132,13 @@ class PlannerMetrics:
         for outcome_of_order in ("done", "failed"):
             self.orders.labels(outcome_of_order)
 
-    def show(self, turn: Turn) -> None:
-        """One turn."""
+    def publish(self, turn: Turn) -> None:
         self._turns.labels(turn.outcome.value).inc()
         for role in WorkerRole:
             if turn.sizes is not None:
-                self._fleet.labels(role.value).set(turn.sizes.of(role))
+                self._fleet.labels(role.value).set(turn.sizes.size_of(role))
             if turn.decision is not None:
-                self._wanted.labels(role.value).set(turn.decision.wanted.of(role))
+                self._wanted.labels(role.value).set(turn.decision.wanted.size_of(role))
         if turn.seen is not None:
             self._rate.set(turn.seen.demand.num_requests / turn.seen.period_s)
             self._seen.set_to_current_time()

@@ -52,7 +52,6 @@ _Schema = dict[str, Any]
 
 
 def values_schema() -> _Schema:
-    """The whole schema."""
     own = _plain(ChartValues.model_json_schema(), "chart.")
     config = _plain(ClusterConfig.model_json_schema(), "config.")
     definitions = {**own.pop("$defs"), **config.pop("$defs")}

@@ -86,8 +86,6 @@ class Spread(Section):
 
 
 class Placed(Section):
-    """Where pods go."""
-
     nodeSelector: Texts
     tolerations: list[Kubernetes]
     affinity: Kubernetes
@@ -326,8 +324,6 @@ class Test(Section):
 
 
 class ChartValues(Section):
-    """Everything beside `config`."""
-
     nameOverride: Name
     fullnameOverride: Name
     images: Images

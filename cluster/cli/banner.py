@@ -27,7 +27,9 @@ EXAMPLE_TOKENS = 96
 FAILOVER_NOTE = "a text resumed after a failover may differ; engine.deterministic prevents it"
 
 
-def show(console: Console, asked: ClusterConfig, effective: ClusterConfig, processes: Sequence[ProcessView]) -> None:
+def print_banner(
+    console: Console, asked: ClusterConfig, effective: ClusterConfig, processes: Sequence[ProcessView]
+) -> None:
     """Print the banner. `asked` is what the user configured, `effective` what runs."""
     model = model_name(effective, processes)
     body = Group(

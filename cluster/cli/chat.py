@@ -97,8 +97,7 @@ class _Thought:
         self._err = err
         self._is_open = False
 
-    def show(self, text: str) -> None:
-        """More of it."""
+    def write(self, text: str) -> None:
         if self._err.is_terminal:
             self._is_open = True
             self._err.print(Text(without_controls(text), style="dim italic"), end="", soft_wrap=True)
@@ -128,7 +127,7 @@ async def _exchange(
         out.out(without_controls(text), end="", highlight=False)
         out.file.flush()
 
-    task = asyncio.ensure_future(client.ask(conversation.asking(question), show, thought.show, **body))
+    task = asyncio.ensure_future(client.ask(conversation.asking(question), show, thought.write, **body))
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, task.cancel)
     try:

@@ -17,12 +17,12 @@ def doctor(
     from rich.console import Console
 
     from cluster.doctor import checks
-    from cluster.doctor.findings import as_json, has_failed, show
+    from cluster.doctor.findings import as_json, has_failed, print_findings
     from tandem.config.cluster import load
 
     findings = checks.examine(load(config), router_only=router_only)
     if json_:
         print(as_json(findings))
     else:
-        show(Console(highlight=False), findings)
+        print_findings(Console(highlight=False), findings)
     raise typer.Exit(1 if has_failed(findings) else 0)

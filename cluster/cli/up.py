@@ -222,7 +222,7 @@ async def serve(
     resolved = resolve_model(config)
 
     async def body(cluster: LocalCluster) -> int:
-        banner.show(out, config, cluster.config, cluster.processes)
+        banner.print_banner(out, config, cluster.config, cluster.processes)
         await cluster.wait_stopped()
         return 0
 

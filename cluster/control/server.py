@@ -48,8 +48,6 @@ def default_path(port: int) -> Path:
 
 
 class ControlSocket:
-    """Answers while entered."""
-
     def __init__(self, cluster: LocalCluster, *, tell: Callable[[str], None]) -> None:
         """`tell` hears of every change, whoever asked for it."""
         self.path = control_path(cluster.config)

@@ -92,7 +92,6 @@ class NotUnderstood(ValueError):
 
 
 def read_asked(line: bytes) -> Asked:
-    """Raises NotUnderstood."""
     try:
         return _ASKED.validate_json(line)
     except ValidationError as error:

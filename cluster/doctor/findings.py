@@ -46,7 +46,7 @@ def as_json(findings: list[Finding]) -> str:
     return json.dumps({"ok": not has_failed(findings), "checks": rows}, indent=2)
 
 
-def show(console: Console, findings: list[Finding]) -> None:
+def print_findings(console: Console, findings: list[Finding]) -> None:
     """All findings for a human."""
     marks = {
         Status.OK: Text("✓", style="green"),

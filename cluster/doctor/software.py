@@ -41,7 +41,6 @@ _WORKERS_NEED = ("safetensors",)
 
 
 def python(_config: ClusterConfig) -> list[Finding]:
-    """The interpreter's version."""
     detail = f"{platform.python_version()} at {sys.executable}"
     if sys.version_info[:2] < MIN_PYTHON:
         hint = f"Tandem needs Python {'.'.join(map(str, MIN_PYTHON))} or newer"

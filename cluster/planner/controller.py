@@ -88,7 +88,7 @@ class Controller:
         assert not isinstance(fleet, str)  # noqa: S101  # narrows: `_no_order` has looked
         self._expected = fleet.sizes
         decision = self._planner.decide(now_s, seen, fleet)
-        order = Order.of(decision.actions, fleet.sizes) if decision.actions else None
+        order = Order.from_actions(decision.actions, fleet.sizes) if decision.actions else None
         outcome = Outcome.STEADY
         if order is not None:
             outcome = Outcome.WOULD_ORDER if self._is_dry_run else Outcome.ORDERED

@@ -30,8 +30,6 @@ class Smoothing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """For one moment."""
-
     value: float
     error: float
     """Standard error of `value`."""
@@ -61,7 +59,7 @@ class Forecaster:
         self._said: deque[float] = deque()
         """Forecasts whose moment has not come: without what is the season's."""
 
-    def tell(self, value: float) -> None:
+    def observe(self, value: float) -> None:
         """One more period has passed."""
         smoothing, place = self._smoothing, self._place(0)
         season = 0.0 if place is None else self._seasonal[place]

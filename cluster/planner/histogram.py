@@ -19,7 +19,7 @@ class Histogram:
     total: float = 0.0
 
     @classmethod
-    def of(cls, cumulative: dict[float, float], total: float) -> "Histogram":
+    def from_cumulative(cls, cumulative: dict[float, float], total: float) -> "Histogram":
         """From the text format: by upper end, how many are at most that. ValueError for what no histogram says."""
         bounds = tuple(sorted(cumulative))
         reached = [0.0, *(cumulative[bound] for bound in bounds)]
@@ -30,7 +30,6 @@ class Histogram:
 
     @property
     def num(self) -> float:
-        """Observations."""
         return sum(self.counts)
 
     def plus(self, other: "Histogram", *, kept: float = 1.0) -> "Histogram":
@@ -48,7 +47,7 @@ class Histogram:
         return Histogram(bounds=self.bounds, counts=counts, total=kept * self.total + other.total)
 
     def minus(self, earlier: "Histogram") -> "Histogram":
-        """What came since."""
+        """The observations since an earlier reading."""
         return self if not earlier.bounds else self.plus(earlier.scaled(-1.0))
 
     def scaled(self, share: float) -> "Histogram":

@@ -47,7 +47,7 @@ class LoadWatch:
         self._prompts = Histogram()
         self._hit_rate = 0.0
 
-    def look(self, now_s: float, told: Mapping[str, RouterFigures | str]) -> Observation | Unseen:
+    def observe(self, now_s: float, told: Mapping[str, RouterFigures | str]) -> Observation | Unseen:
         """By router what it says, or why it says nothing."""
         answered = {name: said for name, said in told.items() if isinstance(said, RouterFigures)}
         self._forget(now_s, told, answered)
@@ -105,7 +105,7 @@ class LoadWatch:
         self._prompts = known.plus(prompts, kept=_REMEMBERED)
         answered = _answered(answers, self._prompts, hits)
         context = answered.context_tokens / answered.output_tokens if answered.output_tokens else None
-        self._speed.look(now, prompt_tokens=self._prompts.moment(1), context_tokens=context)
+        self._speed.observe(now, prompt_tokens=self._prompts.moment(1), context_tokens=context)
         worker = self._speed.prefill_worker
         demand = self._arrived(prompts, worker).plus(answered)
         num_decoding, taken_pools = fullness(now, self._speed.decode_worker.kv_tokens)

@@ -22,7 +22,7 @@ class Order:
     after: Sizes
 
     @classmethod
-    def of(cls, actions: tuple[Action, ...], before: Sizes) -> "Order":
+    def from_actions(cls, actions: tuple[Action, ...], before: Sizes) -> "Order":
         """All of one decision's actions."""
         after, flips = before, list[WorkerRole]()
         for action in actions:

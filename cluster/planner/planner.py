@@ -57,7 +57,6 @@ class _LateShare:
         self._num_late = self._num_first = 0.0
 
     def add(self, seen: Observation) -> None:
-        """One more period."""
         self._num_late = self._kept * self._num_late + seen.num_late
         self._num_first = self._kept * self._num_first + seen.num_first
 
@@ -98,7 +97,7 @@ class Planner:
     def watch(self, now_s: float, seen: Observation) -> Decision:
         """What would be right, where nothing can be done now: time goes on and is remembered as ever."""
         self._mix = self._mix.plus(seen.demand, kept=1.0 - 1.0 / _REMEMBERED_PERIODS)
-        self._rate.tell(seen.demand.num_requests / seen.period_s)
+        self._rate.observe(seen.demand.num_requests / seen.period_s)
         self._taken_pools = seen.taken_pools
         asked, why = self._asked(seen)
         # A crowd is not remembered: who came for it may leave as soon as those that stay have room.
@@ -167,24 +166,24 @@ class Planner:
         """
         if now_s - self._held_from_s < hold_s:
             return inf
-        past = max(past.sizes.of(role) for past in self._history if past.at_s >= now_s - hold_s)
+        past = max(past.sizes.size_of(role) for past in self._history if past.at_s >= now_s - hold_s)
         return max(past, ceil(self._taken_pools / _ROOMY)) if role is WorkerRole.DECODE else past
 
     def _act(self, now_s: float, wanted: Sizes, fleet: FleetView) -> tuple[list[Action], list[str]]:
         sizes, actions, reasons = fleet.sizes, list[Action](), list[str]()
         may_settle = now_s - self._settled_at_s >= self.policy.cooldown_s
         for role in _ROLES:
-            while sizes.of(role) < wanted.of(role):
+            while sizes.size_of(role) < wanted.size_of(role):
                 action = self._gain(role, now_s, sizes, actions, may_settle=may_settle)
                 if action is None:
                     reasons.append(
-                        f"{role.value} lacks {wanted.of(role) - sizes.of(role)}: no machine may be asked for"
+                        f"{role.value} lacks {wanted.size_of(role) - sizes.size_of(role)}: no machine may be asked for"
                     )
                     break
                 sizes = sizes.changed(role, 1)
                 if action.kind is ActionKind.FLIP:
                     sizes = sizes.changed(other_pool(role), -1)
-                reasons.append(f"{action}: {role.value} needs {wanted.of(role)}")
+                reasons.append(f"{action}: {role.value} needs {wanted.size_of(role)}")
                 actions.append(action)
         if may_settle and not actions:
             actions, more = self._give_up(now_s, sizes)
@@ -199,8 +198,13 @@ class Planner:
         """One worker more for a pool: a warm one, else a new one, else nobody."""
         policy, donor = self.policy, other_pool(role)
         num_flips = sum(action.kind is ActionKind.FLIP for action in actions)
-        spare = sizes.of(donor) - self._enough(donor, now_s, policy.flip_hold_s)
-        if may_settle and spare > 0 and num_flips < policy.most_flips and sizes.of(donor) > policy.least.of(donor):
+        spare = sizes.size_of(donor) - self._enough(donor, now_s, policy.flip_hold_s)
+        if (
+            may_settle
+            and spare > 0
+            and num_flips < policy.most_flips
+            and sizes.size_of(donor) > policy.least.size_of(donor)
+        ):
             return Action(kind=ActionKind.FLIP, role=role)
         if sizes.total < policy.most_workers:
             return Action(kind=ActionKind.START, role=role)
@@ -210,8 +214,8 @@ class Planner:
         """One worker that its pool could have spared all along: the other pool's waits for the next time."""
         held_s = self.policy.hold_s
         for role in _ROLES:
-            enough = max(self.policy.least.of(role), self._enough(role, now_s, held_s))
-            if sizes.of(role) > enough:
+            enough = max(self.policy.least.size_of(role), self._enough(role, now_s, held_s))
+            if sizes.size_of(role) > enough:
                 reason = f"stop {role.value}: {enough:g} would have been enough for {held_s:g} s"
                 return [Action(kind=ActionKind.STOP, role=role)], [reason]
         return [], []

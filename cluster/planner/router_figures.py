@@ -123,7 +123,7 @@ def read_figures(text: str) -> RouterFigures:
         raise ValueError(f"a metric lacks its label {error}") from None
     if not all(buckets.values()):
         raise ValueError("histograms of requests are not among its metrics: no router of this version answers there")
-    made = {name: Histogram.of(found, sums.get(f"{name}_sum", 0.0)) for name, found in buckets.items()}
+    made = {name: Histogram.from_cumulative(found, sums.get(f"{name}_sum", 0.0)) for name, found in buckets.items()}
     return RouterFigures(
         prompts=made[_PROMPTS],
         answers=made[_ANSWERS],
@@ -142,7 +142,6 @@ def read_figures(text: str) -> RouterFigures:
 
 
 def _smallest_of_decode(kv_tokens: Mapping[str, int], roles: Mapping[str, str]) -> int | None:
-    """Both by worker."""
     pools = (tokens for worker, tokens in kv_tokens.items() if roles.get(worker) == WorkerRole.DECODE.value)
     return min(pools, default=None)
 

@@ -21,8 +21,6 @@ _Steps = dict[tuple[str, str, str], StepCounts]
 
 
 class SpeedWatch:
-    """Both pools'."""
-
     def __init__(self, model: WorkerModel) -> None:
         """`model`: by the profile."""
         self._model = model
@@ -33,7 +31,6 @@ class SpeedWatch:
 
     @property
     def prefill_worker(self) -> WorkerModel:
-        """For prompts."""
         return self._model.scaled(self.factor(WorkerRole.PREFILL))
 
     @property
@@ -45,7 +42,7 @@ class SpeedWatch:
         """By how much this pool's workers are slower than the profile."""
         return min(_LARGEST, max(1.0 / _LARGEST, self._measured[role] / self._told[role]))
 
-    def look(self, now: Sequence[RouterFigures], *, prompt_tokens: float, context_tokens: float | None) -> None:
+    def observe(self, now: Sequence[RouterFigures], *, prompt_tokens: float, context_tokens: float | None) -> None:
         """Once a period. Mean lengths of prompts and, of tokens that were written, of what was before them."""
         steps = _latest(now)
         pools = [figures.decode_kv_tokens for figures in now if figures.decode_kv_tokens is not None]

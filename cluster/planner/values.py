@@ -16,11 +16,9 @@ class Sizes:
 
     @property
     def total(self) -> int:
-        """Machines."""
         return self.prefill + self.decode
 
-    def of(self, role: WorkerRole) -> int:
-        """Of one pool."""
+    def size_of(self, role: WorkerRole) -> int:
         return self.prefill if role is WorkerRole.PREFILL else self.decode
 
     def changed(self, role: WorkerRole, by: int) -> "Sizes":
@@ -99,8 +97,6 @@ class ActionKind(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """One worker."""
-
     kind: ActionKind
     role: WorkerRole
     """Of the pool that gains a worker, or loses it for good."""
@@ -150,5 +146,4 @@ class PlannerPolicy:
 
 
 def other(role: WorkerRole) -> WorkerRole:
-    """The other pool."""
     return WorkerRole.DECODE if role is WorkerRole.PREFILL else WorkerRole.PREFILL

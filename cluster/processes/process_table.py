@@ -17,8 +17,6 @@ LOG_TAIL_LINES = 20
 
 @dataclass(slots=True)
 class _Known:
-    """One process."""
-
     plan: ProcessPlan
     child: Launched | None = None
     """While it is alive."""
@@ -38,14 +36,12 @@ class ProcessBook:
         self._state_of = state_of
 
     def __iter__(self) -> Iterator[str]:
-        """Names, workers first."""
         return iter(list(self._known))
 
     def __contains__(self, name: str) -> bool:
         return name in self._known
 
     def plan(self, name: str) -> ProcessPlan:
-        """Raises KeyError."""
         return self._known[name].plan
 
     def view(self, name: str, *, door: str) -> ProcessView:
@@ -67,7 +63,6 @@ class ProcessBook:
         return Member(role=plan.role, index=plan.index, state=state, address=plan.address, reaches=known.reaches)
 
     def members(self) -> dict[str, Member]:
-        """All of them."""
         return {name: self.member(name) for name in self._known}
 
     def router_facts(self) -> Mapping[str, Any]:
@@ -80,7 +75,6 @@ class ProcessBook:
         return tuple(self._known[name].tail) if name in self._known else ()
 
     def add(self, plan: ProcessPlan) -> None:
-        """One more."""
         self._known[plan.name] = _Known(plan)
 
     def forget(self, name: str) -> None:
@@ -94,7 +88,6 @@ class ProcessBook:
         known.reaches = None
 
     def launched(self, name: str, child: Launched) -> None:
-        """It lives."""
         self._known[name].child = child
 
     def serves(self, name: str, info: Mapping[str, Any]) -> None:

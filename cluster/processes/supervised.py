@@ -65,7 +65,6 @@ class SupervisedProcesses:
         self.apply(self.supervisor.stop(_now()))
 
     def kill(self) -> None:
-        """SIGKILL to all."""
         self.apply(self.supervisor.kill(_now()))
 
     def reread(self) -> None:
@@ -93,7 +92,6 @@ class SupervisedProcesses:
         self._changed.set()
 
     def cancel_alarm(self) -> None:
-        """Nothing is due."""
         if self._timer is not None:
             self._timer.cancel()
 

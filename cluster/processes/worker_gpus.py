@@ -49,11 +49,9 @@ class WorkerGpus:
         return {plan.name: self._spread.seat(plan.name) for plan in plans if plan.role is not Role.ROUTER}
 
     def replace(self, name: str, retired: str) -> None:
-        """See GpuSpread."""
         self._spread.replace(name, retired)
 
     def leave(self, name: str) -> None:
-        """See GpuSpread."""
         self._spread.leave(name)
 
     def _place(self, config: ClusterConfig, plan: ProcessPlan) -> GpuSeat | None:

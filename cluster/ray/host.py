@@ -67,7 +67,7 @@ class Outbox:
         """Its end, told last of all."""
         self._status = status
 
-    def take(self) -> list[Word]:
+    def drain(self) -> list[Word]:
         """Everything, in order; lines first, since a process speaks before it ends."""
         lost = [("log", f"{self._lost} lines were lost: nobody fetched them in time")] if self._lost else []
         words: list[Word] = [*lost, *(("log", line) for line in self._lines), *self._words]
@@ -129,10 +129,9 @@ class WorkerHost:
                 await asyncio.wait_for(self._news.wait(), LISTEN_S)
             except TimeoutError:
                 return []
-        return self._outbox.take()
+        return self._outbox.drain()
 
     async def send(self, signum: int) -> None:
-        """Signal the worker."""
         if self._child is not None:
             self._child.send(signal.Signals(signum))
 

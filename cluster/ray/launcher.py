@@ -19,7 +19,7 @@ from cluster.processes.child import Callbacks
 from cluster.processes.effective_config import with_router_ports
 from cluster.processes.launcher import EXIT_NOT_STARTED, Launched, LocalLauncher
 from cluster.ray.session import HostHandle, NodeLost, RaySession
-from cluster.supervisor.ray_placement import GPU, Node, Placement, bundle_of, told, worker_config
+from cluster.supervisor.ray_placement import GPU, Node, Placement, bundle_of, render_resources, worker_config
 from cluster.supervisor.supervisor import ProcessPlan, Role
 from router.workers.silence import SilenceWatch
 from tandem.config.cluster import ClusterConfig, dump
@@ -58,7 +58,6 @@ class RayLauncher:
 
     @property
     def config_path(self) -> Path:
-        """What routers read."""
         return self._local.config_path
 
     def open(self, config: ClusterConfig) -> None:
@@ -232,9 +231,11 @@ class RayProcess:
 
 
 def _want(bundle: Mapping[str, float], nodes: list[Node]) -> str:
-    room = "; ".join(f"{node.host} has {told(_shown(node.free, bundle)) or 'none of that'}" for node in nodes)
+    room = "; ".join(
+        f"{node.host} has {render_resources(_shown(node.free, bundle)) or 'none of that'}" for node in nodes
+    )
     hopeless = "" if any(node.could_hold(bundle) for node in nodes) else ", and no node is that large"
-    return f" WARNING waits for a Ray node with {told(bundle)} free ({room}){hopeless}"
+    return f" WARNING waits for a Ray node with {render_resources(bundle)} free ({room}){hopeless}"
 
 
 def _shown(free: Mapping[str, float], bundle: Mapping[str, float]) -> dict[str, float]:

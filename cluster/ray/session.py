@@ -6,14 +6,43 @@ So the head is asked first, once.
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Mapping, MutableMapping
+from collections.abc import AsyncIterator, Callable, Mapping, MutableMapping
 from contextlib import asynccontextmanager, suppress
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
-from cluster.ray.blocking_call import held
 from cluster.ray.host import WorkerHost
 from cluster.supervisor.ray_placement import CPU, GPU, MEMORY, STRATEGY, Node
 from tandem.errors import ConfigError
+
+T = TypeVar("T")
+
+
+@asynccontextmanager
+async def held(make: Callable[[], T], end: Callable[[T], None], *, end_s: float) -> AsyncIterator[T]:
+    """What `make` returns, until `end`; each runs in a thread. For the end it waits `end_s` at most: it goes on alone.
+
+    Whoever is cancelled while it is being made leaves nothing behind: it is ended as soon as it is there.
+    """
+    loop = asyncio.get_running_loop()
+    making = loop.run_in_executor(None, make)
+
+    def end_at_once(made: asyncio.Future[T]) -> None:
+        if not made.cancelled() and made.exception() is None:
+            with suppress(RuntimeError):  # the loop takes no more threads: the process ends, and with it all it holds
+                loop.run_in_executor(None, end, made.result())
+
+    try:
+        thing = await asyncio.shield(making)
+    except asyncio.CancelledError:
+        making.add_done_callback(end_at_once)
+        raise
+    try:
+        yield thing
+    finally:
+        ending = loop.run_in_executor(None, end, thing)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(ending), end_s)
+
 
 LOCAL, AUTO = "local", "auto"
 _CLIENT_SCHEME = "ray://"
@@ -51,12 +80,10 @@ class HostHandle:
         await self._call("configure", config)
 
     async def listen(self) -> list[tuple[str, Any]]:
-        """What has happened."""
         words: list[tuple[str, Any]] = await self._call("listen")
         return words
 
     async def send(self, signum: int) -> None:
-        """Signal its worker."""
         await self._call("send", signum)
 
     async def _call(self, method: str, *arguments: Any) -> Any:

@@ -15,7 +15,6 @@ PAGES: Mapping[str, tuple[Path, Callable[[], str]]] = {
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     made = argparse.ArgumentParser(prog="python -m cluster.reference", description="write the generated pages")
     made.add_argument("pages", nargs="*", metavar="PAGE", help=f"{' or '.join(PAGES)}; both when none is named")
     made.add_argument("--check", action="store_true", help="write nothing; exit code 1 where a page is stale")

@@ -33,7 +33,6 @@ _Schema = Mapping[str, Any]
 
 
 def render() -> str:
-    """The whole page."""
     schema = ClusterConfig.model_json_schema()
     parts = [_INTRODUCTION]
     for path, section in _sections(schema, schema["$defs"], ()):

@@ -77,7 +77,6 @@ class _Idle:
 
 
 def render() -> str:
-    """The whole page."""
     parts = [_INTRODUCTION]
     for heading, rows in ((_ROUTER, _router()), (_PLANNER, _registered(PlannerMetrics(period_s=1.0).registry))):
         table = [

@@ -43,7 +43,6 @@ class AutoscaleOptions:
     """Also search the best fixed schedule, of as many windows as a day has hours."""
 
     def policy(self) -> PlannerPolicy:
-        """The planner's bounds."""
         return PlannerPolicy(
             least=self.least,
             most_workers=self.most_workers,

@@ -43,16 +43,10 @@ class Watcher(Protocol):
 
 
 class SilentWatcher:
-    """Shows nothing."""
+    def on_state(self, view: ProcessView) -> None: ...
 
-    def on_state(self, view: ProcessView) -> None:
-        """Ignored."""
+    def on_loading(self, name: str, report: LoadReport) -> None: ...
 
-    def on_loading(self, name: str, report: LoadReport) -> None:
-        """Ignored."""
+    def on_note(self, note: Note) -> None: ...
 
-    def on_note(self, note: Note) -> None:
-        """Ignored."""
-
-    def on_log(self, name: str, line: str) -> None:
-        """Ignored."""
+    def on_log(self, name: str, line: str) -> None: ...

@@ -117,7 +117,6 @@ class Placement:
         self._homes[name] = _Home(role=role, node_id=node_id, bundle=bundle)
 
     def leave(self, name: str) -> None:
-        """It has ended."""
         self._homes.pop(name, None)
 
     def lost(self, name: str, now: float) -> None:
@@ -159,7 +158,7 @@ def _fits(bundle: Resources, room: Resources) -> bool:
     return all(room.get(resource, 0.0) + _EPSILON >= amount for resource, amount in bundle.items())
 
 
-def told(resources: Resources) -> str:
+def render_resources(resources: Resources) -> str:
     """In words: `2 CPU, 1 GPU`."""
     return ", ".join(f"{_amount(name, amount)}" for name, amount in sorted(resources.items()))
 

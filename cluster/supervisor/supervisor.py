@@ -15,8 +15,32 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 
 from cluster.supervisor.failures import describe_exit
-from cluster.supervisor.heartbeats import Beats
+from router.workers.silence import SilenceWatch
 from tandem.errors import InvariantError
+
+LOOK_S = 1.0
+"""Between two looks."""
+
+
+class Beats:
+    """Of one process, from when it serves."""
+
+    def __init__(self, *, silence_s: float, now: float) -> None:
+        """`silence_s`: who has said nothing for so long hangs."""
+        self._watch = SilenceWatch(silence_s=silence_s, period_s=LOOK_S, now_s=now)
+        self.look_at = now + LOOK_S
+        """When `is_silent` is to be asked next."""
+
+    def heard(self, now: float) -> None:
+        """It says that it is alive."""
+        self._watch.heard(now)
+
+    def is_silent(self, now: float) -> bool:
+        """Whether that has turned out now; asked too soon, it has not."""
+        if now < self.look_at:
+            return False
+        self.look_at = now + LOOK_S
+        return self._watch.is_silent(now)
 
 
 class Role(Enum):
@@ -84,7 +108,6 @@ class ProcessPlan:
 
     @property
     def stage(self) -> Stage:
-        """When it starts."""
         return Stage.ROUTER if self.role is Role.ROUTER else Stage.WORKERS
 
 
@@ -127,8 +150,6 @@ class Send:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """Tell the user."""
-
     name: str
     text: str
     is_error: bool = False
@@ -191,7 +212,6 @@ class Supervisor:
         return self._processes[name].state
 
     def start(self, now: float) -> list[Action]:
-        """Launch the workers."""
         return self._launch_pending(now)
 
     def add(self, plan: ProcessPlan, now: float, *, is_needed: bool = False) -> list[Action]:

@@ -71,7 +71,6 @@ class Watch:
         self.press("q")
 
     def view(self) -> View:
-        """As of now."""
         return View(
             status=self._status,
             errors=tuple(self._errors),

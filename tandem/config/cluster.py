@@ -171,8 +171,8 @@ class ClusterConfig(Section):
     secret: SecretStr | None = None
     """Keys block names and authenticates workers and routers to each other; `tandem up` draws one when absent."""
     standby_workers: int = Field(default=1, ge=0, le=16)
-    """Processes that `tandem up` keeps on this machine beside the workers, with everything imported: a worker that dies is
-    replaced by one of them, without the two seconds that imports take. Each takes about 250 MB; 0: none."""
+    """Processes that `tandem up` keeps on this machine beside the workers, with everything imported: a worker that dies
+    is replaced by one of them, without the two seconds that imports take. Each takes about 250 MB; 0: none."""
     control_socket: str | None = None
     """Unix socket over which `tandem scale`, `flip` and `restart` ask `tandem up`; null: one named after `router.port`,
     in `$XDG_RUNTIME_DIR/tandem` or in the temporary folder."""

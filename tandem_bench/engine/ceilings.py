@@ -38,7 +38,6 @@ class Ceilings:
     """What the matrix units do when nothing has to be fetched; None where no kernel can tell."""
 
     def rows(self) -> list[Row]:
-        """For the report."""
         rows = [
             figure("ceiling.read", self.read_bytes_per_s / 1e9, "GB/s"),
             figure("ceiling.gemv", self.gemv_bytes_per_s / 1e9, "GB/s"),

@@ -42,7 +42,6 @@ class Stage:
     """More of Tandem's engine section, by dotted name."""
 
     def engine_section(self) -> dict[str, Any]:
-        """Of Tandem's configuration."""
         return {"device": self.device, "num_blocks": self.num_blocks, "num_threads": self.num_threads}
 
     def overrides(self) -> dict[str, Any]:
@@ -67,9 +66,7 @@ class Contestant(Protocol):
     """One engine; started once, asked many times, stopped."""
 
     @property
-    def name(self) -> str:
-        """For tables."""
-        ...
+    def name(self) -> str: ...
 
     async def start(self) -> Started:
         """Make it ready. Raises CannotMeasure."""
@@ -84,9 +81,7 @@ class Contestant(Protocol):
         """Peak memory so far."""
         ...
 
-    async def stop(self) -> None:
-        """End it."""
-        ...
+    async def stop(self) -> None: ...
 
 
 class ProcessContestant:
@@ -98,13 +93,11 @@ class ProcessContestant:
         self._watch = Watch()
 
     async def start(self) -> Started:
-        """See Contestant."""
         await self._process.spawn()
         async with self._watch.over(self._process.pid):
             return await self._process.ready()
 
     async def run(self, job: Job) -> Outcome:
-        """See Contestant."""
         message = {"prompts": job.prompts, "num_tokens": job.num_tokens, "newcomers": job.newcomers}
         async with self._watch.over(self._process.pid):
             reply = await self._process.run(message)
@@ -112,11 +105,9 @@ class ProcessContestant:
 
     @property
     def footprint(self) -> Footprint:
-        """See Contestant."""
         return self._watch.peak
 
     async def stop(self) -> None:
-        """See Contestant."""
         await self._process.stop()
 
 
@@ -137,7 +128,6 @@ class WorkerContestant:
         self._client: Client | None = None
 
     async def start(self) -> Started:
-        """See Contestant."""
         self._cluster = await self._stack.enter_async_context(running(self._setup))
         self._client = await self._stack.enter_async_context(Client(self._cluster.url))
         return Started(ready_s=self._cluster.ready_s, load_s=self._cluster.ready_s, about={})
@@ -161,7 +151,6 @@ class WorkerContestant:
         return self._watch.peak
 
     async def stop(self) -> None:
-        """See Contestant."""
         await self._stack.aclose()
 
 

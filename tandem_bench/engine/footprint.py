@@ -70,8 +70,7 @@ class Watch:
     def __init__(self) -> None:
         self.peak = NOTHING
 
-    def look(self, pids: Iterable[int]) -> None:
-        """Take a sample."""
+    def sample(self, pids: Iterable[int]) -> None:
         self.peak = self.peak.joined(footprint(pids))
 
     @asynccontextmanager
@@ -88,10 +87,10 @@ class Watch:
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await task
-            self.look(family(pid))
+            self.sample(family(pid))
 
     async def _watch(self, pids: tuple[int, ...]) -> None:
         while True:
-            self.look(pids)
+            self.sample(pids)
             # The kernel has no event for memory in use: sampling is all there is.
             await asyncio.sleep(_PERIOD_S)

@@ -33,7 +33,7 @@ from tandem_bench.errors import CannotMeasure
 from tandem_bench.make_model import cached_model
 from tandem_bench.peers.process import Started
 from tandem_bench.report import Row
-from tandem_bench.report import show as show_rows
+from tandem_bench.report import print_table as show_rows
 from tandem_bench.shapes import REFERENCE, SHAPES
 
 CONCURRENCIES = (1, 4, 16)
@@ -57,7 +57,7 @@ class Scale:
     limit_s: float | None
 
     @classmethod
-    def of(cls, given: argparse.Namespace) -> "Scale":
+    def from_options(cls, given: argparse.Namespace) -> "Scale":
         """Quick without flags; with peers the issue's workload; `--full` adds lengths."""
         is_quick = not (given.full or given.peer)
         num_tokens = QUICK_TOKENS if is_quick else OUTPUT_TOKENS
@@ -112,7 +112,7 @@ async def measure(given: argparse.Namespace, rows: list[Row], *, out: Console, e
 
 async def _model(given: argparse.Namespace, rows: list[Row], *, out: Console, note: Callable[[str], None]) -> None:
     """The parts that ask engines to continue prompts."""
-    scale = Scale.of(given)
+    scale = Scale.from_options(given)
     subject = make_subject(given, scale, note)
     box = TimeBox(scale.limit_s)
     best = ceilings.measure(subject.device, getattr(torch, given.dtype), subject.stage.num_threads)
@@ -180,7 +180,7 @@ def make_subject(given: argparse.Namespace, scale: Scale, note: Callable[[str], 
     return Subject(
         stage=stage,
         config=config,
-        cost=ModelCost.of(config, given.dtype),
+        cost=ModelCost.from_config(config, given.dtype),
         device=torch.device("cuda" if has_cuda else "cpu"),
         is_judged=given.model is None and given.shape == REFERENCE and given.dtype == "bfloat16" and not has_cuda,
     )
@@ -243,7 +243,7 @@ async def _engines(
     else:
         worker_done = []
     summaries = figures.summarize([*done, *worker_done], subject.cost)
-    tables.show(out, summaries)
+    tables.print_summaries(out, summaries)
     rows += figures.speed_rows(summaries, judged=subject.is_judged)
     rest = [
         *figures.step_rows(done, judged=subject.is_judged),

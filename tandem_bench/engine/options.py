@@ -12,7 +12,6 @@ BASELINE_NAMES = ("no-kv-cache", "contiguous-kv", "static-batching", "padded-bat
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare them."""
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--model", type=Path, metavar="DIR", help="a directory in Hugging Face layout")
     what.add_argument("--shape", choices=SHAPE_NAMES, default="0.5b", help="a random model; 0.5b is the reference")
@@ -50,7 +49,6 @@ def parts(options: argparse.Namespace) -> tuple[str, ...]:
 
 
 def peers(options: argparse.Namespace) -> tuple[str, ...]:
-    """Who else runs."""
     return PEER_NAMES if options.full and not options.peer else tuple(dict.fromkeys(options.peer))
 
 

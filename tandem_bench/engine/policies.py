@@ -88,17 +88,17 @@ def continuous(waiting: deque[Ask], _num_running: int) -> list[Ask]:
 def closed(batch_size: int) -> Policy:
     """Closed batches of who is there: the next starts when the longest answer of this one is over."""
 
-    def take(waiting: deque[Ask], num_running: int) -> list[Ask]:
+    def select(waiting: deque[Ask], num_running: int) -> list[Ask]:
         return [] if num_running else [waiting.popleft() for _ in range(min(batch_size, len(waiting)))]
 
-    return take
+    return select
 
 
 def padded(batch_size: int) -> Policy:
     """Closed batches, a rectangle each: every prompt as long as the longest, every row kept until the last is over."""
     take_closed = closed(batch_size)
 
-    def take(waiting: deque[Ask], num_running: int) -> list[Ask]:
+    def select(waiting: deque[Ask], num_running: int) -> list[Ask]:
         batch = take_closed(waiting, num_running)
         num_prompt = max((len(ask.prompt) for ask in batch), default=0)
         num_tokens = max((ask.num_tokens for ask in batch), default=0)
@@ -112,7 +112,7 @@ def padded(batch_size: int) -> Policy:
             for ask in batch
         ]
 
-    return take
+    return select
 
 
 def _padding(prompt: Tokens, length: int) -> Tokens:
@@ -176,7 +176,7 @@ def serve(
     most_rows = num_preemptions = 0
     while run.is_open:
         now_s = run.let_in()
-        for number, ask in run.take(policy):
+        for number, ask in run.admit(policy):
             scheduler.add(_request(number, ask))
         batch = scheduler.schedule(now_s)
         if batch is None:
@@ -236,7 +236,7 @@ class _Run:
             self._waiting.append(self._coming.popleft())
         return now_s
 
-    def take(self, policy: Policy) -> list[tuple[int, Ask]]:
+    def admit(self, policy: Policy) -> list[tuple[int, Ask]]:
         """Who is handed over now, numbered."""
         taken = []
         for ask in policy(self._waiting, len(self._running)):

@@ -27,7 +27,7 @@ class ModelCost:
     item_bytes: int
 
     @classmethod
-    def of(cls, config: ModelArchitecture, dtype: str) -> "ModelCost":
+    def from_config(cls, config: ModelArchitecture, dtype: str) -> "ModelCost":
         """The cost of a model computed in `dtype`, KV cache included."""
         hidden, width = config.hidden_size, config.num_heads * config.head_dim
         kv_width = config.num_kv_heads * config.head_dim

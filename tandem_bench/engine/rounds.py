@@ -134,7 +134,7 @@ async def run_rounds(
                     read_bytes_per_s=max(before, after),
                 )
                 done.append(measured)
-                plan.note(told(measured))
+                plan.note(describe(measured))
     return done
 
 
@@ -144,7 +144,7 @@ async def warm_up(contestant: Contestant, vocab_size: int, *, concurrency: int) 
     await contestant.run(Job(prompts=prompts, num_tokens=4))
 
 
-def told(measured: Measurement) -> str:
+def describe(measured: Measurement) -> str:
     """One line of progress."""
     seen = measured.outcome
     return (

@@ -10,7 +10,7 @@ from rich.text import Text
 from tandem_bench.engine.figures import Summary
 
 
-def show(console: Console, summaries: Sequence[Summary]) -> None:
+def print_summaries(console: Console, summaries: Sequence[Summary]) -> None:
     """Print the table; kinds of jobs are set apart."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("job", "engine"):

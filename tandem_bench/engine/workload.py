@@ -32,7 +32,6 @@ class Job:
 
     @property
     def prompt_tokens(self) -> int:
-        """Of all prompts."""
         return sum(map(len, self.prompts))
 
 
@@ -88,7 +87,6 @@ class Outcome:
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """See the module."""
         return self.job.prompt_tokens / self.prefill_s
 
     @property

@@ -175,7 +175,7 @@ class _Peer:
     def round(self) -> tuple[float, float]:
         """Write the whole pool under a new grant, then have every chunk verified; GB/s of either."""
         self._attempt += 1
-        grant = bytes.fromhex(self.told("grant"))
+        grant = bytes.fromhex(self.expect("grant"))
         started_s = time.perf_counter()
         firsts = range(0, self._num_blocks, CHUNK_BLOCKS)
         chunks = [(first, self._writer.write(self._order(first, grant))) for first in firsts]
@@ -189,9 +189,9 @@ class _Peer:
 
     def ask(self, line: str) -> int:
         """A number from the other process. Raises CannotMeasure when it has ended."""
-        return int(self.told(line))
+        return int(self.expect(line))
 
-    def told(self, line: str) -> str:
+    def expect(self, line: str) -> str:
         """The other process's answer. Raises CannotMeasure when it has ended."""
         if self._process.stdin is None or self._process.stdout is None:
             raise CannotMeasure("the receiving process has no pipes")
@@ -240,8 +240,6 @@ def _cells(first: int, count: int) -> CellRange:
 
 
 class _Receiving:
-    """The other process."""
-
     def __init__(self, receiver: KVReceiver, pool: _Pool) -> None:
         self._receiver = receiver
         self._pool = pool

@@ -24,7 +24,6 @@ _SMALL_GEMMS = ((256, 256, 256),)
 
 
 def environment(stage: Stage) -> Findings:
-    """Names and versions."""
     yield Note(name="python", text=f"{platform.python_version()} on {platform.machine()}, {os.cpu_count()} cores")
     for package in _PACKAGES:
         yield Note(name=package, text=_version(package))
@@ -41,7 +40,6 @@ def environment(stage: Stage) -> Findings:
 
 
 def ceilings(stage: Stage) -> Findings:
-    """All rates."""
     yield figure("ceiling.read", read_bytes_per_s(stage) / 1e9, "GB/s")
     dtypes = (torch.float32,) if stage.is_small else (torch.bfloat16, torch.float16)
     for dtype in dtypes:

@@ -45,7 +45,7 @@ def decode(stage: Stage) -> Findings:
     yield figure("decode.ceiling", bytes_per_s / 1e9, "GB/s")
     model = random_model(stage.shape, seed=stage.seed, options=stage.backend_options)
     yield Note(name="backend", text=model.backend.name)
-    cost = ModelCost.of(model.config, stage.dtype)
+    cost = ModelCost.from_config(model.config, stage.dtype)
     rng = Random(f"decode:{stage.seed}")
     limits = Limits(
         num_blocks=pool_blocks(max(batches), length + num_tokens),
@@ -137,7 +137,7 @@ def prefill(stage: Stage) -> Findings:
     rate = gemm_flops_per_s(stage, getattr(torch, stage.dtype))
     yield figure("prefill.ceiling", rate / 1e12, "TFLOP/s")
     model = random_model(stage.shape, seed=stage.seed, options=stage.backend_options)
-    cost = ModelCost.of(model.config, stage.dtype)
+    cost = ModelCost.from_config(model.config, stage.dtype)
     rng = Random(f"prefill:{stage.seed}")
     limits = Limits(
         num_blocks=pool_blocks(2, length + 1),

@@ -28,18 +28,15 @@ class RandomSource:
         self.names = frozenset(self._sizes)
 
     def require(self, name: str, shape: tuple[int, ...]) -> None:
-        """See TensorSource."""
         if self._sizes.get(name) != shape:
             raise ConfigError(f"shape {self._shape.name}: {name} is {self._sizes.get(name)}, wanted {shape}")
 
     def tensor(self, name: str, part: TensorSlice | None = None) -> Tensor:
-        """See TensorSource."""
         size = self._sizes[name]
         whole = random_tensor(self._shape, name, size, seed=self._seed, dtype=self._dtype, device=self._device)
         return whole if part is None else whole.narrow(part.dim, part.begin, part.end - part.begin)
 
-    def forget(self, name: str) -> None:
-        """Nothing is kept."""
+    def forget(self, name: str) -> None: ...
 
     def fingerprint(self, config: ModelArchitecture) -> str:
         """See TensorSource. Kinds of devices make different numbers of one seed."""
@@ -55,13 +52,11 @@ class HeldSource:
         self.names = frozenset(tensors)
 
     def require(self, name: str, shape: tuple[int, ...]) -> None:
-        """See TensorSource."""
         found = self._tensors.get(name)
         if found is None or tuple(found.shape) != shape:
             raise ConfigError(f"{name} is {'missing' if found is None else list(found.shape)}, wanted {list(shape)}")
 
     def tensor(self, name: str, part: TensorSlice | None = None) -> Tensor:
-        """See TensorSource."""
         whole = self._tensors[name].detach()
         return whole if part is None else whole.narrow(part.dim, part.begin, part.end - part.begin)
 
@@ -69,7 +64,6 @@ class HeldSource:
         """They are not ours."""
 
     def fingerprint(self, config: ModelArchitecture) -> str:
-        """See TensorSource."""
         digest = hashlib.sha256(config.digest())
         for name in sorted(self._tensors):
             digest.update(name.encode() + self._tensors[name].detach().float().cpu().numpy().tobytes())

@@ -26,7 +26,6 @@ def text(result: Result) -> str:
 
 
 def verdict(results: Sequence[Result], seconds: float) -> str:
-    """The last line."""
     rows = [row for result in results for row in result.rows]
     judged = sum(row.met is not None for row in rows)
     missed = [row.name for row in rows if row.met is False]
@@ -38,7 +37,6 @@ def verdict(results: Sequence[Result], seconds: float) -> str:
 
 
 def num_missed(results: Sequence[Result]) -> int:
-    """Goals not met."""
     return sum(report.num_missed(result.rows) for result in results)
 
 

@@ -6,18 +6,43 @@ raised in trouble, or was without; 2: it could not be measured.
 
 import argparse
 import asyncio
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from tandem_bench.errors import CannotMeasure
 from tandem_bench.incidents.known import INCIDENTS
-from tandem_bench.incidents.pictures import draw
+from tandem_bench.incidents.panels import BOARDS, Prometheus, draw_beside
 from tandem_bench.incidents.reproduce import Report, reproduced
-from tandem_bench.incidents.scene import Incident
+from tandem_bench.incidents.scene import Incident, Shown
+
+
+def panel_of(shown: Shown) -> dict[str, Any]:
+    """As its board's file has it. LookupError when there is none."""
+    board = json.loads((BOARDS / f"{shown.board}.json").read_text(encoding="utf-8"))
+    for panel in board["panels"]:
+        if panel["title"] == shown.title and panel["type"] != "row":
+            found: dict[str, Any] = panel
+            return found
+    raise LookupError(f"no panel {shown.title!r} on board {shown.board}")
+
+
+def draw(incident: Incident, report: Report, path: Path) -> None:
+    """A row for each panel; a column for each phase, or one for all of them where they have one history."""
+    first, last = report.outcomes[0], report.outcomes[-1]
+    if incident.one_history:
+        whole = " → ".join(outcome.phase.name for outcome in report.outcomes)
+        columns = {whole: Prometheus(first.watch.url, start_s=first.start_s, end_s=last.ended_s)}
+    else:
+        columns = {
+            outcome.phase.name: Prometheus(outcome.watch.url, start_s=outcome.start_s, end_s=outcome.ended_s)
+            for outcome in report.outcomes
+        }
+    draw_beside([panel_of(shown) for shown in incident.panels], columns, path)
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options."""
     made = argparse.ArgumentParser(prog="python -m tandem_bench.incidents", description=__doc__)
     made.add_argument("name", choices=[*INCIDENTS], help="which one of docs/operate/walkthroughs.md")
     made.add_argument("--seconds", type=float, default=40.0, help="of load in each phase")
@@ -54,7 +79,6 @@ def lines(report: Report) -> list[str]:
 
 
 def main() -> int:
-    """Parse, reproduce, print."""
     options = parser().parse_args()
     try:
         return asyncio.run(_main(INCIDENTS[options.name](), options.seconds, options.picture))

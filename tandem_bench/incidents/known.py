@@ -1,14 +1,50 @@
 """The incidents that docs/operate/walkthroughs.md walks through."""
 
+import shutil
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
-from tandem.model_path import BUILTIN
+import torch
+from safetensors.torch import load_file, save_file
+
+from tandem.model_path import BUILTIN, model_directory
 from tandem.values.kv_layout import KVLayout
+from tandem_bench.cache import cache_dir
 from tandem_bench.clusters import COLOCATED, Setup
 from tandem_bench.incidents import structures
 from tandem_bench.incidents.loads import chats, chats_beside_documents, long_contexts, short_beside_long
-from tandem_bench.incidents.rounded_model import CAREFUL_BITS, CARELESS_BITS, make_rounded, rounded_folder
 from tandem_bench.incidents.scene import Incident, Phase, Shown
+
+CARELESS_BITS, CAREFUL_BITS = 4, 8
+_WEIGHTS = "model.safetensors"
+
+
+def rounded_folder(bits: int) -> Path:
+    """Where it is, made or not."""
+    return cache_dir("models") / f"tandem-tiny-{bits}-bits"
+
+
+def make_rounded() -> None:
+    """Both: four bits with one scale for a whole matrix, and eight bits with a scale for each row."""
+    for bits in (CARELESS_BITS, CAREFUL_BITS):
+        source, folder = model_directory(BUILTIN), rounded_folder(bits)
+        if not (folder / _WEIGHTS).exists():
+            shutil.copytree(source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(_WEIGHTS))
+            tensors = {name: _rounded(tensor, bits) for name, tensor in load_file(source / _WEIGHTS).items()}
+            half_written = folder / "half-written"
+            save_file(tensors, half_written)
+            half_written.replace(folder / _WEIGHTS)
+
+
+def _rounded(tensor: torch.Tensor, bits: int) -> torch.Tensor:
+    if tensor.dim() < 2:
+        return tensor
+    levels = 2 ** (bits - 1) - 1
+    largest = tensor.abs().max() if bits == CARELESS_BITS else tensor.abs().amax(dim=-1, keepdim=True)
+    scale = (largest / levels).clamp_min(1e-12)
+    rounded: torch.Tensor = (tensor / scale).round() * scale
+    return rounded.to(tensor.dtype)
+
 
 _POOL_BLOCKS = 256
 """Of float32: room for two sequences of the whole context."""

@@ -36,8 +36,6 @@ class Series(NamedTuple):
 
 
 class Prometheus:
-    """Asks one server."""
-
     def __init__(self, url: str, *, start_s: float, end_s: float, namespace: str = _ALL, release: str = _ALL) -> None:
         """`start_s` to `end_s`: what is shown, in seconds since 1970; the rest as chosen on a board."""
         self._url, self._namespace, self._release = url, namespace, release
@@ -167,7 +165,6 @@ def _unit(unit: str) -> str:
 
 
 def main() -> None:
-    """Draw every board."""
     parser = argparse.ArgumentParser(prog="python -m tandem_bench.incidents.panels", description=__doc__)
     parser.add_argument("--prometheus", default="http://127.0.0.1:9090", help="where it answers (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("panels"), help="folder of the pictures (%(default)s)")

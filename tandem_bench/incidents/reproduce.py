@@ -41,8 +41,6 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What is printed."""
-
     outcomes: tuple[Outcome, ...]
     held: Mapping[str, tuple[float, ...]]
     """Alarm to the share of each phase's second half."""

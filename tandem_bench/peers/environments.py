@@ -42,7 +42,6 @@ class PeerEnvironment:
 
     @property
     def python(self) -> Path:
-        """Its interpreter."""
         return self.folder / "bin" / "python"
 
     @property

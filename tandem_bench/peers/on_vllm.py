@@ -31,7 +31,6 @@ class Adapter:
         }
 
     def run(self, prompts: list[list[int]], num_tokens: int, newcomers: list[list[int]]) -> dict[str, Any]:
-        """See host.Adapter."""
         waiting = list(newcomers)
         started_s = time.perf_counter()
         residents = [self._add(prompt, num_tokens) for prompt in prompts]

@@ -40,8 +40,6 @@ _WORDS = "Once upon a time there was a little girl who had a red ball and a big 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoorCosts:
-    """Of one round."""
-
     request_ms: float
     """Processor time of the router for one non-streaming chat request, tokenization excluded."""
     tokenize_ms: float

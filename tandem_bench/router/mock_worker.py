@@ -78,11 +78,9 @@ class MockWorker:
         )
 
     def opened(self, port: SessionPort) -> None:
-        """Nothing is cached."""
         port.send_snapshot(self._num_events, [pb.KVEvent(block_hash=name, stored=True) for name in self._cached])
 
     def order(self, port: SessionPort, message: pb.RouterMessage) -> None:
-        """Submits and cancels."""
         kind = message.WhichOneof("kind")
         if kind == "submit":
             self._running[port, message.submit.request_id] = _Running(port=port, submit=message.submit)
@@ -108,7 +106,6 @@ class MockWorker:
         )
 
     async def run(self) -> None:
-        """Steps for ever."""
         while True:
             await self._has_work.wait()
             self._has_work.clear()
@@ -176,7 +173,6 @@ async def _serve(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Until killed."""
     parser = argparse.ArgumentParser(prog="python -m tandem_bench.router.mock_worker", description=__doc__)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--index", type=int, default=0)

@@ -10,7 +10,6 @@ REPEATS = 30
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare them."""
     parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", help=f"some of: {', '.join(PARTS)}")
     parser.add_argument(
         "--peer", nargs="+", choices=PEER_NAMES, default=[], metavar="PEER", help=f"some of: {', '.join(PEER_NAMES)}"

@@ -63,7 +63,6 @@ class Answered:
 
     @property
     def is_good(self) -> bool:
-        """Whether it counts."""
         tpot_s = (self.last_s - self.first_s) / (ANSWER_TOKENS - 1)
         return self.status == 200 and self.first_s <= TTFT_S and tpot_s <= TPOT_S
 
@@ -292,7 +291,7 @@ def main() -> int:
     except (CannotMeasure, OSError) as error:
         err.print(str(error), style="red", soft_wrap=True)
         return 2
-    report.show(Console(highlight=False, width=120), found)
+    report.print_table(Console(highlight=False, width=120), found)
     if options.json is not None:
         report.write_json(options.json, found, about=report.circumstances([sys.executable, *sys.argv]))
     return 1 if report.num_missed(found) else 0

@@ -27,7 +27,6 @@ _TOKENS = 4_096
 
 
 def rows(repeats: int) -> list[Row]:
-    """Every figure."""
     found: list[Row] = []
     for num_each in NUM_EACH:
         label = f"placement.{num_each}+{num_each}"

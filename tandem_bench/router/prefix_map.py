@@ -25,7 +25,6 @@ _COUNTED = 50_000
 
 
 def rows(repeats: int) -> list[Row]:
-    """Every figure."""
     found: list[Row] = []
     for num_workers in NUM_WORKERS:
         goal = GOAL_US if num_workers == 64 else None

@@ -42,8 +42,6 @@ http {{
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerCosts:
-    """Of one round."""
-
     request_ms: float
     stream_events_per_cpu_s: float
 

@@ -48,7 +48,7 @@ from tandem.values.ids import BlockHash, Incarnation, WorkerId
 from tandem.values.kv_layout import KVLayout
 from tandem.values.roles import WorkerRole
 from tandem_bench.errors import CannotMeasure
-from tandem_bench.report import Row, figure, show
+from tandem_bench.report import Row, figure, print_table
 from worker.cluster_state.publisher import BoardPublisher
 
 NUM_WORKERS = 16
@@ -286,8 +286,7 @@ async def _known_again_s(begin: _Deed, end: _Deed) -> float:
         await server.kill()
 
 
-async def _nothing(_: _Server) -> None:
-    """Well."""
+async def _nothing(_: _Server) -> None: ...
 
 
 _FAULTS = {
@@ -325,7 +324,7 @@ def main() -> None:
     if options.play_workers is not None:
         asyncio.run(_play_workers(options.play_workers))
     else:
-        show(Console(highlight=False, width=120), rows(options.repeats))
+        print_table(Console(highlight=False, width=120), rows(options.repeats))
 
 
 if __name__ == "__main__":

@@ -44,7 +44,6 @@ async def _run(port: int) -> None:
 
 
 def main() -> None:
-    """Until killed."""
     parser = argparse.ArgumentParser(prog="python -m tandem_bench.router.upstream", description=__doc__)
     parser.add_argument("--port", type=int, required=True)
     asyncio.run(_run(parser.parse_args().port))

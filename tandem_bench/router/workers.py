@@ -26,35 +26,25 @@ NUM_BLOCKS = 10_000
 class NoPort:
     """A WorkerPort that takes everything and does nothing."""
 
-    def submit(self, order: SubmitOrder, deliver: Deliver) -> None:
-        """See WorkerPort."""
+    def submit(self, order: SubmitOrder, deliver: Deliver) -> None: ...
 
-    def adopt(self, request_id: RequestId, attempt: int, *, num_shown: int, deliver: Deliver) -> None:
-        """See WorkerPort."""
+    def adopt(self, request_id: RequestId, attempt: int, *, num_shown: int, deliver: Deliver) -> None: ...
 
-    def reroute(self, request_id: RequestId, attempt: int, prefill: PrefillRoute | None) -> None:
-        """See WorkerPort."""
+    def reroute(self, request_id: RequestId, attempt: int, prefill: PrefillRoute | None) -> None: ...
 
-    def cancel(self, request_id: RequestId, attempt: int) -> None:
-        """See WorkerPort."""
+    def cancel(self, request_id: RequestId, attempt: int) -> None: ...
 
-    def read(self, order: PromptScoringOrder, deliver: DeliverScores) -> None:
-        """See WorkerPort."""
+    def read(self, order: PromptScoringOrder, deliver: DeliverScores) -> None: ...
 
-    def inherit(self, share: MigrationPlan, *, within_s: float, prefill_tokens_per_s: float) -> None:
-        """See WorkerPort."""
+    def inherit(self, share: MigrationPlan, *, within_s: float, prefill_tokens_per_s: float) -> None: ...
 
-    def settle(self) -> None:
-        """See WorkerPort."""
+    def settle(self) -> None: ...
 
-    def pin(self, order: PinOrder) -> None:
-        """See WorkerPort."""
+    def pin(self, order: PinOrder) -> None: ...
 
-    def unpin(self, key: PinKey) -> None:
-        """See WorkerPort."""
+    def unpin(self, key: PinKey) -> None: ...
 
-    def resync(self) -> None:
-        """See WorkerPort."""
+    def resync(self) -> None: ...
 
 
 def names(rng: Random, count: int) -> list[BlockHash]:
@@ -68,7 +58,6 @@ def stored(blocks: list[BlockHash]) -> PrefixChange:
 
 
 def info(role: WorkerRole, number: int) -> WorkerInfo:
-    """One worker."""
     return WorkerInfo(
         key=WorkerKey(WorkerId(f"{role.value}-{number}"), Incarnation(1)),
         role=role,
@@ -105,7 +94,6 @@ def registry(rng: Random, *, num_each: int) -> WorkerRegistry:
 
 
 def infos(num_each: int) -> Iterator[WorkerInfo]:
-    """Of both pools."""
     for role in WorkerRole:
         for number in range(num_each):
             yield info(role, number)

@@ -128,7 +128,6 @@ class Clairvoyant:
         self._blocks.update(zip(names, ids, strict=True))
 
     def park(self, entry: IndexedBlock) -> None:
-        """See EvictionPolicy."""
         uses = self._uses[self._blocks[entry.name]]
         while uses and uses[0] <= self._now:
             uses.popleft()
@@ -137,14 +136,12 @@ class Clairvoyant:
         heapq.heappush(self._heap, (-again, -entry.depth, entry.name))
 
     def unpark(self, entry: IndexedBlock) -> None:
-        """See EvictionPolicy."""
         del self._parked[entry.name]
 
     def became_leaf(self, entry: IndexedBlock) -> None:
         """See EvictionPolicy. Its place in the order is right already."""
 
     def evict(self) -> BlockHash:
-        """See EvictionPolicy."""
         while True:
             again, _, name = heapq.heappop(self._heap)
             if self._parked.get(name) == -again:
@@ -152,16 +149,13 @@ class Clairvoyant:
                 return name
 
     def clear(self) -> None:
-        """See EvictionPolicy."""
         self._heap.clear()
         self._parked.clear()
 
     def hottest_first(self) -> Iterable[BlockHash]:
-        """See EvictionPolicy."""
         return sorted(self._parked, key=self._parked.__getitem__)
 
     def check(self, parked: Mapping[BlockHash, IndexedBlock]) -> None:
-        """See EvictionPolicy."""
         if self._parked.keys() != parked.keys():
             raise InvariantError("the eviction order and the parked entries differ")
 
@@ -220,8 +214,7 @@ def compare(trace: Trace, *, name: str, pools: Sequence[int] | None = None) -> l
     ]
 
 
-def show(console: Console, trace: Trace, rates: Sequence[HitRate]) -> None:
-    """One trace's table."""
+def print_rates(console: Console, trace: Trace, rates: Sequence[HitRate]) -> None:
     console.print(f"{rates[0].trace}: {len(trace)} requests, {sum(map(len, trace))} blocks", style="bold")
     sizes = list(dict.fromkeys(rate.num_blocks for rate in rates))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -238,7 +231,7 @@ def rows(console: Console, folder: Path = TRACES) -> list[Row]:
     found: list[Row] = []
     for name, trace in traces(folder):
         rates = compare(trace, name=name)
-        show(console, trace, rates)
+        print_rates(console, trace, rates)
         for rate in rates:
             label = f"eviction.{rate.trace}.{rate.policy}.{rate.num_blocks}".replace(" ", "_")
             found.append(figure(label, 100 * rate.rate, "% of blocks found"))

@@ -162,13 +162,12 @@ def rows(*, num_steps: int = 200) -> list[Row]:
 
 
 def main() -> None:
-    """Print the table."""
     parser = argparse.ArgumentParser(
         prog="python -m tandem_bench.scheduler.step_cost", description="Scheduling overhead per step."
     )
     parser.add_argument("--steps", type=int, default=200, help="steps per figure")
     options = parser.parse_args()
-    report.show(Console(highlight=False, width=110), rows(num_steps=options.steps))
+    report.print_table(Console(highlight=False, width=110), rows(num_steps=options.steps))
 
 
 if __name__ == "__main__":

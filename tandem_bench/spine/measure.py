@@ -3,16 +3,87 @@
 Nothing here is a test of time: figures vary with the machine and with what else it does.
 """
 
-from collections.abc import AsyncIterator, Collection
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
+import torch
 from rich.console import Console
 
 from tandem.model_path import BUILTIN, model_directory
-from tandem_bench.prompts import mixed_prompts
-from tandem_bench.report import Row
-from tandem_bench.spine import logits, model_gates, parity, reference, speed
+from tandem_bench.errors import EvaluationFailed
+from tandem_bench.prompts import Prompt, mixed_prompts
+from tandem_bench.report import Row, read_json
+from tandem_bench.spine import logits, parity, speed
 from tandem_bench.spine.sittings import IN_BATCHES, PASSES, Exam, Pass
+
+
+def silence() -> None:
+    """No progress bars among the figures, in this process."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+
+
+def load(model: Path, dtype: str) -> Any:
+    """The model as transformers loads it."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
+
+
+@torch.inference_mode()
+def greedy(model: Any, prompt: Prompt, num_tokens: int) -> tuple[int, ...]:
+    """The likeliest continuation; end tokens are tokens like others.
+
+    A loop of our own: `generate` would stop at, or suppress, the end token.
+    """
+    tokens: list[int] = []
+    step = torch.tensor([prompt.token_ids])
+    cache = None
+    while len(tokens) < num_tokens:
+        out = model(step, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        tokens.append(int(out.logits[0, -1].argmax()))
+        step = torch.tensor([tokens[-1:]])
+    return tuple(tokens)
+
+
+def answers(model: Path, prompts: Sequence[Prompt], num_tokens: int, *, dtype: str) -> list[tuple[int, ...]]:
+    """One answer per prompt, on one thread: two that share a busy core wait for each other."""
+    torch.set_num_threads(1)
+    loaded = load(model, dtype)
+    return [greedy(loaded, prompt, num_tokens) for prompt in prompts]
+
+
+async def rows(model: Path, *, samples: int, lengths: Sequence[int]) -> list[Row]:
+    """Perplexity, needles and JSON objects. Raises EvaluationFailed."""
+    with TemporaryDirectory(prefix="tandem-bench-") as folder:
+        file = Path(folder) / "gates.json"
+        command = ["training.evaluate", "--model", str(model), "--samples", str(samples), "--json", str(file)]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            *command,
+            "--lengths",
+            *map(str, lengths),
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        _, errors = await process.communicate()
+        if process.returncode:
+            raise EvaluationFailed(errors.decode(errors="replace")[-2000:])
+        return [_named(row) for row in read_json(file)]
+
+
+def _named(row: Row) -> Row:
+    goal = None if row.met is None else row.goal
+    return Row(name=f"model.{row.name}", value=row.value, unit=row.unit, goal=goal, met=row.met)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +110,6 @@ class Scale:
 
     @classmethod
     def quick(cls) -> "Scale":
-        """A sample."""
         return cls(
             num_prompts=8,
             num_tokens=24,
@@ -61,7 +131,7 @@ class Scale:
 
 async def measure(scale: Scale, parts: Collection[str], console: Console) -> AsyncIterator[list[Row]]:
     """The figures of the wanted parts, part by part; progress goes to `console`. Raises CannotMeasure."""
-    reference.silence()
+    silence()
     model = model_directory(BUILTIN)
     exam = Exam(prompts=mixed_prompts(model, scale.num_prompts), num_tokens=scale.num_tokens)
 
@@ -73,7 +143,7 @@ async def measure(scale: Scale, parts: Collection[str], console: Console) -> Asy
         yield logits.rows(scale.models_each)
     if "gates" in parts:
         note("gates: the built-in model")
-        yield await model_gates.rows(model, samples=scale.gate_samples, lengths=scale.gate_lengths)
+        yield await rows(model, samples=scale.gate_samples, lengths=scale.gate_lengths)
     if "startup" in parts:
         note("start-up")
         yield await speed.startup_rows(exam.prompts[0], scale.starts)
@@ -84,9 +154,9 @@ async def measure(scale: Scale, parts: Collection[str], console: Console) -> Asy
         )
     if "parity" in parts or "bf16" in parts:
         note("reference: transformers")
-        fp32 = reference.answers(model, exam.prompts, exam.num_tokens, dtype="float32")
+        fp32 = answers(model, exam.prompts, exam.num_tokens, dtype="float32")
     if "parity" in parts:
         yield await parity.cluster_rows(exam, fp32, scale.passes(), note)
     if "bf16" in parts:
-        bf16 = reference.answers(model, exam.prompts, exam.num_tokens, dtype="bfloat16")
+        bf16 = answers(model, exam.prompts, exam.num_tokens, dtype="bfloat16")
         yield await parity.half_precision_rows(exam, fp32, bf16, note)

@@ -44,8 +44,6 @@ class Exam:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sitting:
-    """One cluster's answers."""
-
     setup: Setup
     answers: dict[Pass, list[Completion]]
     num_requests: int

@@ -8,24 +8,71 @@ all turns: metrics are counted, and there is somewhere to send spans to.
 """
 
 import argparse
+import asyncio
+import os
+import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from functools import partial
 from math import sqrt
+from pathlib import Path
 from statistics import median, stdev
 from typing import Any
 
 import psutil
+import yaml
 from rich.console import Console
 
 from tandem_bench.clusters import Setup, running
 from tandem_bench.errors import CannotMeasure
-from tandem_bench.report import Row, figure, show
+from tandem_bench.report import Row, figure, print_table
 from tandem_bench.router import costs as router_costs
 from tandem_bench.telemetry.receiver import span_counter
-from tandem_bench.telemetry.switch import OFF, Kind, switch
 from tandem_bench.telemetry.turns import LOADS, Load, Subject, Turn, processes_of, take_turn
+
+SETTLED_S = 0.5
+"""Reading a YAML takes some hundredths of a second; spans of the turn before leave within this, too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """One way of watching a cluster."""
+
+    name: str
+    sample_ratio: float = 0.0
+    is_watched: bool = True
+    """With a scrape each second, and a JSON log at `info`; else neither, and what is logged is warnings."""
+    goal: float | None = None
+
+    def rewrite(self, path: Path) -> None:
+        """A configuration file that says so, and is otherwise what it was."""
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content["telemetry"]["sample_ratio"] = self.sample_ratio
+        level, style = ("info", "json") if self.is_watched else ("warning", "text")
+        content |= {"log_level": level, "log_format": style}
+        written = path.with_suffix(".new")
+        written.touch(mode=0o600)
+        written.write_text(yaml.safe_dump(content), encoding="utf-8")
+        written.replace(path)
+
+
+OFF = Kind(name="off", is_watched=False)
+
+
+async def switch(processes: Mapping[str, psutil.Process], kind: Kind) -> None:
+    for path in {_config(process) for process in processes.values()}:
+        kind.rewrite(path)
+    for process in processes.values():
+        os.kill(process.pid, signal.SIGHUP)
+    await asyncio.sleep(SETTLED_S)
+
+
+def _config(process: psutil.Process) -> Path:
+    command = process.cmdline()
+    return Path(command[command.index("--config") + 1])
+
 
 MAX_COST_PERCENT = 3.0
 PRODUCTION_RATIO = 0.01
@@ -44,14 +91,13 @@ Part = Callable[[AsyncExitStack, dict[str, Any]], Awaitable[Started]]
 
 
 async def measure(given: argparse.Namespace, rows: list[Row], *, out: Console, err: Console) -> None:
-    """Measure and show."""
     parts = given.only or list(PARTS)
     for part in parts:
         turns: Rounds = {(load, kind): [] for load in LOADS for kind in (OFF, *KINDS)}
         await _sit(PARTS[part], turns, given.seconds / len(parts), given.turn)
         err.print(f"{part}: {len(turns[LOADS[0], OFF])} rounds")
         found = [row for load in LOADS for row in _rows(turns, load, part)]
-        show(out, found)
+        print_table(out, found)
         rows += found
 
 

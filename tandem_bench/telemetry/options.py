@@ -9,7 +9,6 @@ TURN_S = 2.0
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare them."""
     parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", help=f"some of: {', '.join(PARTS)}")
     parser.add_argument(
         "--seconds", type=float, default=SECONDS, metavar="S", help=f"of all rounds; one more ends later; {SECONDS:g}"

@@ -18,7 +18,6 @@ class SpanCounter:
         self.num_spans = 0
 
     async def export(self, request: Any, _context: Any) -> Any:
-        """One batch."""
         self.num_spans += sum(
             len(scope.spans) for of_process in request.resource_spans for scope in of_process.scope_spans
         )

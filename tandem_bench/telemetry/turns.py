@@ -67,7 +67,6 @@ class Turn:
 
     @property
     def whole_cpu_ms(self) -> float:
-        """Of all processes."""
         return sum(self.cpu_ms.values())
 
 

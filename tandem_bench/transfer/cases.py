@@ -56,12 +56,10 @@ class Case:
 
     @property
     def name(self) -> str:
-        """For rows."""
         return f"{self.geometry.name}.{'scattered' if self.is_scattered else 'adjacent'}"
 
     @property
     def num_bytes(self) -> int:
-        """Of payload."""
         return len(self.sources) * self.geometry.block_bytes
 
     def copies(self) -> list[Copy]:
@@ -128,5 +126,4 @@ def make_cases(payload_bytes: int, geometries: Sequence[Geometry] = GEOMETRIES) 
 
 
 def pool_bytes(payload_bytes: int) -> int:
-    """Of each pool."""
     return POOL_OF_PAYLOAD * payload_bytes

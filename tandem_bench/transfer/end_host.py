@@ -53,7 +53,6 @@ class Pool:
 
     @property
     def address(self) -> int:
-        """In this process."""
         return ctypes.addressof(ctypes.c_char.from_buffer(self.view))
 
 

@@ -7,19 +7,124 @@ from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
+from rich import box
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from tandem_bench.errors import CannotMeasure
+from tandem_bench.errors import CannotMeasure, require_extra
+from tandem_bench.peers.environments import PeerEnvironment, ensure
+from tandem_bench.peers.process import EngineProcess, Launch
 from tandem_bench.report import Row, figure
-from tandem_bench.report import show as show_rows
-from tandem_bench.transfer import checksums, contestants, figures, options, plot, tables
+from tandem_bench.report import print_table as show_rows
+from tandem_bench.transfer import contestants, figures, options
 from tandem_bench.transfer.cases import Case, make_cases, pool_bytes
 from tandem_bench.transfer.clusters import overlap, pull
-from tandem_bench.transfer.contestants import Contestant
+from tandem_bench.transfer.contestants import COPY, COPY_RANGES, PLAIN, SHM, SHM_BARE, TCP, TCP_BARE, Contestant
+from tandem_bench.transfer.figures import medians
+from tandem_bench.transfer.pair import END_HOST, ENDS
 from tandem_bench.transfer.planning import seconds_per_block
 from tandem_bench.transfer.pools import Pools
 from tandem_bench.transfer.rounds import Absence, Contest, Field, Turn
+
+
+def print_turns(console: Console, done: Sequence[Turn]) -> None:
+    """Print the tables, in the order in which contestants and cases first ran."""
+    rates = medians(done, lambda turn: turn.bytes_per_s / 1e9)
+    _print(console, "GB/s, median over rounds", {key: f"{rate:.2f}" for key, rate in rates.items()})
+    sender = medians(done, lambda turn: turn.sender_cpu_s / turn.num_bytes * 1e9)
+    receiver = medians(done, lambda turn: turn.receiver_cpu_s / turn.num_bytes * 1e9)
+    _print(
+        console, "CPU s per GB, sender + receiver", {key: f"{sender[key]:.2f} + {receiver[key]:.2f}" for key in rates}
+    )
+
+
+def _print(console: Console, title: str, cells: Mapping[tuple[str, str], str]) -> None:
+    """One line per contestant, one column per case; `cells` by contestant and case."""
+    names, cases = (dict.fromkeys(key[i] for key in cells) for i in range(2))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column(title, no_wrap=True)
+    for case in cases:
+        table.add_column("\n".join(case.rsplit(".", 1)), justify="right", no_wrap=True)
+    for name in names:
+        table.add_row(Text(name), *(cells.get((name, case), "") for case in cases))
+    console.print(table)
+
+
+_COLORS: Mapping[str, str] = {
+    COPY: "#c1121f",
+    COPY_RANGES: "#e5989b",
+    PLAIN: "#6d6875",
+    SHM: "#0b6e4f",
+    SHM_BARE: "#7bc8a4",
+    TCP: "#274690",
+    TCP_BARE: "#8fa8d6",
+}
+_OTHER = ("#e08e45", "#9b5de5", "#b7b7b7")
+_GROUP_WIDTH = 0.85
+
+
+def draw(path: Path, done: Sequence[Turn]) -> None:
+    """Write a PNG (or what the file's ending says): one group of bars per case. Raises ExtraMissing."""
+    require_extra("matplotlib", "--plot")
+    from matplotlib.figure import Figure
+
+    rates = medians(done, lambda turn: turn.bytes_per_s / 1e9)
+    names = list(dict.fromkeys(turn.contestant for turn in done))
+    cases = list(dict.fromkeys(turn.case for turn in done))
+    others = [name for name in names if name not in _COLORS]
+    colors = {**_COLORS, **{name: _OTHER[i % len(_OTHER)] for i, name in enumerate(others)}}
+    drawing = Figure(figsize=(11, 4.5), layout="constrained")
+    axes = drawing.subplots()
+    width = _GROUP_WIDTH / len(names)
+    for i, name in enumerate(names):
+        places = [place + (i - (len(names) - 1) / 2) * width for place in range(len(cases))]
+        heights = [rates.get((name, case), 0.0) for case in cases]
+        bars = axes.bar(places, heights, width * 0.92, color=colors[name], label=name, zorder=2)
+        axes.bar_label(bars, [f"{height:.1f}" for height in heights], padding=2, fontsize=7)
+    axes.set_xticks(range(len(cases)), ["\n".join(case.rsplit(".", 1)) for case in cases])
+    axes.set_ylabel("GB/s, median over rounds")
+    axes.grid(axis="y", color="#e5e5e5", zorder=0)
+    drawing.legend(loc="outside lower center", ncols=-(-len(names) // 2), frameon=False, fontsize=9)
+    drawing.savefig(path, dpi=140)
+
+
+ENVIRONMENT = PeerEnvironment(
+    name="checksums", steps=(("numpy==2.4.6", "isal==1.9.1", "google-crc32c==1.9.0", "xxhash==4.1.0"),)
+)
+PIECE_KIB = (64, 256, 1024)
+
+
+async def rows(note: Callable[[str], None]) -> list[Row]:
+    """Rates alone, cost after a copy of the same piece, and whether other threads can run. Raises CannotMeasure."""
+    python = ensure(ENVIRONMENT, note)
+    process = EngineProcess(
+        Launch(
+            name="checksums",
+            python=python,
+            adapter=str(ENDS / "on_checksums.py"),
+            options={"class": "Sender", "pools": {}, "pool_bytes": 0, "piece_kib": PIECE_KIB},
+            host=END_HOST,
+        )
+    )
+    try:
+        await process.spawn()
+        await process.ready()
+        found: list[dict[str, Any]] = (await process.run({"do": "run", "with": {"name": "all"}}))["result"]
+    finally:
+        await process.stop()
+    result = []
+    for seen in found:
+        name = f"checksum.{seen['name']}.{seen['kib']}k"
+        result += [
+            figure(name, seen["hot"] / 1e9, "GB/s, cache-hot"),
+            figure(f"{name}.after_copy", seen["cost_percent"], "% more time than the copy alone"),
+            figure(f"{name}.gil", seen["blocked_percent"], "% of a long call in which no other thread gets a turn"),
+        ]
+    return result
+
 
 BUSY_LOAD = 0.5
 """Running processes per CPU from which on others disturb what is measured."""
@@ -70,12 +175,12 @@ async def _rates(
         contest = Contest(cases=cases, num_rounds=given.rounds or options.ROUNDS, limit_s=limit_s, note=note)
         done = await field.run(contest)
     absent += field.absent
-    tables.show(out, done)
+    print_turns(out, done)
     found = _rate_rows(done, names, field.absent)
     show_rows(out, [row for row in found if not row.name.startswith(("rate.", "cpu."))])
     rows += found
     if given.plot is not None:
-        plot.draw(given.plot, done)
+        draw(given.plot, done)
 
 
 async def _admit(
@@ -148,7 +253,7 @@ _Part = Callable[
 _PARTS: Mapping[str, _Part] = {
     "rates": _rates,
     "planning": _planning,
-    "checksums": _alone(checksums.rows),
+    "checksums": _alone(rows),
     "overlap": _alone(overlap.rows),
     "pull": _alone(pull.rows),
 }

@@ -12,7 +12,6 @@ PAYLOAD_MIB = 128
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare them."""
     parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", help=f"some of: {', '.join(PARTS)}")
     peers = parser.add_mutually_exclusive_group()
     peers.add_argument(
@@ -34,7 +33,6 @@ def parts(options: argparse.Namespace) -> tuple[str, ...]:
 
 
 def peers(options: argparse.Namespace) -> tuple[str, ...]:
-    """Who else runs."""
     if options.no_peers:
         return ()
     return tuple(dict.fromkeys(options.peer)) if options.peer else PEER_NAMES

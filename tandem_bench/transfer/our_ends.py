@@ -53,12 +53,10 @@ class Sender:
         self.about = {"transport": self._transport, "checksums": self._checksums}
 
     def connect(self, address: Any) -> None:
-        """See end_host.End."""
         self._reports = socket.create_connection((_HOST, address))
         self._reports.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def prepare(self, case: Mapping[str, Any], ticket: Any) -> None:
-        """See end_host.End."""
         offer = TransportOffer(name=self._transport, advert=bytes.fromhex(ticket["advert"]), host_id=ticket["host_id"])
         writer = self._writers.get(offer.advert)
         if writer is None:
@@ -68,7 +66,6 @@ class Sender:
         self._orders[case["name"]] = writer, orders_of(case, pairing_of(case), bytes.fromhex(ticket["grant"]))
 
     def run(self, name: str) -> float:
-        """See end_host.End."""
         writer, orders = self._orders[name]
         under_way: deque[tuple[int, Future[WriteResult]]] = deque()
         started_s = time.perf_counter()
@@ -105,12 +102,10 @@ class Receiver:
         self.about = {"transport": self._transport, "checksums": self._checksums}
 
     def open(self) -> int:
-        """See end_host.End."""
         port: int = self._server.getsockname()[1]
         return port
 
     def connect(self, address: Any) -> None:
-        """See end_host.End."""
         self._reports, _ = self._server.accept()
 
     def prepare(self, case: Mapping[str, Any], ticket: Any) -> dict[str, str]:
@@ -128,7 +123,6 @@ class Receiver:
         return {"advert": offer.advert.hex(), "host_id": offer.host_id, "grant": grant.hex()}
 
     def run(self, name: str) -> None:
-        """See end_host.End."""
         if not self._checksums:
             return
         end, key, chunks, landing = self._granted[name]

@@ -101,7 +101,6 @@ class _Idle(NativeLibrary):
     """Calls a function of the same signature instead, which has nothing to do."""
 
     def bind(self, name: str, signature: str, returns: str = "") -> Any:
-        """See NativeLibrary."""
         real = super().bind(name, signature, returns)
         return type(real)(("labs", ctypes.CDLL(None))) if signature == "p" else real
 

@@ -35,7 +35,6 @@ class Turn:
 
     @property
     def bytes_per_s(self) -> float:
-        """Of payload."""
         return self.num_bytes / self.seconds
 
 
@@ -108,7 +107,7 @@ class Field:
             for case in contest.cases:
                 for pair in (*self.pairs[turn:], *self.pairs[:turn]):
                     done.append(await _turn(pair, case, round_index))
-            contest.note(f"round {round_index + 1}: {told(done, round_index)}")
+            contest.note(f"round {round_index + 1}: {describe(done, round_index)}")
         return done
 
 
@@ -131,7 +130,7 @@ async def _turn(pair: Pair, case: Case, round_index: int) -> Turn:
     )
 
 
-def told(done: Sequence[Turn], round_index: int) -> str:
+def describe(done: Sequence[Turn], round_index: int) -> str:
     """One line of progress: every contestant's slowest and fastest case."""
     rates: dict[str, list[float]] = {}
     for turn in done:

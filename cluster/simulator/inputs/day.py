@@ -36,7 +36,7 @@ class Curve:
     surge_h: float = 0.75
 
     def at(self, hour: float) -> float:
-        """Requests a second."""
+        """The rate at a moment, in requests per second."""
         rate = self.mean * (1.0 + self.swing * cos(2.0 * pi * (hour - self.peak_h) / HOURS))
         in_surge = self.surge_from_h <= hour < self.surge_from_h + self.surge_h
         return rate * (1.0 + self.surge) if in_surge else rate
@@ -56,7 +56,6 @@ class DaySpec:
 
     @property
     def day_s(self) -> float:
-        """The whole day."""
         return HOURS * self.hour_s
 
 

@@ -21,8 +21,6 @@ _SPREAD = 0.8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadSpec:
-    """What is generated."""
-
     requests: int = 1_000
     rate: float = 4.0
     """Requests a second, over all conversations."""

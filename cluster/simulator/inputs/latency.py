@@ -52,7 +52,7 @@ class StepLatency:
     """Where the figures come from."""
 
     def seconds(self, work: StepWork) -> float:
-        """Of one step."""
+        """The duration of one step, in seconds."""
         return (
             self.step_s
             + self.prompt_token_s * work.num_prompt_tokens

@@ -38,16 +38,13 @@ class Trace:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Of all requests."""
         return sum(request.num_prompt_tokens for request in self.requests)
 
     @property
     def num_output_tokens(self) -> int:
-        """Of all requests."""
         return sum(request.num_output_tokens for request in self.requests)
 
     def first(self, num_requests: int) -> "Trace":
-        """Its beginning."""
         return replace(self, requests=self.requests[:num_requests])
 
     def stretched(self, factor: float) -> "Trace":

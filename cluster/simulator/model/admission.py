@@ -19,8 +19,6 @@ _TENANT = "simulated"
 
 
 class SimGate:
-    """One router's."""
-
     def __init__(
         self,
         events: EventQueue,

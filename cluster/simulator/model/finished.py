@@ -62,7 +62,6 @@ class FinishedRequests:
         self._cached.append(nan if request.cached_tokens is None else request.cached_tokens)
 
     def in_order(self) -> Iterator[FinishedRequest]:
-        """By arrival."""
         return map(self.__getitem__, sorted(range(len(self)), key=self._numbers.__getitem__))
 
     def __getitem__(self, index: int) -> FinishedRequest:

@@ -37,8 +37,6 @@ class Candidate(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """What is placed."""
-
     num_tokens: int
     names: Sequence[BlockHash]
     computes: bool
@@ -48,9 +46,7 @@ class Wanted(NamedTuple):
 class Rule(Protocol):
     """Chooses among candidates, of which there is at least one."""
 
-    def __call__(self, wanted: Wanted, candidates: Sequence[Candidate]) -> Candidate:
-        """One of them."""
-        ...
+    def __call__(self, wanted: Wanted, candidates: Sequence[Candidate]) -> Candidate: ...
 
 
 def _least(candidates: Sequence[Candidate], cost: Callable[[Candidate], float], rng: Random) -> Candidate:
@@ -66,13 +62,10 @@ def _least_loaded(wanted: Wanted, candidates: Sequence[Candidate], rng: Random) 
 
 
 class RandomRule:
-    """Anybody."""
-
     def __init__(self, rng: Random) -> None:
         self._rng = rng
 
     def __call__(self, wanted: Wanted, candidates: Sequence[Candidate]) -> Candidate:
-        """See Rule."""
         return self._rng.choice(candidates)
 
 
@@ -83,7 +76,6 @@ class RoundRobin:
         self._next: dict[WorkerRole, int] = {}
 
     def __call__(self, wanted: Wanted, candidates: Sequence[Candidate]) -> Candidate:
-        """See Rule."""
         role = candidates[0].worker.info.role
         number = self._next.get(role, 0)
         self._next[role] = number + 1
@@ -97,7 +89,6 @@ class LeastLoad:
         self._rng = rng
 
     def __call__(self, wanted: Wanted, candidates: Sequence[Candidate]) -> Candidate:
-        """See Rule."""
         return _least_loaded(wanted, candidates, self._rng)
 
 
@@ -108,15 +99,12 @@ class LongestPrefix:
         self._rng = rng
 
     def __call__(self, wanted: Wanted, candidates: Sequence[Candidate]) -> Candidate:
-        """See Rule."""
         longest = max(candidate.num_matched_tokens for candidate in candidates)
         best = [candidate for candidate in candidates if candidate.num_matched_tokens == longest]
         return _least_loaded(wanted, best, self._rng)
 
 
 class SGLang:
-    """See the module."""
-
     cache_threshold = 0.3
     balance_abs_threshold = 64
     balance_rel_threshold = 1.5
@@ -127,7 +115,6 @@ class SGLang:
         """Who was sent a block, the last one last."""
 
     def __call__(self, wanted: Wanted, candidates: Sequence[Candidate]) -> Candidate:
-        """See Rule."""
         chosen = self._choose(wanted, candidates)
         if wanted.computes:
             worker_id = chosen.worker.info.key.worker_id
@@ -166,8 +153,6 @@ class SGLang:
 
 
 class Dynamo:
-    """See the module."""
-
     overlap_weight = 1.0
     temperature = 0.0
 
@@ -175,7 +160,6 @@ class Dynamo:
         self._rng = rng
 
     def __call__(self, wanted: Wanted, candidates: Sequence[Candidate]) -> Candidate:
-        """See Rule."""
         if self.temperature <= 0.0:
             return _least(candidates, lambda candidate: self._cost(wanted, candidate), self._rng)
         costs = [self._cost(wanted, candidate) for candidate in candidates]
@@ -219,7 +203,6 @@ class RulePlacer(Placer):
         pool_tokens_above: int = 0,
         is_local: bool = False,
     ) -> Assignment:
-        """See Placer."""
         registry = self.registry
         registry.prefix_map.expire(self._now())
         matched = registry.prefix_map.longest_prefix(names)
@@ -239,7 +222,6 @@ class RulePlacer(Placer):
         return self._book(num_tokens, names, decode, prefill)
 
     def release(self, assignment: Assignment) -> None:
-        """See Placer."""
         super().release(assignment)
         self._active_tokens[assignment.decode] -= assignment.num_tokens
 

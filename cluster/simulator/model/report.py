@@ -44,7 +44,7 @@ class Slo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """Milliseconds."""
+    """Percentiles of latencies, in milliseconds."""
 
     mean: float
     median: float
@@ -102,7 +102,6 @@ class Report:
         return not self.num_failed and self.ttft_within >= HELD_SHARE and self.itl_within >= HELD_SHARE
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return {**asdict(self), "held": self.held}
 
 

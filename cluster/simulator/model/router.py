@@ -88,7 +88,6 @@ class SimRouter:
         placer.registry.watch(self.gate.pump)
 
     def arrive(self, number: int, wanted: TraceRequest) -> None:
-        """A client asks."""
         self.gate.enter(SimRequest(number, wanted, self._events.now))
 
     def _run(self, request: SimRequest) -> None:

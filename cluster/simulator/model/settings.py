@@ -36,8 +36,6 @@ class Network:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec:
-    """A whole cluster."""
-
     prefill: PoolSpec | None
     """None: decode workers compute the prompts themselves (colocated)."""
     decode: PoolSpec | None

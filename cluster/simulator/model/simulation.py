@@ -49,8 +49,7 @@ def _never() -> bool:
     return False
 
 
-def _nothing(*_args: object, **_options: object) -> None:
-    """Nobody is there."""
+def _nothing(*_args: object, **_options: object) -> None: ...
 
 
 @contextmanager

@@ -114,7 +114,6 @@ class SimWorkers:
     # News
 
     def stepped(self, worker: SimWorker, output: StepOutput, steps: Steps) -> None:
-        """See StepListener."""
         if output.kv_events.events:
             self._publish(worker, output.kv_events)
         for admission in output.admissions:

@@ -218,7 +218,7 @@ class Scheduled:
         turn = self._of(now_s + self._timing.flip_s + seen.period_s)
         sizes, actions = fleet.sizes, list[Action]()
         for role in WorkerRole.PREFILL, WorkerRole.DECODE:
-            while sizes.of(role) < turn.of(role) and self._flips(role, sizes, turn):
+            while sizes.size_of(role) < turn.size_of(role) and self._flips(role, sizes, turn):
                 actions.append(Action(kind=ActionKind.FLIP, role=role))
                 sizes = sizes.changed(role, 1).changed(_other(role), -1)
         while sizes.total < soon.total:
@@ -237,11 +237,11 @@ class Scheduled:
     @staticmethod
     def _flips(role: WorkerRole, sizes: Sizes, turn: Sizes) -> bool:
         donor = _other(role)
-        return sizes.of(donor) > turn.of(donor)
+        return sizes.size_of(donor) > turn.size_of(donor)
 
 
 def _lack(sizes: Sizes, wanted: Sizes, role: WorkerRole) -> int:
-    return wanted.of(role) - sizes.of(role)
+    return wanted.size_of(role) - sizes.size_of(role)
 
 
 def _other(role: WorkerRole) -> WorkerRole:

@@ -30,8 +30,6 @@ class MachineState(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetTiming:
-    """What changes take."""
-
     start_s: float = 180.0
     """From an order to a worker that serves."""
     flip_s: float = 15.0

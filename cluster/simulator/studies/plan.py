@@ -56,7 +56,6 @@ class Design:
 
     @property
     def name(self) -> str:
-        """For people."""
         pools = (
             f"colocated {self.decode.name}" if self.prefill is None else f"{self.prefill.name} -> {self.decode.name}"
         )

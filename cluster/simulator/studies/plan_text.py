@@ -15,7 +15,6 @@ _LEGEND = (
 
 
 def plan_table(plans: Sequence[Plan], trace: Trace, slo: Slo) -> str:
-    """The cheapest first."""
     width = max(len(plan.design.name) for plan in plans)
     header = f"{'workers':>7}  {'GPUs':>4}  {'p99 TTFT':>10}  {'p99 ITL':>9}  {'design'.ljust(width)}  why so many"
     return "\n".join(

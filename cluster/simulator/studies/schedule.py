@@ -42,7 +42,6 @@ class Breaches:
     num_gaps: float = 0.0
 
     def plus(self, other: "Breaches") -> "Breaches":
-        """Both."""
         return Breaches(num_late=self.num_late + other.num_late, num_gaps=self.num_gaps + other.num_gaps)
 
     def within(self, allowed: "Breaches") -> bool:
@@ -56,8 +55,6 @@ Option = tuple[Sizes, Breaches]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BestSchedule:
-    """What was found."""
-
     windows: tuple[Sizes, ...]
     window_s: float
     machine_hours: float

@@ -30,7 +30,6 @@ class Paged:
 
     @property
     def device(self) -> torch.device:
-        """Where."""
         return self.queries.device
 
 

@@ -92,7 +92,6 @@ def random_tables(
 
 
 def int32(values: Sequence[int], device: torch.device) -> Tensor:
-    """A vector."""
     return torch.tensor(values, dtype=torch.int32, device=device)
 
 

@@ -47,7 +47,6 @@ def add_rms_norm_parity(stage: Stage) -> Findings:
 
 
 def silu_mul_parity(stage: Stage) -> Findings:
-    """The gate."""
     yield from _over_dtypes(stage, "silu_mul", _gate_case)
 
 

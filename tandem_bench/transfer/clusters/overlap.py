@@ -28,14 +28,12 @@ _BAR = 60
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phases:
-    """One prompt's."""
-
     prefill_s: float
     exposed_s: float
     first_token_s: float
 
     @classmethod
-    def of(cls, answer: Completion) -> "Phases":
+    def from_answer(cls, answer: Completion) -> "Phases":
         """As the workers and the client measured them."""
         return cls(prefill_s=answer.prefill_s, exposed_s=answer.transfer_s, first_token_s=answer.first_token_s)
 
@@ -62,7 +60,7 @@ async def rows(note: Callable[[str], None], *, shape: str = REFERENCE, prompt_to
                 for _ in range(1 + _PROMPTS)
             ]
         # The first one warms what is made lazily.
-        found[way] = [Phases.of(answer) for answer in answers[1:]]
+        found[way] = [Phases.from_answer(answer) for answer in answers[1:]]
         for phases in found[way]:
             note(f"{way:>9} {time_line(phases)}")
     return exposed_rows(found["meanwhile"], found["after"], judged=prompt_tokens == PROMPT_TOKENS)

@@ -7,8 +7,6 @@ from typing import Any
 
 
 class Sender:
-    """The only end."""
-
     def __init__(self, options: Mapping[str, Any], pools: Mapping[str, Any]) -> None:
         self._is_whole: bool = options["is_whole"]
         self._numpy: Any = importlib.import_module("numpy")
@@ -22,7 +20,6 @@ class Sender:
         """There is nobody else."""
 
     def prepare(self, case: Mapping[str, Any], ticket: Any) -> None:
-        """See end_host.End."""
         copies = case["copies"]
         if self._is_whole:
             copies = [(0, 0, sum(length for _, _, length in copies))]
@@ -31,7 +28,6 @@ class Sender:
         ]
 
     def run(self, name: str) -> float:
-        """See end_host.End."""
         copyto = self._numpy.copyto
         started_s = time.perf_counter()
         for target, source in self._pairs[name]:

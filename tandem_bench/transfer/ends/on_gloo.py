@@ -48,15 +48,12 @@ class Sender(_Gloo):
         super().__init__(pools["source"])
 
     def connect(self, address: Any) -> None:
-        """See end_host.End."""
         self._group = self._join(self._store(address, is_master=False), _SENDER)
 
     def prepare(self, case: Mapping[str, Any], ticket: Any) -> None:
-        """See end_host.End."""
         self._keep(case["name"], [(here, length) for here, _, length in case["copies"]])
 
     def run(self, name: str) -> float:
-        """See end_host.End."""
         self._group.recv([self._word], _RECEIVER, _GO_TAG).wait()
         started_s = time.perf_counter()
         works = [self._group.send([part], _RECEIVER, _TAG) for part in self._ranges[name]]
@@ -74,20 +71,16 @@ class Receiver(_Gloo):
         self._meeting = self._store(0, is_master=True)
 
     def open(self) -> int:
-        """See end_host.End."""
         port: int = self._meeting.port
         return port
 
     def connect(self, address: Any) -> None:
-        """See end_host.End."""
         self._group = self._join(self._meeting, _RECEIVER)
 
     def prepare(self, case: Mapping[str, Any], ticket: Any) -> None:
-        """See end_host.End."""
         self._keep(case["name"], [(there, length) for _, there, length in case["copies"]])
 
     def run(self, name: str) -> None:
-        """See end_host.End."""
         # Receives are posted first: what comes unexpected would be copied once more.
         works = [self._group.recv([part], _SENDER, _TAG) for part in self._ranges[name]]
         self._group.send([self._word], _SENDER, _GO_TAG).wait()

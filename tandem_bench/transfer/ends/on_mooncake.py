@@ -34,18 +34,15 @@ class Sender(_Engine):
         self._batches: dict[str, tuple[list[int], list[int], list[int]]] = {}
 
     def connect(self, address: Any) -> None:
-        """See end_host.End."""
         self._peer = f"{_HOST}:{address}"
 
     def prepare(self, case: Mapping[str, Any], ticket: Any) -> None:
-        """See end_host.End."""
         copies = case["copies"]
         here = [self._base + source for source, _, _ in copies]
         there = [ticket + target for _, target, _ in copies]
         self._batches[case["name"]] = (here, there, [length for _, _, length in copies])
 
     def run(self, name: str) -> float:
-        """See end_host.End."""
         here, there, lengths = self._batches[name]
         started_s = time.perf_counter()
         for i in range(0, len(here), _MOST_RANGES):
@@ -62,7 +59,6 @@ class Receiver(_Engine):
         super().__init__(pools["target"], options["pool_bytes"])
 
     def open(self) -> int:
-        """See end_host.End."""
         port: int = self._engine.get_rpc_port()
         return port
 

@@ -32,13 +32,11 @@ class Sender(_Agent):
         self._requests: dict[str, Any] = {}
 
     def connect(self, address: Any) -> None:
-        """See end_host.End."""
         name = self._agent.add_remote_agent(bytes.fromhex(address))
         self._peer = name.decode() if isinstance(name, bytes) else name
         self._agent.make_connection(self._peer)
 
     def prepare(self, case: Mapping[str, Any], ticket: Any) -> None:
-        """See end_host.End."""
         copies = case["copies"]
         here = [(self._base + source, length, 0) for source, _, length in copies]
         there = [(ticket + target, length, 0) for _, target, length in copies]
@@ -48,7 +46,6 @@ class Sender(_Agent):
         self._requests[case["name"]] = self._agent.make_prepped_xfer("WRITE", mine, everything, theirs, everything)
 
     def run(self, name: str) -> float:
-        """See end_host.End."""
         request = self._requests[name]
         started_s = time.perf_counter()
         state = self._agent.transfer(request)
@@ -68,7 +65,6 @@ class Receiver(_Agent):
         super().__init__("bench-receiver", pools["target"], options["pool_bytes"], is_passive=True)
 
     def open(self) -> str:
-        """See end_host.End."""
         metadata: bytes = self._agent.get_agent_metadata()
         return metadata.hex()
 

@@ -19,16 +19,13 @@ class Sender:
         self.about: dict[str, Any] = {}
 
     def connect(self, address: Any) -> None:
-        """See end_host.End."""
         self._sock = socket.create_connection((_HOST, address))
         self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def prepare(self, case: Mapping[str, Any], ticket: Any) -> None:
-        """See end_host.End."""
         self._views[case["name"]] = [self._view[here : here + length] for here, _, length in case["copies"]]
 
     def run(self, name: str) -> float:
-        """See end_host.End."""
         _expect(self._sock, _GO)
         started_s = time.perf_counter()
         views = self._views[name]
@@ -50,21 +47,17 @@ class Receiver:
         self.about: dict[str, Any] = {}
 
     def open(self) -> int:
-        """See end_host.End."""
         port: int = self._server.getsockname()[1]
         return port
 
     def connect(self, address: Any) -> None:
-        """See end_host.End."""
         self._sock, _ = self._server.accept()
         self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def prepare(self, case: Mapping[str, Any], ticket: Any) -> None:
-        """See end_host.End."""
         self._views[case["name"]] = [self._view[there : there + length] for _, there, length in case["copies"]]
 
     def run(self, name: str) -> None:
-        """See end_host.End."""
         self._sock.sendall(_GO)
         for view in self._views[name]:
             received = 0

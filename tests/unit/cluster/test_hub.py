@@ -12,8 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from cluster.download_retry import DownloadPatience, will_fail_again
-from cluster.hub import Fetch, Listing
+from cluster.hub import DownloadPatience, Fetch, Listing, will_fail_again
 from cluster.processes.effective_config import PortDrawer
 from tandem.errors import ConfigError
 

@@ -16,8 +16,8 @@ from cluster.cli.main import app
 from tandem_bench import __main__ as bench
 from tandem_bench import quality
 from tandem_bench.incidents import __main__ as incidents
+from tandem_bench.incidents.__main__ import panel_of
 from tandem_bench.incidents.known import INCIDENTS
-from tandem_bench.incidents.pictures import panel_of
 from tests.support.monitoring_files import DASHBOARDS, ROOT, alarms
 
 PAGES = {name: (ROOT / "docs/operate" / name).read_text() for name in ("runbook.md", "capacity.md", "walkthroughs.md")}

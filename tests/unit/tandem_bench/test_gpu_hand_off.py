@@ -30,5 +30,5 @@ def test_hand_off_of_other_bytes_is_counted_byte_by_byte() -> None:
         assert peer.bad_chunks == 0
         assert peer.ask("compare") == LAYOUT.layer_block_bytes
         assert peer.ask("verify 0 4 1") == 1, "a wrong checksum"
-        peer.told("grant")
+        peer.expect("grant")
         assert peer.ask("compare") > pool.memory.numel() // 2, "a round begins with a blank pool"

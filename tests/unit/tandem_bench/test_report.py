@@ -59,7 +59,7 @@ def test_json_holds_every_row_and_comes_back(tmp_path: Path) -> None:
 def test_the_table_names_what_was_missed() -> None:
     out = io.StringIO()
     rows = [figure("startup", 20.25, "s", below=15), figure("parity", 0, "[prompts]", at_most=0)]
-    report.show(Console(file=out, width=100), rows)
+    report.print_table(Console(file=out, width=100), rows)
     text = out.getvalue()
     assert "20.25" in text
     assert "NOT MET" in text

@@ -26,7 +26,7 @@ def scaler(server: ApiServer) -> KubernetesScaler:
 
 
 def order(before: Sizes, *actions: tuple[ActionKind, WorkerRole]) -> Order:
-    return Order.of(tuple(Action(kind=kind, role=role) for kind, role in actions), before)
+    return Order.from_actions(tuple(Action(kind=kind, role=role) for kind, role in actions), before)
 
 
 GROW = order(Sizes(prefill=1, decode=2), (ActionKind.START, WorkerRole.PREFILL))

@@ -267,7 +267,7 @@ async def test_a_name_that_is_not_resolved_once_costs_no_look(monkeypatch: pytes
     with door(num=5) as router:
         url = router.url.replace("127.0.0.1", "localhost")
         async with Routers([url], api_key_file=None, tls=None) as routers:
-            assert isinstance(looks.look(0.0, await routers.ask()), Unseen)
+            assert isinstance(looks.observe(0.0, await routers.ask()), Unseen)
 
             async def fails(*_: object, **__: object) -> None:
                 raise socket.gaierror("no answer")
@@ -276,7 +276,7 @@ async def test_a_name_that_is_not_resolved_once_costs_no_look(monkeypatch: pytes
                 without_names.setattr(asyncio.get_running_loop(), "getaddrinfo", fails)
                 told = await routers.ask()
             for at_s, said in ((15.0, told), (30.0, await routers.ask())):
-                seen = looks.look(at_s, said)
+                seen = looks.observe(at_s, said)
                 assert isinstance(seen, Observation)
                 assert (seen.period_s, seen.demand.num_requests) == (15.0, 5)
 

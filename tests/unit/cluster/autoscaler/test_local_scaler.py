@@ -78,7 +78,7 @@ async def cluster(folder: Path) -> AsyncIterator[Cluster]:
 
 def order(*actions: tuple[ActionKind, WorkerRole]) -> Order:
     before = Sizes(prefill=1, decode=3)
-    return Order.of(tuple(Action(kind=kind, role=role) for kind, role in actions), before)
+    return Order.from_actions(tuple(Action(kind=kind, role=role) for kind, role in actions), before)
 
 
 async def test_who_leaves_is_not_counted_and_who_comes_is(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from cluster.cli.fleet import NoCluster, ask
 from cluster.cli.main import app
 from cluster.cli.up import serve, serve_routers
-from cluster.control.client import NoCluster, ask
 from cluster.control.server import MAX_LINE_BYTES, ControlSocket
 from cluster.control.wire import FlipAsked, NotUnderstood, RestartAsked, ScaleAsked, StatusAsked, read_asked, written
 from cluster.processes.local_cluster import LocalCluster
@@ -216,7 +216,7 @@ async def test_who_interrupts_the_command_is_told_how_to_take_the_change_back(mo
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("cluster.control.client.ask", interrupted)
+    monkeypatch.setattr("cluster.cli.fleet.ask", interrupted)
     told = await run("restart")
     said = "Interrupting the command does not cancel the change; `tandem abort` does.\n"
     assert (told.exit_code, told.output) == (130, said)

@@ -171,8 +171,8 @@ def test_an_order_is_flips_and_then_sizes() -> None:
         Action(kind=ActionKind.START, role=WorkerRole.DECODE),
         Action(kind=ActionKind.START, role=WorkerRole.PREFILL),
     )
-    order = Order.of(actions, Sizes(prefill=1, decode=3))
+    order = Order.from_actions(actions, Sizes(prefill=1, decode=3))
     assert order.flipped == Sizes(prefill=2, decode=2)
     assert order.after == Sizes(prefill=3, decode=3)
-    stop = Order.of((Action(kind=ActionKind.STOP, role=WorkerRole.DECODE),), order.after)
+    stop = Order.from_actions((Action(kind=ActionKind.STOP, role=WorkerRole.DECODE),), order.after)
     assert (stop.flips, stop.after) == ((), Sizes(prefill=3, decode=2))

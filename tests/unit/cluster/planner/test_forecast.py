@@ -12,7 +12,7 @@ from tandem.errors import ConfigError
 def told(values: list[float], *, ahead: int = 5, season: int = 0) -> Forecaster:
     forecaster = Forecaster(Smoothing(), ahead=ahead, season=season)
     for value in values:
-        forecaster.tell(value)
+        forecaster.observe(value)
     return forecaster
 
 
@@ -44,8 +44,8 @@ def test_a_season_is_known_on_the_second_day() -> None:
         truth = day[(n + 11) % 48]
         errors["with"].append(abs(with_season.ahead(12).value - truth))
         errors["without"].append(abs(without.ahead(12).value - truth))
-        with_season.tell(day[n])
-        without.tell(day[n])
+        with_season.observe(day[n])
+        without.observe(day[n])
     assert sum(errors["with"]) < 0.5 * sum(errors["without"])
 
 

@@ -38,10 +38,10 @@ def why(told: Observation | Unseen) -> str:
 def test_a_period_is_what_came_since_the_last_look_over_all_routers() -> None:
     one, other, looks = ToldRouter(), ToldRouter(), watch()
     one.serve(500, prompt=30)
-    assert "first look" in why(looks.look(0.0, {"a": one.figures(), "b": other.figures()}))
+    assert "first look" in why(looks.observe(0.0, {"a": one.figures(), "b": other.figures()}))
     one.serve(20)
     other.serve(10, output=300, cached=500)
-    told = seen(looks.look(PERIOD_S, {"a": one.figures(), "b": other.figures(backlog(w=1000))}))
+    told = seen(looks.observe(PERIOD_S, {"a": one.figures(), "b": other.figures(backlog(w=1000))}))
     assert told.period_s == PERIOD_S
     assert (told.demand.num_requests, told.demand.num_answers) == (30, 30)
     assert told.demand.output_tokens == 20 * 100 + 10 * 300
@@ -52,10 +52,10 @@ def test_a_period_is_what_came_since_the_last_look_over_all_routers() -> None:
 
 def test_lengths_and_seconds_come_near_to_what_they_were() -> None:
     router, looks = ToldRouter(), watch()
-    looks.look(0.0, {"a": router.figures()})
+    looks.observe(0.0, {"a": router.figures()})
     router.serve(40, prompt=700, output=80)
     router.serve(10, prompt=7000, output=350)
-    told = seen(looks.look(PERIOD_S, {"a": router.figures()})).demand
+    told = seen(looks.observe(PERIOD_S, {"a": router.figures()})).demand
     truth = 40 * WORKER.prompt_seconds(0, 700) + 10 * WORKER.prompt_seconds(0, 7000)
     assert told.prompt_tokens == 98_000
     assert told.prompt_seconds == pytest.approx(truth, rel=0.1)
@@ -69,7 +69,7 @@ def test_lengths_and_seconds_come_near_to_what_they_were() -> None:
 
 def test_late_first_tokens_and_requests_that_were_lost_are_counted() -> None:
     router, looks = ToldRouter(), watch()
-    looks.look(0.0, {"a": router.figures()})
+    looks.observe(0.0, {"a": router.figures()})
     router.serve(8)
     router.serve(3, ttft_s=9.0)
     router.lose(2)
@@ -77,21 +77,21 @@ def test_late_first_tokens_and_requests_that_were_lost_are_counted() -> None:
     router.lose(4, Code.INVALID_ARGUMENT)
     router.lose(6, Code.RESOURCE_EXHAUSTED)
     of_limits = 'tandem_rejections_total{reason="tokens_per_minute"} 6.0\n'
-    told = seen(looks.look(PERIOD_S, {"a": router.figures(of_limits)}))
+    told = seen(looks.observe(PERIOD_S, {"a": router.figures(of_limits)}))
     assert (told.num_late, told.num_first) == (5, 13)
 
 
 def test_a_router_that_began_anew_costs_two_looks_and_makes_nothing_up() -> None:
     router, other, looks = ToldRouter(), ToldRouter(), watch()
     router.serve(10_000)
-    looks.look(0.0, {"a": router.figures(), "b": other.figures()})
+    looks.observe(0.0, {"a": router.figures(), "b": other.figures()})
     router = ToldRouter()
     other.serve(3)
-    assert "fallen" in why(looks.look(15.0, {"a": router.figures(), "b": other.figures()}))
+    assert "fallen" in why(looks.observe(15.0, {"a": router.figures(), "b": other.figures()}))
     router.serve(7)
-    assert "anew" in why(looks.look(30.0, {"a": router.figures(), "b": other.figures()}))
+    assert "anew" in why(looks.observe(30.0, {"a": router.figures(), "b": other.figures()}))
     router.serve(5)
-    told = seen(looks.look(45.0, {"a": router.figures(), "b": other.figures()}))
+    told = seen(looks.observe(45.0, {"a": router.figures(), "b": other.figures()}))
     # What the other had is whole, over the whole time.
     assert (told.period_s, told.demand.num_requests) == (45.0, 8)
 
@@ -100,39 +100,39 @@ def test_a_process_that_did_not_answer_once_is_no_flood_when_it_does() -> None:
     router, part, looks = ToldRouter(), ToldRouter(), watch()
     router.serve(10_000)
     part.serve(400)
-    looks.look(0.0, {"a": router.figures()})
-    assert "fallen" in why(looks.look(15.0, {"a": part.figures()}))
+    looks.observe(0.0, {"a": router.figures()})
+    assert "fallen" in why(looks.observe(15.0, {"a": part.figures()}))
     router.serve(12)
-    assert seen(looks.look(30.0, {"a": router.figures()})).demand.num_requests == 12
+    assert seen(looks.observe(30.0, {"a": router.figures()})).demand.num_requests == 12
 
 
 def test_a_silent_router_stops_everything_until_it_is_forgotten() -> None:
     one, other, looks = ToldRouter(), ToldRouter(), watch()
-    looks.look(0.0, {"a": one.figures(), "b": other.figures()})
+    looks.observe(0.0, {"a": one.figures(), "b": other.figures()})
     for at_s in (15.0, 30.0, 45.0, 60.0):
         one.serve(10)
-        assert "b: refused" in why(looks.look(at_s, {"a": one.figures(), "b": "refused"}))
+        assert "b: refused" in why(looks.observe(at_s, {"a": one.figures(), "b": "refused"}))
     one.serve(10)
-    told = seen(looks.look(75.0, {"a": one.figures(), "b": "refused"}))
+    told = seen(looks.observe(75.0, {"a": one.figures(), "b": "refused"}))
     assert (told.period_s, told.demand.num_requests) == (75.0, 50)
     other.serve(900)
     one.serve(1)
-    assert seen(looks.look(90.0, {"a": one.figures(), "b": other.figures()})).demand.num_requests == 1
+    assert seen(looks.observe(90.0, {"a": one.figures(), "b": other.figures()})).demand.num_requests == 1
     other.serve(2)
-    assert seen(looks.look(105.0, {"a": one.figures(), "b": other.figures()})).demand.num_requests == 2
+    assert seen(looks.observe(105.0, {"a": one.figures(), "b": other.figures()})).demand.num_requests == 2
 
 
 def test_a_router_that_is_not_listed_any_more_is_not_waited_for() -> None:
     one, other, looks = ToldRouter(), ToldRouter(), watch()
-    looks.look(0.0, {"a": one.figures(), "b": other.figures()})
+    looks.observe(0.0, {"a": one.figures(), "b": other.figures()})
     one.serve(4)
-    assert seen(looks.look(15.0, {"a": one.figures()})).demand.num_requests == 4
+    assert seen(looks.observe(15.0, {"a": one.figures()})).demand.num_requests == 4
 
 
 def test_nobody_answers_and_nobody_is_listed() -> None:
     looks = watch()
-    assert why(looks.look(0.0, {"a": "refused"})) == "a: refused"
-    assert why(looks.look(15.0, {})) == "no router is known"
+    assert why(looks.observe(0.0, {"a": "refused"})) == "a: refused"
+    assert why(looks.observe(15.0, {})) == "no router is known"
 
 
 def test_every_router_tells_of_the_same_workers() -> None:
@@ -141,8 +141,8 @@ def test_every_router_tells_of_the_same_workers() -> None:
         router.metrics.workers("prefill", "live", 2)
     other.metrics.workers("decode", "live", 3)
     figures = {"a": one.figures(backlog(p=100, q=50)), "b": other.figures(backlog(p=120))}
-    looks.look(0.0, figures)
-    told = seen(looks.look(15.0, figures))
+    looks.observe(0.0, figures)
+    told = seen(looks.observe(15.0, figures))
     assert told.waiting_prompt_seconds == pytest.approx(170 * WORKER.prompt_token_s)
     assert live_workers(list(figures.values())) == Sizes(prefill=2, decode=3)
 
@@ -169,9 +169,9 @@ def test_no_number_that_nobody_counts_is_planned_by(name: str, value: str) -> No
 
 def test_buckets_that_fall_and_pools_without_end_are_refused() -> None:
     with pytest.raises(ValueError, match="fewer observations"):
-        Histogram.of({1.0: 5.0, 2.0: 3.0, inf: 6.0}, 7.0)
+        Histogram.from_cumulative({1.0: 5.0, 2.0: 3.0, inf: 6.0}, 7.0)
     with pytest.raises(ValueError, match="fewer observations"):
-        Histogram.of({float("nan"): 5.0, inf: 6.0}, 7.0)
+        Histogram.from_cumulative({float("nan"): 5.0, inf: 6.0}, 7.0)
     for blocks in ("9" * 300, "-4"):
         with pytest.raises(ValueError, match="cache_config_info is"):
             ToldRouter().figures(f'vllm:cache_config_info{{engine="w",block_size="16",num_gpu_blocks="{blocks}"}} 1\n')
@@ -213,10 +213,10 @@ def test_full_workers_are_told_of_and_nobody_is_where_none_tells() -> None:
     more += 'tandem_worker_pinned_blocks{worker="e",role="decode"} 40\n'
     more += 'tandem_queue_tokens{lacks="decode"} 600.0\ntandem_queue_tokens{lacks="prefill"} 400.0\n'
     router, looks = ToldRouter(), watch()
-    looks.look(0.0, {"a": router.figures()})
-    nothing = seen(looks.look(15.0, {"a": router.figures()}))
+    looks.observe(0.0, {"a": router.figures()})
+    nothing = seen(looks.observe(15.0, {"a": router.figures()}))
     assert (nothing.num_decoding, nothing.taken_pools) == (0, 0.0)
-    told = seen(looks.look(30.0, {"a": router.figures(more)}))
+    told = seen(looks.observe(30.0, {"a": router.figures(more)}))
     assert told.num_decoding == 2
     assert told.taken_pools == pytest.approx(0.3 + 0.5 + 1000 / WORKER.kv_tokens)
 
@@ -226,16 +226,16 @@ def test_workers_have_their_own_speed_and_the_profiles_shape() -> None:
     looks = watch(speed)
     before = steps("p", "prefill", steps=100, seconds=10, tokens=50_000, requests=100)
     before += steps("d", "decode", steps=100, seconds=10, tokens=100, requests=100)
-    looks.look(0.0, {"a": router.figures(before)})
+    looks.observe(0.0, {"a": router.figures(before)})
     router.serve(20)
     # A first word of workers says nothing: they may have worked for days.
-    looks.look(15.0, {"a": router.figures(before)})
+    looks.observe(15.0, {"a": router.figures(before)})
     assert speed.factor(WorkerRole.PREFILL) == speed.factor(WorkerRole.DECODE) == 1.0
     took = 2.0 * (WORKER.step_s * 1000 + WORKER.prompt_token_s * 500_000)
     after = steps("p", "prefill", steps=1100, seconds=10 + took, tokens=550_000, requests=1100)
     after += steps("d", "decode", steps=50, seconds=5, tokens=50, requests=50)
     router.serve(20)
-    looks.look(30.0, {"a": router.figures(after)})
+    looks.observe(30.0, {"a": router.figures(after)})
     assert 1.9 < speed.factor(WorkerRole.PREFILL) < 2.0
     assert speed.factor(WorkerRole.DECODE) == 1.0, "a worker that began anew"
     assert speed.prefill_worker.prompt_token_s == pytest.approx(2.0 * WORKER.prompt_token_s, rel=0.05)
@@ -249,7 +249,7 @@ def test_the_smallest_pool_of_a_decode_worker_bounds_it() -> None:
     more = "".join(pools % (name, blocks) + roles % (name, role) for name, blocks, role in workers)
     speed = SpeedWatch(WORKER)
     assert speed.decode_worker.kv_tokens == WORKER.kv_tokens
-    speed.look([ToldRouter().figures(more)], prompt_tokens=0.0, context_tokens=None)
+    speed.observe([ToldRouter().figures(more)], prompt_tokens=0.0, context_tokens=None)
     assert speed.decode_worker.kv_tokens == 3200
 
 
@@ -260,7 +260,7 @@ def test_decode_steps_are_judged_by_their_rows() -> None:
         rows = 8 * at
         took = 0.5 * (WORKER.step_s * at + (WORKER.row_s + WORKER.context_token_s * 900) * rows)
         figures = router.figures(steps("d", "decode", steps=at, seconds=took, tokens=rows, requests=rows))
-        speed.look([figures], prompt_tokens=800, context_tokens=900)
+        speed.observe([figures], prompt_tokens=800, context_tokens=900)
     assert 0.5 < speed.factor(WorkerRole.DECODE) < 0.51
 
 
@@ -299,15 +299,15 @@ def test_routers_of_another_version_may_have_other_buckets() -> None:
 
     one, other, looks = ToldRouter(), ToldRouter(), watch()
     assert 4 < len(newer(one).prompts.bounds) < len(one.figures().prompts.bounds)
-    looks.look(0.0, {"a": one.figures(), "b": newer(other)})
+    looks.observe(0.0, {"a": one.figures(), "b": newer(other)})
     one.serve(30, prompt=700)
     other.serve(20, prompt=700)
-    told = seen(looks.look(PERIOD_S, {"a": one.figures(), "b": newer(other)}))
+    told = seen(looks.observe(PERIOD_S, {"a": one.figures(), "b": newer(other)}))
     assert told.demand.num_requests == 50
     assert told.demand.prompt_tokens == 50 * 700
     for now_s in (2, 3):  # the other one is replaced: two looks are lost, as whenever a router begins anew
-        assert "a" in why(looks.look(now_s * PERIOD_S, {"a": newer(one), "b": newer(other)}))
+        assert "a" in why(looks.observe(now_s * PERIOD_S, {"a": newer(one), "b": newer(other)}))
     one.serve(40, prompt=900)
-    told = seen(looks.look(4 * PERIOD_S, {"a": newer(one), "b": newer(other)}))
+    told = seen(looks.observe(4 * PERIOD_S, {"a": newer(one), "b": newer(other)}))
     assert told.demand.num_requests == 40
     assert told.demand.prompt_seconds == pytest.approx(40 * WORKER.prompt_seconds(0, 900), rel=0.1)

@@ -126,11 +126,11 @@ def test_lines_that_nobody_fetches_are_bounded_and_what_is_lost_is_told():
     outbox = Outbox(max_log_bytes=100)
     for number in range(1000):
         outbox.log(f"line {number:03}")
-    words = outbox.take()
+    words = outbox.drain()
     assert words[0] == ("log", "988 lines were lost: nobody fetched them in time")
     assert [line for _, line in words[1:]] == [f"line {number:03}" for number in range(988, 1000)]
     assert not outbox
-    assert outbox.take() == []
+    assert outbox.drain() == []
 
 
 def test_the_end_is_told_after_all_else_and_beats_once():
@@ -141,4 +141,4 @@ def test_the_end_is_told_after_all_else_and_beats_once():
     outbox.say("ready", {})
     outbox.log("the last word")
     assert outbox
-    assert outbox.take() == [("log", "the last word"), ("ready", {}), ("beat", None), ("exit", 1)]
+    assert outbox.drain() == [("log", "the last word"), ("ready", {}), ("beat", None), ("exit", 1)]

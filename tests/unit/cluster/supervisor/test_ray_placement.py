@@ -5,7 +5,7 @@ import random
 import pytest
 from pydantic import SecretStr, ValidationError
 
-from cluster.supervisor.ray_placement import SHUN_S, Node, Placement, bundle_of, told, worker_config
+from cluster.supervisor.ray_placement import SHUN_S, Node, Placement, bundle_of, render_resources, worker_config
 from cluster.supervisor.supervisor import Role
 from tandem.config.cluster import ClusterConfig, load
 from tandem.config.worker import num_ranks
@@ -125,4 +125,4 @@ def test_a_worker_on_gpus_looks_at_its_own_memory():
 
 
 def test_resources_in_words():
-    assert told({"GPU": 2.0, "CPU": 0.5, "memory": float(3 << 30)}) == "0.5 CPU, 2 GPU, 3.0 GiB memory"
+    assert render_resources({"GPU": 2.0, "CPU": 0.5, "memory": float(3 << 30)}) == "0.5 CPU, 2 GPU, 3.0 GiB memory"

@@ -45,17 +45,17 @@ def test_parts_and_peers_follow_from_the_flags() -> None:
 
 
 def test_only_the_bare_command_hurries() -> None:
-    assert Scale.of(parsed()).limit_s is not None
-    assert Scale.of(parsed("--full")).limit_s is None
-    peers = Scale.of(parsed("--peer", "vllm"))
+    assert Scale.from_options(parsed()).limit_s is not None
+    assert Scale.from_options(parsed("--full")).limit_s is None
+    peers = Scale.from_options(parsed("--peer", "vllm"))
     assert peers.limit_s is None
     assert peers.num_rounds == 3
     assert {cell.num_tokens for cell in peers.cells} == {128}
 
 
 def test_a_worker_that_is_asked_for_is_measured_alone_and_in_a_crowd() -> None:
-    assert [cell.concurrency for cell in Scale.of(parsed("--only", "worker")).worker_cells] == [1, 4, 16]
-    assert [cell.concurrency for cell in Scale.of(parsed()).worker_cells] == [4]
+    assert [cell.concurrency for cell in Scale.from_options(parsed("--only", "worker")).worker_cells] == [1, 4, 16]
+    assert [cell.concurrency for cell in Scale.from_options(parsed()).worker_cells] == [4]
 
 
 def test_the_pool_holds_the_largest_job() -> None:
@@ -69,18 +69,18 @@ def test_a_model_with_too_short_a_context_is_refused(tmp_path: Path) -> None:
     write_model(tmp_path, SHAPES["tiny"])
     given = parsed("--model", str(tmp_path), "--full")
     with pytest.raises(CannotMeasure, match="holds 1024 tokens"):
-        make_subject(given, Scale.of(given), lambda _: None)
+        make_subject(given, Scale.from_options(given), lambda _: None)
 
 
 def test_settings_reach_the_engine_and_others_are_refused(tmp_path: Path) -> None:
     write_model(tmp_path, SHAPES["tiny"])
     given = parsed("--model", str(tmp_path), "--set", "engine.prefill_chunk_tokens=64", "--threads", "1")
-    stage = make_subject(given, Scale.of(given), lambda _: None).stage
+    stage = make_subject(given, Scale.from_options(given), lambda _: None).stage
     assert stage.overrides()["engine.prefill_chunk_tokens"] == 64
     assert stage.overrides()["engine.num_threads"] == 1
     given = parsed("--model", str(tmp_path), "--set", "router.port=1")
     with pytest.raises(CannotMeasure, match=r"engine\.KEY"):
-        make_subject(given, Scale.of(given), lambda _: None)
+        make_subject(given, Scale.from_options(given), lambda _: None)
 
 
 def summary(contestant: str) -> Summary:

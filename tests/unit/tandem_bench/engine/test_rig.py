@@ -16,7 +16,7 @@ from tandem_bench.engine.workload import Job, random_prompts
 from tandem_bench.make_model import write_model
 from tandem_bench.prompts import Prompt
 from tandem_bench.shapes import SHAPES
-from tandem_bench.spine import reference
+from tandem_bench.spine import measure
 
 VOCAB = SHAPES["tiny"].vocab_size
 
@@ -44,7 +44,7 @@ def rig(model: Path) -> Iterator[Rig]:
 def test_tokens_are_those_of_transformers_and_times_only_grow(rig: Rig, model: Path) -> None:
     prompts = random_prompts(Random("rig"), 5, 40, VOCAB)
     done = rig.run(Job(prompts=prompts, num_tokens=6))
-    wanted = reference.answers(model, [Prompt(token_ids=prompt) for prompt in prompts], 6, dtype="float32")
+    wanted = measure.answers(model, [Prompt(token_ids=prompt) for prompt in prompts], 6, dtype="float32")
     assert list(done.tokens) == wanted
     assert all(gap >= 0 for gap in done.gaps_s)
     assert all(row[0] > 0 for row in done.arrivals_s)

@@ -14,7 +14,7 @@ from tandem_bench.shapes import SHAPES
 ONE = Cell(concurrency=1, prompt_tokens=8, num_tokens=3)
 FOUR = Cell(concurrency=4, prompt_tokens=8, num_tokens=3)
 BUSY = Cell(concurrency=4, prompt_tokens=8, num_tokens=3, with_newcomers=True)
-COST = ModelCost.of(SHAPES["tiny"].model_config(), "bfloat16")
+COST = ModelCost.from_config(SHAPES["tiny"].model_config(), "bfloat16")
 
 
 class FakeEngine:

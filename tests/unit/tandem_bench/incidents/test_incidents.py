@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from tandem.model_path import BUILTIN, model_directory
 from tandem_bench.clusters import Setup
-from tandem_bench.incidents import rounded_model
+from tandem_bench.incidents import known
 from tandem_bench.incidents.__main__ import lines
 from tandem_bench.incidents.known import same_bytes
 from tandem_bench.incidents.loads import percentile
@@ -71,11 +71,11 @@ def test_careless_rounding_loses_much_and_careful_rounding_little(
     tmp_path: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    rounded_model.make_rounded()
+    known.make_rounded()
     before = load_file(model_directory(BUILTIN) / "model.safetensors")
 
     def error(bits: int) -> float:
-        after = load_file(rounded_model.rounded_folder(bits) / "model.safetensors")
+        after = load_file(known.rounded_folder(bits) / "model.safetensors")
         assert after.keys() == before.keys()
         matrices = [name for name, tensor in before.items() if tensor.dim() > 1]
         return max(
@@ -83,8 +83,8 @@ def test_careless_rounding_loses_much_and_careful_rounding_little(
             for name in matrices
         )
 
-    careful, careless = error(rounded_model.CAREFUL_BITS), error(rounded_model.CARELESS_BITS)
+    careful, careless = error(known.CAREFUL_BITS), error(known.CARELESS_BITS)
     assert careful < 0.02 < 0.1 < careless
     norms = [name for name, tensor in before.items() if tensor.dim() == 1]
-    after = load_file(rounded_model.rounded_folder(rounded_model.CARELESS_BITS) / "model.safetensors")
+    after = load_file(known.rounded_folder(known.CARELESS_BITS) / "model.safetensors")
     assert all(torch.equal(after[name], before[name]) for name in norms)

@@ -11,9 +11,8 @@ import yaml
 from tandem.telemetry.otlp_exporter import OtlpSink
 from tandem_bench.errors import CannotMeasure
 from tandem_bench.telemetry import options
-from tandem_bench.telemetry.measure import KINDS, PARTS, _rows
+from tandem_bench.telemetry.measure import KINDS, OFF, PARTS, Kind, _rows
 from tandem_bench.telemetry.receiver import span_counter
-from tandem_bench.telemetry.switch import OFF, Kind
 from tandem_bench.telemetry.turns import LOADS, ROLES, Turn
 from tests.unit.tandem.telemetry.test_otlp_exporter import span
 

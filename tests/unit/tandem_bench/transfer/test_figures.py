@@ -11,9 +11,9 @@ from tandem_bench.shapes import REFERENCE
 from tandem_bench.transfer import contestants, figures, options
 from tandem_bench.transfer.cases import GEOMETRIES, Geometry, make_cases, pool_bytes
 from tandem_bench.transfer.contestants import COPY, PLAIN, SHM, SHM_BARE, TCP, TCP_BARE
-from tandem_bench.transfer.plot import draw
+from tandem_bench.transfer.measure import draw
 from tandem_bench.transfer.pools import Pools, WrongBytes
-from tandem_bench.transfer.rounds import Absence, Turn, told
+from tandem_bench.transfer.rounds import Absence, Turn, describe
 
 SMALL = Geometry(name="small", num_layers=3, layer_block_bytes=64)
 
@@ -102,7 +102,7 @@ def test_rates_are_medians_and_progress_names_everybody() -> None:
     done = [turn(COPY, rate, i) for i, rate in enumerate((9, 3, 8))]
     [row] = figures.rate_rows(done)
     assert row.value == pytest.approx(8)
-    assert told(done, 1) == "copy 3.00-3.00 GB/s"
+    assert describe(done, 1) == "copy 3.00-3.00 GB/s"
 
 
 def test_options_name_parts_and_peers() -> None:

@@ -34,4 +34,4 @@ def test_the_time_line_is_to_scale() -> None:
 
 def test_phases_are_the_workers_own() -> None:
     answer = Completion(token_ids=(1,), cached_tokens=0, first_token_s=1.5, gaps_s=(), prefill_s=1.25, transfer_s=0.125)
-    assert Phases.of(answer) == Phases(prefill_s=1.25, exposed_s=0.125, first_token_s=1.5)
+    assert Phases.from_answer(answer) == Phases(prefill_s=1.25, exposed_s=0.125, first_token_s=1.5)

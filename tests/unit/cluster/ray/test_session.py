@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from cluster.ray.blocking_call import held
+from cluster.ray.session import held
 
 WAIT_S = 20.0
 
