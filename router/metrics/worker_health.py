@@ -28,9 +28,9 @@ class HealthMetrics(Collector):
             for state in BreakerState:
                 breakers.add_metric((key.worker_id, state.value), float(state is now))
         yield breakers
-        suspicion, hedging = self._health.suspicion, self._hedging
-        yield _counter("tandem_quarantined_requests", "Requests that ended workers", suspicion.num_condemned)
-        yield _counter("tandem_quarantine_refusals", "Requests refused for being like these", suspicion.num_refused)
+        poison, hedging = self._health.poison, self._hedging
+        yield _counter("tandem_quarantined_requests", "Requests that ended workers", poison.num_condemned)
+        yield _counter("tandem_quarantine_refusals", "Requests refused for being like these", poison.num_refused)
         yield _counter("tandem_hedges", "Second attempts begun", hedging.num_started if hedging else 0)
         yield _counter("tandem_hedges_won", "Those that gave the first token", hedging.num_won if hedging else 0)
 

@@ -297,7 +297,7 @@ class WholeRouter:
         assert (len(self.gate._turns), admission._watch.num_in_transit, len(admission._entries)) == (0, 0, 0)
         assert [self.limiter.num_inflight(tenant) for tenant in TENANTS] == [0] * len(TENANTS)
         assert (self.places.num_inflight, len(dispatcher._runs), dispatcher.num_waiting_for_room) == (0, 0, 0)
-        assert dispatcher.health.suspicion.check([])
+        assert dispatcher.health.poison.check([])
         breakers = dispatcher.health.breakers._breakers.values()
         assert {breaker._probed_s for breaker in breakers} <= {None}, (
             "a probe that was taken back makes way for another"
