@@ -73,6 +73,10 @@ browser: ## A Chromium for the tests of the status page (skipped when there is o
 	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null \
 	  || { echo "No Chromium, and it cannot be installed here: sudo make browser, or CHROMIUM=/path/to/one"; exit 1; }; }
 
+.PHONY: screenshots
+screenshots: setup browser ## Take the pictures in docs/use anew: the status page and tandem top (three minutes)
+	@$(BIN)/python -m tests.browser.screenshots $(ARGS)
+
 .PHONY: promtool
 promtool: ## Prometheus' rule checker, for the tests of alarms (skipped when there is one; else apt-get, as root)
 	@test -n "$${PROMTOOL:-}" || command -v promtool >/dev/null || { \
@@ -112,6 +116,30 @@ chart: setup promtool ## The Helm chart: every value set rendered, linted, check
 .PHONY: images
 images: setup ## The images' files linted, built by their own steps in a folder and run, without an engine (as root; minutes)
 	$(BIN)/pytest -q tests/images --timeout 3600 -s $(ARGS)
+
+# One tag everywhere: the project's version, which the chart and compose name too.
+VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+CONTAINER ?= docker
+DEVICE ?= cpu
+ROUTER_IMAGE := $(REGISTRY:%=%/)tandem-router:$(VERSION)
+WORKER_IMAGE := $(REGISTRY:%=%/)tandem-worker$(if $(filter cuda,$(DEVICE)),-cuda):$(VERSION)
+
+.PHONY: image-build
+image-build: ## The images tandem-router and tandem-worker (TORCH_INDEX=ADDRESS; DEVICE=cuda; REGISTRY=REGISTRY)
+	@test -n "$${TORCH_INDEX:-}" || { echo "Set TORCH_INDEX: PyTorch's package index for this device, see docs/operate/images.md"; exit 1; }
+	$(CONTAINER) build -f deploy/docker/router.Dockerfile --build-arg VERSION=$(VERSION) -t $(ROUTER_IMAGE) .
+	$(CONTAINER) build -f deploy/docker/worker.Dockerfile --target $(DEVICE) --build-arg TORCH_INDEX="$$TORCH_INDEX" \
+	  --build-arg EXTRAS="$(EXTRAS)" --build-arg VERSION=$(VERSION) -t $(WORKER_IMAGE) .
+
+.PHONY: image-load
+image-load: ## Load them into a local Kubernetes: kind, k3d or minikube (CLUSTER=, CLUSTER_NAME= where kubectl's context does not say)
+	CLUSTER="$(CLUSTER)" CLUSTER_NAME="$(CLUSTER_NAME)" deploy/docker/load.sh $(ROUTER_IMAGE) $(WORKER_IMAGE)
+
+.PHONY: image-push
+image-push: ## Push them to REGISTRY
+	@test -n "$(REGISTRY)" || { echo "Set REGISTRY, such as registry.example.com/team"; exit 1; }
+	$(CONTAINER) push $(ROUTER_IMAGE)
+	$(CONTAINER) push $(WORKER_IMAGE)
 
 TOOLS := $(VENV)/image-tools
 $(TOOLS)/.installed: deploy/docker/locks/tools.txt

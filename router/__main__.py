@@ -99,6 +99,7 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         _complete(stack, frontend, config, await _kept_prompts(stack, config, registry, place))
         canary = Canary(registry, dispatcher, hash_root=frontend.hash_root(CANARY_SALT))
         readiness = ReadinessCheck(registry, metrics, canary.answering, access.not_ready_reason)
+        gate.refuse_while(canary.no_tokens_reason)
         status = await open_status(stack, place, model, dispatcher, gate, metrics, decisions, readiness)
         batches = await open_batches(stack, frontend, dispatcher, gate, config.router, metrics)
         extras = OptionalRoutes(

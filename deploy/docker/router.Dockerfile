@@ -1,5 +1,5 @@
 # The doors and placement, without torch: about 400 MB less than a worker on a CPU.
-#   docker build -f deploy/docker/router.Dockerfile -t tandem-router .
+#   docker build -f deploy/docker/router.Dockerfile -t tandem-router:0.1.0 .
 # A digest makes it the same tomorrow: --build-arg BASE=python:3.12-slim-bookworm@sha256:…; see docs/operate/images.md.
 ARG BASE=python:3.12-slim-bookworm
 # Of all files: an image is told apart by what is in it, not by when it was made.

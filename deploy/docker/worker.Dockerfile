@@ -1,5 +1,5 @@
 # Both pools. `--target cpu` or `--target cuda`.
-#   docker build -f deploy/docker/worker.Dockerfile --target cuda --build-arg TORCH_INDEX=ADDRESS -t tandem-worker .
+#   docker build -f deploy/docker/worker.Dockerfile --target cuda --build-arg TORCH_INDEX=ADDRESS -t tandem-worker-cuda:0.1.0 .
 # TORCH_INDEX: where torch's build for the device is; must be said, "configured" is pip's own index. EXTRAS: more locks, "ray nixl".
 # A digest makes it the same tomorrow: --build-arg BASE=python:3.12-slim-bookworm@sha256:…; see docs/operate/images.md.
 ARG BASE=python:3.12-slim-bookworm

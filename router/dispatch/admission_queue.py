@@ -13,11 +13,13 @@ from router.admission.types import AdmissionEntry, AdmissionRequest
 from router.types.requests import ChoiceDelta, DeltaSink, RoutedRequest
 from router.types.worker_view import WorkerSnapshot
 from router.workers.registry import WorkerRegistry
-from tandem.errors import ServingError
+from tandem.errors import ServingError, Unavailable
 from tandem.values.ids import RequestId
 
 _LOOK_S = 0.1
 """Between two looks at who waits in vain."""
+_NO_TOKENS_RETRY_S = 5.0
+"""After a refusal because no worker gives tokens: they are asked again every few seconds."""
 _DELTAS_TOGETHER = 16
 """Of one request, that are charged to its tenant at once."""
 
@@ -109,8 +111,13 @@ class AdmissionQueue:
         """Of calls with several requests: those that have still to be run."""
         self._look: asyncio.TimerHandle | None = None
         self._ended = asyncio.Event()
+        self._no_tokens_reason: Callable[[], str | None] = lambda: None
         registry.on_load = _after(registry.on_load, self._pump)
         registry.watch(self._pump)
+
+    def refuse_while(self, no_tokens_reason: Callable[[], str | None]) -> None:
+        """Refuse new requests at once while there is a reason; streams that are continued pass."""
+        self._no_tokens_reason = no_tokens_reason
 
     async def drain(self, *, most_s: float) -> None:
         """Refuse new requests; those that wait here still have their turn, within the bound."""
@@ -150,6 +157,8 @@ class AdmissionQueue:
 
     def _enter(self, requests: Sequence[RoutedRequest]) -> list[AdmittedRequest]:
         promised = [bool(one.resume) and self._continuations.is_promised(one.request_id) for one in requests]
+        if not all(promised) and (reason := self._no_tokens_reason()) is not None:
+            raise Unavailable(reason, retry_after_s=_NO_TOKENS_RETRY_S)
         entered = self.admission.enter_call([self._wanted(*each) for each in zip(requests, promised, strict=True)])
         self._refuse(entered.evicted)
         if entered.refusal is not None:

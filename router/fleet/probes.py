@@ -32,6 +32,7 @@ from tandem.values.sampling import SamplingParams
 
 CANARY_SALT = "canary"
 QUALITY_SALT = "quality"
+NO_TOKENS = "no decode worker gives tokens"
 _TOKEN_ID = 0  # of every vocabulary; what it means does not matter
 _READING_TIMEOUT_S = 30.0
 _READING_INTERVAL_S = 1.0
@@ -104,6 +105,11 @@ class CanarySchedule:
         self._failed_s = {key: at_s for key, at_s in self._failed_s.items() if key in decoders}
         return [key for key, worker in decoders.items() if now_s - worker.answered_s >= self._settings.silence_s]
 
+    @property
+    def has_failures(self) -> bool:
+        """Whether a canary of a worker that is still here has ever failed."""
+        return bool(self._failed_s)
+
     def failed(self, key: WorkerKey, now_s: float) -> None:
         """It was asked and gave no token."""
         self._failed_s[key] = now_s
@@ -137,6 +143,13 @@ class Canary(_Probe):
     def answering(self) -> Callable[[WorkerSnapshot], bool]:
         """For readiness: whether a worker's engine is thought to live."""
         return self._schedule.answering
+
+    def no_tokens_reason(self) -> str | None:
+        """Why new requests need not wait: there are decode workers, and each failed its last canary."""
+        if not self._schedule.has_failures:
+            return None  # asked before every request
+        decoders = [w for w in self._registry.snapshots() if w.info.role is WorkerRole.DECODE and not w.draining]
+        return NO_TOKENS if decoders and not any(map(self.answering, decoders)) else None
 
     async def ask(self, key: WorkerKey) -> bool:
         """One canary, and what its outcome means; whether a token came."""

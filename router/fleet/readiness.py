@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 
+from router.fleet.probes import NO_TOKENS
 from router.metrics.router_metrics import RouterMetrics
 from router.types.worker_view import WorkerSnapshot
 from router.workers.registry import WorkerRegistry
@@ -34,17 +35,19 @@ class ReadinessCheck:
         """Load balancers are to look elsewhere from now on."""
         self._draining = True
 
-    def not_ready_reason(self) -> str | None:
-        """Why not, or None."""
+    def not_ready_reason(self, *, exclude_workers: bool = False) -> str | None:
+        """Why not, or None. `exclude_workers`: what is wrong with this router, whatever the pools do."""
         if self._draining:
             return "the router is draining"
         if (reason := self._locked()) is not None:
             return reason
+        if exclude_workers:
+            return None
         workers = self._registry.snapshots()
         decoders = [w for w in workers if w.info.role is WorkerRole.DECODE and not w.draining]
         if not decoders:
             return "no decode worker takes requests"
-        return None if any(map(self._answering, decoders)) else "no decode worker gives tokens"
+        return None if any(map(self._answering, decoders)) else NO_TOKENS
 
     def _update_metrics(self) -> None:
         workers = self._registry.status().workers

@@ -75,7 +75,7 @@ def _memory() -> Incident:
                 load=long_contexts,
             ),
         ),
-        panels=(Shown(board="kv-cache", title="Use"), Shown(board="kv-cache", title="Preemptions")),
+        panels=(Shown(board="kv-cache", title="KV in use"), Shown(board="kv-cache", title="Preemptions")),
         alarms=("TandemKvCacheFull",),
         figures={
             "KV use of the fullest worker": "max(vllm:kv_cache_usage_perc)",

@@ -95,7 +95,7 @@ async def test_a_key_is_asked_for_and_kept_out_of_sight(browser):
         assert await seen.violations() == []
         await page.fill("#key", "wrong-key")
         await page.keyboard.press("Enter")
-        await expect(page.locator("#key-error")).to_have_text("This key is not known here.")
+        await expect(page.locator("#key-error")).to_have_text("Unknown API key.")
         await page.fill("#key", "right-key")
         await page.keyboard.press("Enter")
         await seen.is_live()
@@ -116,15 +116,15 @@ async def test_without_workers_it_says_what_that_means(browser):
         await seen.open(router.url)
         await seen.is_live()
         page = seen.page
-        await expect(page.locator("#pools")).to_contain_text("decode workers read prompts themselves")
+        await expect(page.locator("#pools")).to_contain_text("decode workers compute prompts themselves")
         await expect(page.locator("#not-ready")).to_have_text("Not ready: the router is draining.")
-        await expect(page.locator("#chart-ttft")).to_contain_text("No answers in the last five minutes")
-        await expect(page.locator("#handoff-list")).to_contain_text("No prompt is on its way")
+        await expect(page.locator("#chart-ttft")).to_contain_text("No requests in the last 5 minutes")
+        await expect(page.locator("#handoff-list")).to_contain_text("No hand-off is in flight")
         assert await seen.violations() == []
         for worker in list(router.whole.workers):
             worker.leave(told=False)
         router.whole.now_s += 1.0
-        await expect(page.locator("#pools")).to_contain_text("nothing can be answered")
+        await expect(page.locator("#pools")).to_contain_text("no request can be served")
 
 
 async def test_states_of_workers_have_words(browser):
@@ -134,8 +134,8 @@ async def test_states_of_workers_have_words(browser):
         router.whole.registry.draining(draining.info.key, "told to")
         await seen.open(router.url)
         await seen.is_live()
-        await expect(seen.page.locator(".badge[data-state=stuck]")).to_have_text("stuck: in one step for too long")
-        await expect(seen.page.locator(".badge[data-state=draining]")).to_contain_text("takes nothing new")
+        await expect(seen.page.locator(".badge[data-state=stuck]")).to_have_text("stuck: one step is taking too long")
+        await expect(seen.page.locator(".badge[data-state=draining]")).to_contain_text("takes no new requests")
         assert await seen.violations() == []
 
 
@@ -158,7 +158,7 @@ async def test_it_says_that_the_router_is_gone_and_comes_back_by_itself(browser)
             await seen.open(router.url)
             await seen.is_live()
         lost = seen.page.locator("#lost")
-        await expect(lost).to_contain_text("The figures are those of")
+        await expect(lost).to_contain_text("Last update: ")
         await expect(seen.page.locator("#link")).to_have_text("Disconnected")
         assert await seen.violations() == []
         await seen.page.click("#retry")

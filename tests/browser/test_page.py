@@ -82,10 +82,12 @@ async def test_it_shows_the_cluster_as_it_is(browser, busy):
         for name in ("prefill-0", "decode-0", "decode-1"):
             await expect(page.locator(".worker", has_text=name)).to_contain_text("live")
         await expect(page.locator("#model")).to_have_text("tandem-tiny")
-        await expect(page.locator("#tiles .tile").first).to_contain_text(re.compile(r"Answers[1-9][\d.,]*k?tokens/s"))
+        await expect(page.locator("#tiles .tile").first).to_contain_text(
+            re.compile(r"Generation last 10 s[1-9][\d.,]*k?tokens/s")
+        )
         await expect(page.locator("#decision-list .decision").first).to_contain_text("tokens to")
         await expect(page.locator("#prefix-list .prefix").first).to_contain_text(
-            re.compile(r"[0-9a-f]{16}.*asked \d+×")
+            re.compile(r"[0-9a-f]{16}.*\d+ requests")
         )
         assert "300, 301" not in await page.content()
         # A whole step of five seconds must have passed for a curve to begin.
@@ -108,6 +110,52 @@ async def test_charts_are_read_with_pointer_and_keys(browser, busy):
         await expect(page.locator("#chart-ttft .tip")).to_be_hidden()
 
 
+@pytest.mark.parametrize("width", [390, 721, 1024, 1181, 1440, 1920])
+async def test_tiles_hold_the_largest_figures_at_every_width(browser, cluster, width):
+    async with tab(browser, (width, 900)) as seen:
+        await seen.open(cluster.local.http_url)
+        await seen.is_live()
+        figures = [("999.9k", "tokens/s"), ("100,000", "requests"), ("99.99", "s p50")] * 2
+        assert await seen.page.locator(".tile .figure").count() == len(figures)
+        assert await seen.overflowing(figures) == []
+
+
+async def test_tiles_and_charts_name_their_window(browser, busy):
+    async with tab(browser) as seen:
+        await seen.open(busy.local.http_url)
+        await seen.is_live()
+        tiles = [words.split("\n") for words in await seen.page.locator("#tiles dt").all_inner_texts()]
+        assert [tile[-1].strip() for tile in tiles] == ["last 10 s"] * 2 + ["now"] + ["last minute"] * 2 + ["now"]
+        charts = await seen.page.locator(".chart h3").all_inner_texts()
+        assert len(charts) == 3
+        assert all(chart.endswith("last 5 min") for chart in charts)
+
+
+async def test_worker_metrics_are_a_table_with_the_same_rows_for_each(browser, busy):
+    async with tab(browser) as seen:
+        await seen.open(busy.local.http_url)
+        await seen.is_live()
+        tables = seen.page.locator(".pool[data-role=decode] .worker table")
+        await expect(tables).to_have_count(2)
+        first, second = [await tables.nth(i).locator("th").all_inner_texts() for i in range(2)]
+        assert first[:8] == second[:8] == [
+            "Running", "Waiting", "Backlog", "Cached", "Step", "KV link", "Sending", "Receiving"
+        ]  # fmt: skip
+        await expect(tables.first.locator("td")).not_to_have_count(0)
+
+
+async def test_playground_on_a_phone_stands_above_the_decisions_and_is_found_by_its_label(browser, cluster):
+    async with tab(browser, PHONE) as seen:
+        await seen.open(cluster.local.http_url)
+        await seen.is_live()
+        tops = {
+            name: await seen.page.locator(name).evaluate("element => element.getBoundingClientRect().top")
+            for name in ("#workers", "#playground", "#decisions")
+        }
+        assert tops["#workers"] < tops["#playground"] < tops["#decisions"]
+        await expect(seen.page.get_by_label("Max tokens")).to_have_value("96")
+
+
 @pytest.mark.parametrize(
     ("size", "scheme"),
     [
@@ -125,6 +173,7 @@ async def test_everybody_can_read_it(browser, busy, size, scheme, tmp_path: Path
         await expect(seen.page.locator("#ask-state")).to_contain_text("Done: ")
         assert await seen.violations() == []
         assert await seen.fits()
+        assert await seen.overflowing() == []
         picture = await seen.page.screenshot(path=tmp_path / "page.png", full_page=True)
         assert picture.startswith(PNG)
 
@@ -155,7 +204,7 @@ async def test_it_says_when_the_router_is_gone_and_comes_back_by_itself(browser,
         await seen.is_live()
         page, pid = seen.page, cluster.pid("router")
         cluster.local.kill("router", signal.SIGKILL)
-        await expect(page.locator("#lost")).to_contain_text("No status: no connection. The figures are those of")
+        await expect(page.locator("#lost")).to_contain_text("No status: no connection. Last update: ")
         await expect(page.locator("#link")).to_have_text("Disconnected")
         await cluster.local.wait_ready("router", after_pid=pid)
         await seen.is_live()

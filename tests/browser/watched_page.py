@@ -1,6 +1,6 @@
 """The page in a browser tab, and what the tab complained of."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from importlib import resources
 from typing import Any
@@ -9,6 +9,16 @@ from playwright.async_api import Browser, Page, expect
 
 expect.set_options(timeout=30_000)
 DESK, PHONE = (1440, 900), (390, 844)
+_OVERFLOWING = """(figures) => {
+  const tiles = [...document.querySelectorAll(".tile .figure")];
+  figures.forEach(([value, unit], i) => {
+    tiles[i].firstChild.textContent = value;
+    tiles[i].lastChild.textContent = unit;
+  });
+  return [...document.querySelectorAll(".tile, .tile *, .chart-head *, .facts, .worker > *, .rows > li")]
+    .filter((one) => one.scrollWidth > one.clientWidth + 1 && getComputedStyle(one).display !== "inline")
+    .map((one) => `${one.className}: ${one.textContent}`);
+}"""
 
 
 class Tab:
@@ -34,6 +44,11 @@ class Tab:
     async def fits(self) -> bool:
         """Whether nothing sticks out sideways."""
         return bool(await self.page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"))
+
+    async def overflowing(self, figures: Sequence[tuple[str, str]] = ()) -> list[str]:
+        """Text that sticks out of its card. `figures`: put into the tiles before, and no update takes them back."""
+        found = await self.page.evaluate(_OVERFLOWING, list(figures))
+        return [str(one) for one in found]
 
     async def violations(self) -> list[str]:
         """What axe finds against WCAG 2.2 AA and its best practices."""

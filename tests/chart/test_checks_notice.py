@@ -45,7 +45,7 @@ SPOILT = [
     ("autoscaling.yaml", '"tandem_pool_waiting_tokens"', '"tandem_pool_tokens"', "hpa", _PROMETHEUS),
     ("_config.tpl", "(int .root.Values.terminationMarginSeconds)", "0", "defaults", checks.test_graces_add_up),
     ("_workers.tpl", "(mul 256 (int .ranks))", "64", "ranks on a CPU", _SIZES),
-    ("router.yaml", "path: /readyz", "path: /health", "defaults", checks.test_probes_allow_each_phase_its_time),
+    ("router.yaml", "/readyz?exclude=workers", "/readyz", "defaults", checks.test_probes_allow_each_phase_its_time),
     ("planner.yaml", "resources: [statefulsets/scale]", "resources: [statefulsets]", "planned", _RIGHTS),
     ("planner.yaml", "{{ $full }}-decode]", "{{ $full }}-router]", "planned", _RIGHTS),
     ("planner.yaml", "clusterIP: None", "type: ClusterIP", "planned", _ASKED),

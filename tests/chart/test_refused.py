@@ -1,5 +1,6 @@
 """A value that makes no sense is refused, and the message names it; and the values' file keeps its promises."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,23 @@ def test_rules_and_dashboards_of_the_chart_are_put_in_as_they_are(tmp_path: Path
     assert yaml.safe_load(dashboard["data"]["overview.json"]) == {"title": "{{ name }}", "uid": "a"}
     assert dashboard["metadata"]["labels"]["grafana_dashboard"] == "1"
     assert [told for one in release.objects for told in mistakes(one, "1.33.0")] == []
+
+
+def test_dashboards_link_to_the_runbook_that_people_read() -> None:
+    wiki = "https://wiki.example.com/tandem/runbook"
+    release = render({"monitoring": {"dashboards": {"enabled": True}, "rules": {"runbookUrl": wiki}}})
+    boards = [
+        text
+        for one in release.of("ConfigMap")
+        if "-dashboard-" in one["metadata"]["name"]
+        for text in one["data"].values()
+    ]
+    assert len(boards) == 6
+    for board in map(json.loads, boards):
+        assert wiki in [link.get("url") for link in board["links"]]
+        links = [link["url"] for panel in board["panels"] for link in panel.get("links", ())]
+        assert links
+        assert all(link.startswith(f"{wiki}#tandem") for link in links)
 
 
 def test_alarms_lead_to_the_runbook_that_people_read() -> None:

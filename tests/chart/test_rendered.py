@@ -1,9 +1,11 @@
 """What the chart renders is what Kubernetes takes, is closed where it should be, and works as the processes need it."""
 
+import base64
 import math
 import re
 from collections.abc import Iterator
 from functools import cache
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -137,10 +139,35 @@ def test_secrets_are_there_or_named_by_the_user(release: Rendered) -> None:
             assert name in made or name in issued or name in str(release.values), (component, name)
             assert name not in made or key in made[name]
     for keys in (text for name, one in made.items() if name.endswith("-api-keys") for text in one.values()):
-        assert all(one["operator"] for one in yaml.safe_load(keys)["api_keys"]), "the planner asks for /metrics with it"
+        assert all(one["operator"] for one in yaml.safe_load(keys)["api_keys"]), "/metrics is asked for with them"
     # Keys in the clear are for who asks alone.
     first = {component for component, pod in release.pods() if any("first-key" in name for name, _ in secrets_of(pod))}
     assert first <= {"test", "planner"}
+
+
+def test_prometheus_has_an_operators_key_that_routers_know(release: Rendered) -> None:
+    for monitor in (*release.of("ServiceMonitor"), *release.of("PodMonitor")):
+        for endpoint in (*monitor["spec"].get("endpoints", ()), *monitor["spec"].get("podMetricsEndpoints", ())):
+            if endpoint["port"] != "http":
+                continue  # the planner's own, which asks for no key
+            named = endpoint.get("authorization", {}).get("credentials")
+            if _has_open_metrics(release):
+                assert named is None
+                continue
+            if (stated := release.values["monitoring"]["bearerSecret"])["name"]:
+                assert named == stated
+                continue
+            [secret] = [one for one in release.of("Secret") if one["metadata"]["name"] == named["name"]]
+            key = base64.b64decode(secret["data"][named["key"]]).decode()
+            keys = yaml.safe_load(release.named("Secret", "-api-keys")["stringData"]["api-keys.yaml"])["api_keys"]
+            [known] = [one for one in keys if one["key"] == f"sha256:{sha256(key.encode()).hexdigest()}"]
+            assert known == {"key": known["key"], "tenant": "metrics", "operator": True}
+            assert not any(named["name"] in dict(secrets_of(pod)) for _, pod in release.pods())
+
+
+def _has_open_metrics(release: Rendered) -> bool:
+    access = release.values["config"].get("router", {}).get("operator_access", {})
+    return access.get("metrics") == "open" or not release.values["secrets"]["apiKeys"]["enabled"]
 
 
 def test_no_secret_is_on_a_command_line(release: Rendered) -> None:
@@ -290,7 +317,7 @@ def test_probes_allow_each_phase_its_time(release: Rendered) -> None:
         startup = container["startupProbe"]
         assert startup["periodSeconds"] * startup["failureThreshold"] >= release.values[role]["startupSeconds"]
         if role == "router":
-            assert container["readinessProbe"]["httpGet"]["path"] == "/readyz"
+            assert container["readinessProbe"]["httpGet"]["path"] == "/readyz?exclude=workers"
             assert container["livenessProbe"]["httpGet"]["path"] == "/health"
         else:
             assert container["readinessProbe"]["grpc"] == {"port": release.values[role]["port"]}

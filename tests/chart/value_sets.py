@@ -103,6 +103,7 @@ GOOD: dict[str, Values] = {
         "gateway": {"enabled": True, "grpc": False, "parentRefs": [{"name": "g", "namespace": "edge"}]},
         "config": {"router": {"request_timeout_s": 0.5}},
     },
+    "a key for Prometheus that is made": {"monitoring": {"scrape": "pod"}},
     "service monitor": {
         "monitoring": _WATCHED | {"labels": {"release": "prometheus"}, "dashboards": {"enabled": True}}
     },
@@ -297,7 +298,10 @@ BAD: dict[str, tuple[Values, str]] = {
         {"config": {"router": {"operator_access": {"readyz": "key"}}}},
         "config.router.operator_access.readyz",
     ),
-    "locked metrics": ({"monitoring": {"scrape": "service"}}, "monitoring.bearerSecret"),
+    "locked metrics": (
+        {"monitoring": {"scrape": "service"}, "secrets": {"apiKeys": {"existingSecret": "a"}}},
+        "monitoring.bearerSecret",
+    ),
     "one port for two": ({"router": {"ports": {"http": 8001}}}, "router.ports: http and grpc are both 8001"),
     "ingress without a name": ({"ingress": {"enabled": True}}, "ingress.host"),
     "routes without a gateway": ({"gateway": {"enabled": True}}, "gateway.parentRefs"),

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +92,10 @@ def test_secrets_are_made_once(made):
 
 
 def test_images_have_versions(whole):
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     for name, service in whole["services"].items():
         tag = service["image"].rpartition(":")[2]
-        assert tag.startswith("dev") if name in OURS else any(letter.isdigit() for letter in tag), name
+        assert tag == version if name in OURS else any(letter.isdigit() for letter in tag), name
 
 
 def test_the_clusters_yaml_fits_the_services(whole, made, monkeypatch):

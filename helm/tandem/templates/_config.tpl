@@ -116,7 +116,7 @@ builtin
 {{- fail (printf "config.router.operator_access.%s: the kubelet has no key, so no router would ever be ready; leave it open" $page) -}}
 {{- end -}}
 {{- end -}}
-{{- if and (ne $v.monitoring.scrape "none") $v.secrets.apiKeys.enabled (ne (default "operator" $access.metrics) "open") (not $v.monitoring.bearerSecret.name) -}}
+{{- if and (ne $v.monitoring.scrape "none") $v.secrets.apiKeys.enabled (ne (default "operator" $access.metrics) "open") (not (include "tandem.metricsKey" .root | fromYaml).name) -}}
 {{- fail "monitoring.scrape: /metrics asks for an operator's key: name one in monitoring.bearerSecret, or open it with config.router.operator_access.metrics: open" -}}
 {{- end -}}
 {{- if eq (int $v.router.ports.http) (int $v.router.ports.grpc) -}}

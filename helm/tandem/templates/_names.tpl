@@ -65,6 +65,22 @@ app.kubernetes.io/component: {{ .component }}
 {{- toYaml (dict "name" "" "key" "") -}}
 {{- end -}}
 {{- end -}}
+{{/* "true" where a key for Prometheus is made here: the chart scrapes, made the API keys, and no other is named. Else nothing. */}}
+{{- define "tandem.metricsKeyMade" -}}
+{{- $v := .Values -}}
+{{- $open := eq (dig "router" "operator_access" "metrics" "" $v.config | toString) "open" -}}
+{{- if and (ne $v.monitoring.scrape "none") (not $open) $v.secrets.apiKeys.enabled (not $v.secrets.apiKeys.existingSecret) (not $v.monitoring.bearerSecret.name) -}}
+true
+{{- end -}}
+{{- end -}}
+{{/* As YAML, name and key of the secret with which Prometheus asks for /metrics; no name: it needs none. */}}
+{{- define "tandem.metricsKey" -}}
+{{- if include "tandem.metricsKeyMade" . -}}
+{{- toYaml (dict "name" (printf "%s-metrics-key" (include "tandem.fullname" .)) "key" "api-key") -}}
+{{- else -}}
+{{- toYaml .Values.monitoring.bearerSecret -}}
+{{- end -}}
+{{- end -}}
 {{- define "tandem.doorTlsSecret" -}}
 {{- .Values.tls.door.existingSecret | default (printf "%s-door-tls" (include "tandem.fullname" .)) -}}
 {{- end -}}

@@ -13,7 +13,7 @@ from router.http.routing.route_table import Routes
 from router.metrics.exposition import only_tenant
 from router.metrics.router_metrics import RouterMetrics
 from router.tenants.usage import TenantUsage
-from tandem.errors import Unavailable
+from tandem.errors import InvalidRequest, Unavailable
 
 _DISTRIBUTION = "tandem-serve"
 
@@ -61,8 +61,11 @@ class UsageRoutes:
 class ReadinessSource(Protocol):
     """Whether this router can answer."""
 
-    def not_ready_reason(self) -> str | None:
-        """None once a decode worker has answered; until then, what is missing."""
+    def not_ready_reason(self, *, exclude_workers: bool = False) -> str | None:
+        """None once a decode worker has answered; until then, what is missing.
+
+        `exclude_workers`: look at the router alone.
+        """
         ...
 
 
@@ -79,8 +82,11 @@ def add_operator_routes(routes: Routes, readiness: ReadinessSource, metrics: Rou
     async def health(_request: Request) -> dict[str, Any]:
         return {"status": "alive"}
 
-    async def readyz(_request: Request) -> dict[str, Any]:
-        if (reason := readiness.not_ready_reason()) is not None:
+    async def readyz(request: Request) -> dict[str, Any]:
+        excluded = set(request.query_params.getlist("exclude"))
+        if excluded - {"workers"}:
+            raise InvalidRequest("exclude must be workers", param="exclude")
+        if (reason := readiness.not_ready_reason(exclude_workers=bool(excluded))) is not None:
             raise Unavailable(f"not ready: {reason}", retry_after_s=1.0)
         return {"status": "ready"}
 

@@ -46,6 +46,7 @@ _SECONDS = _query("seconds", {"type": "number", "exclusiveMinimum": 0, "maximum"
 _LIST = [_query("after", TEXT), _query("limit", _number(MOST_LISTED))]
 _QUERIES: dict[str, list[dict[str, Any]]] = {
     "GET /debug/decisions": [_query("limit", _number(1000)), _query("request_id", TEXT | {"maxLength": 256})],
+    "GET /readyz": [_query("exclude", one_of("workers"))],
     "POST /debug/profile/router": [_SECONDS, _query("format", one_of("speedscope", "collapsed", "svg"))],
     "POST /debug/profile/worker": [
         _query("worker", TEXT) | {"required": True},

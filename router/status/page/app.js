@@ -25,7 +25,7 @@ const latency = (title, name, hue) => ({
   unit: "milliseconds",
   format: milliseconds,
   axisFormat: (value) => milliseconds(value).replace(".0 ", " "),
-  nothing: "No answers in the last five minutes",
+  nothing: "No requests in the last 5 minutes",
   lines: [
     { key: `${name}_p50_ms`, name: "p50", hue },
     { key: `${name}_p95_ms`, name: "p95", hue, dashed: true },
@@ -33,17 +33,17 @@ const latency = (title, name, hue) => ({
 });
 const charts = [
   new Chart(byId("chart-ttft"), latency("Time to first token", "ttft", "prefill")),
-  new Chart(byId("chart-itl"), latency("Time between tokens", "itl", "decode")),
+  new Chart(byId("chart-itl"), latency("Inter-token latency", "itl", "decode")),
   new Chart(byId("chart-rate"), {
-    title: "Tokens per second",
+    title: "Throughput",
     unit: "tokens per second",
     format: (value) => `${rate(value)}/s`,
     axisFormat: rate,
     emptyIsZero: true,
-    nothing: "No tokens in the last five minutes",
+    nothing: "No tokens in the last 5 minutes",
     lines: [
-      { key: "generation_tokens_per_s", name: "answered", hue: "decode", fill: true },
-      { key: "prompt_tokens_per_s", name: "read", hue: "prefill", dashed: true },
+      { key: "generation_tokens_per_s", name: "generation", hue: "decode", fill: true },
+      { key: "prompt_tokens_per_s", name: "prompt", hue: "prefill", dashed: true },
     ],
   }),
 ];
@@ -81,7 +81,7 @@ async function listen() {
   const mine = (stream = new AbortController());
   if (lastMs === null) setLink("waiting", "Connecting");
   const startedMs = Date.now();
-  let reason = "the router has ended the stream";
+  let reason = "the router ended the stream";
   let wait = null;
   try {
     await readEvents("/status/events", { headers: headersFor(apiKey), signal: mine.signal }, show);
@@ -89,7 +89,7 @@ async function listen() {
     if (mine === stream && Date.now() - startedMs > SHORTEST_MS) return listen();
   } catch (error) {
     if (mine !== stream || error.name === "AbortError") return;
-    if (error.status === 401) return askForKey(apiKey ? "This key is not known here." : "");
+    if (error.status === 401) return askForKey(apiKey ? "Unknown API key." : "");
     reason = error.status ? error.message : "no connection";
     wait = error.retryAfter ?? null;
   }
@@ -101,7 +101,7 @@ function lost(reason, retryAfter) {
   stream = null;
   setLink("lost", "Disconnected");
   byId("figures").dataset.stale = "true";
-  const since = lastMs === null ? "" : ` The figures are those of ${new Date(lastMs).toLocaleTimeString()}.`;
+  const since = lastMs === null ? "" : ` Last update: ${new Date(lastMs).toLocaleTimeString()}.`;
   refused = `No status: ${reason}.${since}`;
   let left = Math.max(waitS, retryAfter ?? 0);
   waitS = Math.min(LONGEST_WAIT_S, waitS * 2);
@@ -109,10 +109,10 @@ function lost(reason, retryAfter) {
   // The sentence alone is an alert: a countdown that is read out every second helps nobody.
   setText(byId("lost-text"), refused);
   clearInterval(countdown);
-  setText(byId("retry"), `Try now (${left} s)`);
+  setText(byId("retry"), `Retry now (${left} s)`);
   countdown = setInterval(() => {
     left -= 1;
-    setText(byId("retry"), left > 0 ? `Try now (${left} s)` : "Trying …");
+    setText(byId("retry"), left > 0 ? `Retry now (${left} s)` : "Retrying …");
     if (left <= 0) listen();
   }, 1000);
 }
@@ -143,7 +143,7 @@ function askForKeyAgain() {
 
 // A stream that says nothing is none: the machine slept, or a proxy holds it.
 setInterval(() => {
-  if (stream && lastMs !== null && Date.now() - lastMs > SILENCE_MS && !document.hidden) lost("nothing came for some seconds", null);
+  if (stream && lastMs !== null && Date.now() - lastMs > SILENCE_MS && !document.hidden) lost("no update for some seconds", null);
 }, 1000);
 
 // A page that nobody looks at needs no stream.

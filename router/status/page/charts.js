@@ -34,7 +34,7 @@ export class Chart {
     this.tip = el("div", { class: "tip", "aria-hidden": "true", hidden: "" });
     this.said = el("p", { class: "hidden", "aria-live": "polite" });
     this.summary = el("p", { class: "hidden" });
-    this.figure.append(el("div", { class: "chart-head" }, el("h3", {}, this.title), el("ul", { class: "legend" }, legend)), this.plot, this.tip, this.summary, this.said);
+    this.figure.append(el("div", { class: "chart-head" }, el("h3", {}, this.title, " ", el("span", { class: "window" }, "last 5 min")), el("ul", { class: "legend" }, legend)), this.plot, this.tip, this.summary, this.said);
     this.figure.tabIndex = 0;
     this.figure.setAttribute("aria-label", `Chart: ${this.title}, in ${this.unit}. Arrow keys read single values.`);
     this.plot.addEventListener("pointermove", (event) => this.point(this.indexAt(event)));
@@ -78,7 +78,7 @@ export class Chart {
     this.y = (value) => MARGIN.top + (1 - value / top) * inner.height;
     const parts = this.isEmpty() ? [] : this.levels(top, step);
     parts.push(...this.times(length));
-    if (this.isEmpty()) parts.push(svg("text", { class: "nothing", x: this.width / 2, y: HEIGHT / 2 - 4, "text-anchor": "middle" }, this.known ? this.nothing : "No figures yet"));
+    if (this.isEmpty()) parts.push(svg("text", { class: "nothing", x: this.width / 2, y: HEIGHT / 2 - 4, "text-anchor": "middle" }, this.known ? this.nothing : "No data yet"));
     else this.lines.forEach((line, i) => parts.push(...this.curve(line, this.values[i])));
     this.plot.replaceChildren(...parts, (this.cursor = svg("g")));
     this.point(this.index, false);
@@ -146,7 +146,7 @@ export class Chart {
     const ago = Math.round((this.values[0].length - 1 - index) * this.step + this.endAge);
     const when = ago < 60 ? `${ago} s ago` : `${Math.floor(ago / 60)} min ${ago % 60} s ago`;
     const told = this.lines.flatMap((line, i) => (this.values[i][index] === null ? [] : [`${line.name} ${this.format(this.values[i][index])}`]));
-    return [when, ...(told.length ? told : ["no answers"])];
+    return [when, ...(told.length ? told : ["none"])];
   }
 
   point(index, moved = true) {

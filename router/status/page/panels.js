@@ -3,34 +3,38 @@
 import { byId, bytes, count, el, milliseconds, percent, plural, rate, seconds, setText, showEach, showOr } from "./dom.js";
 
 const POOLS = {
-  prefill: { title: "Prefill pool", does: "reads prompts", nobody: "No prefill worker: decode workers read prompts themselves." },
-  decode: { title: "Decode pool", does: "writes answers", nobody: "No decode worker is here, so nothing can be answered." },
+  prefill: { title: "Prefill pool", does: "computes prompts", nobody: "No prefill worker: decode workers compute prompts themselves." },
+  decode: { title: "Decode pool", does: "generates tokens", nobody: "No decode worker: no request can be served." },
 };
 const REASONS = {
-  disaggregated: (d) => `Read by ${d.prefill}, which hands its KV over`,
-  short_suffix: () => "So little of the prompt is uncached that a hand-off never pays",
-  local_cheaper: () => "A hand-off would have cost more than it saves",
+  disaggregated: (d) => `Prefill on ${d.prefill}, then a KV hand-off`,
+  short_suffix: () => "Too few uncached prompt tokens for a hand-off to pay off",
+  local_cheaper: () => "A hand-off was predicted to cost more than it saves",
   no_prefill_worker: () => "No prefill worker could take it",
-  adopted: () => "The worker ran it already, for a router that is gone",
+  adopted: () => "Already running there, taken over from another router",
 };
 const AFFINITIES = {
-  prefix: "nobody held more of the prefix",
-  cold: "nobody held any of the prefix",
-  spread: "somebody held more, but waiting there cost more",
-  replica: "a copy of a hot prefix was wanted here",
+  prefix: "no other worker has more of the prefix cached",
+  cold: "no worker has any of the prefix cached",
+  spread: "another worker has more of it cached, but the wait there would cost more",
+  replica: "placed here to copy a hot prefix",
 };
 const STATES = {
-  stuck: "in one step for too long",
-  draining: "takes nothing new",
-  avoided: "left alone after failures",
-  probing: "tried again after failures",
+  stuck: "one step is taking too long",
+  draining: "takes no new requests",
+  avoided: "circuit breaker open",
+  probing: "circuit breaker half-open",
 };
+// Over which time the router computes them: rates over the last steps of the curves, the rest over a minute.
+const NOW = "now";
+const RATES = "last 10 s";
+const LATENCIES = "last minute";
 
-function tile(list, key, title) {
+function tile(list, key, title, over) {
   list.tiles ??= new Map();
   if (!list.tiles.has(key)) {
     const parts = { value: el("span"), unit: el("span", { class: "unit" }), more: el("dd", { class: "more" }) };
-    list.append(el("div", { class: "tile" }, el("dt", {}, title), el("dd", { class: "figure" }, parts.value, parts.unit), parts.more));
+    list.append(el("div", { class: "tile" }, el("dt", {}, el("span", {}, title), " ", el("span", { class: "window" }, over)), el("dd", { class: "figure" }, parts.value, parts.unit), parts.more));
     list.tiles.set(key, parts);
   }
   return (value, unit, more) => {
@@ -46,13 +50,13 @@ export function showTiles(status) {
   const list = byId("tiles");
   const [ttft, ttftUnit = ""] = milliseconds(recent.ttft_p50_ms).split(" ");
   const [itl, itlUnit = ""] = milliseconds(recent.itl_p50_ms).split(" ");
-  tile(list, "out", "Answers")(rate(recent.generation_tokens_per_s), "tokens/s", `${rate(recent.requests_per_s)} answers/s`);
-  tile(list, "in", "Prompts")(rate(recent.prompt_tokens_per_s), "tokens/s", recent.cached_share === null ? "none lately" : `${percent(recent.cached_share)} from caches`);
-  tile(list, "running", "Running")(count(requests.running), "", `+ ${count(requests.waiting)} waiting`);
-  tile(list, "ttft", "First token")(ttft, ttftUnit, `p95 ${milliseconds(recent.ttft_p95_ms)}`);
-  tile(list, "itl", "Between tokens")(itl, itlUnit, `p95 ${milliseconds(recent.itl_p95_ms)}`);
+  tile(list, "out", "Generation", RATES)(rate(recent.generation_tokens_per_s), "tokens/s", `${rate(recent.requests_per_s)} requests/s finished`);
+  tile(list, "in", "Prompts", RATES)(rate(recent.prompt_tokens_per_s), "tokens/s", recent.cached_share === null ? "none (1\u00a0min)" : `${percent(recent.cached_share)} cached (1\u00a0min)`);
+  tile(list, "running", "Requests", NOW)(count(requests.running), "running", `${count(requests.waiting)} waiting`);
+  tile(list, "ttft", "Time to first token", LATENCIES)(ttft, ttftUnit && `${ttftUnit} p50`, `p95 ${milliseconds(recent.ttft_p95_ms)}`);
+  tile(list, "itl", "Inter-token latency", LATENCIES)(itl, itlUnit && `${itlUnit} p50`, `p95 ${milliseconds(recent.itl_p95_ms)}`);
   const turnedAway = recent.refused_per_s + recent.failed_per_s;
-  tile(list, "queue", "In the queue")(count(queue.requests), "", turnedAway ? `${rate(recent.refused_per_s)}/s refused, ${rate(recent.failed_per_s)}/s failed` : queue.requests ? `the first for ${seconds(queue.oldest_s)}` : "none turned away");
+  tile(list, "queue", "Router queue", NOW)(count(queue.requests), queue.requests === 1 ? "request" : "requests", turnedAway ? `${rate(recent.refused_per_s)}/s refused, ${rate(recent.failed_per_s)}/s failed (10\u00a0s)` : queue.requests ? `oldest waits ${seconds(queue.oldest_s)}` : "none refused (10\u00a0s)");
 }
 
 export function showPools(status) {
@@ -83,8 +87,9 @@ function makeWorker(role) {
   const fill = el("div");
   const bar = el("div", { class: "bar", role: "meter", "aria-valuemin": "0", "aria-valuemax": "100" }, fill);
   const used = el("span", { class: "number" });
-  const facts = el("div", { class: "facts" });
-  const item = el("li", { class: "worker" }, el("div", { class: "worker-head" }, name, badge), el("div", { class: "kv" }, bar, used), facts);
+  const facts = el("tbody");
+  const table = el("table", { class: "facts" }, facts);
+  const item = el("li", { class: "worker" }, el("div", { class: "worker-head" }, name, badge), el("div", { class: "kv" }, bar, used), table);
   item.update = (worker) => {
     const share = worker.blocks ? worker.used_blocks / worker.blocks : 0;
     setText(name, worker.id);
@@ -94,36 +99,48 @@ function makeWorker(role) {
     bar.setAttribute("aria-valuenow", Math.round(share * 100));
     bar.setAttribute("aria-label", `KV cache of ${worker.id} in use`);
     setText(used, `KV ${percent(share)} of ${count(worker.blocks)} blocks`);
-    showEach(facts, factsOf(worker, role), ([label]) => label, makeFact);
+    table.setAttribute("aria-label", `Metrics of ${worker.id}`);
+    showEach(facts, pairs(factsOf(worker, role)), (row) => row.map(([label]) => label).join("\n"), makeFacts);
   };
   return item;
 }
 
-function makeFact([label]) {
-  const value = el("b");
-  const fact = el("span", {}, `${label} `, value);
-  fact.update = ([, text]) => setText(value, text);
-  return fact;
+// Rows of two, so that the table is no longer than it must be.
+function pairs(facts) {
+  return facts.flatMap((_, i) => (i % 2 ? [] : [facts.slice(i, i + 2)]));
 }
 
+function makeFacts(row) {
+  const values = row.map(() => el("td"));
+  const made = el("tr", {}, row.flatMap(([label], i) => [el("th", { scope: "row" }, label), values[i]]));
+  made.update = (now) => now.forEach(([, text], i) => setText(values[i], text));
+  return made;
+}
+
+// The same rows for every worker, so that nothing jumps when KV moves; what is rare comes after them.
 function factsOf(worker, role) {
-  const facts = [["running", count(worker.running)], ["waiting", count(worker.waiting)]];
-  if (worker.backlog_tokens) facts.push(["backlog", plural(worker.backlog_tokens, "token")]);
-  if (worker.cached_blocks) facts.push(["cached", plural(worker.cached_blocks, "block")]);
-  if (role === "prefill" && worker.prefill_tokens_per_s) facts.push(["reads", `${rate(worker.prefill_tokens_per_s)} tokens/s`]);
-  if (role === "decode" && worker.decode_step_s) facts.push(["step", milliseconds(worker.decode_step_s * 1000)]);
-  if (worker.kv_bytes_per_s) facts.push(["link", `${bytes(worker.kv_bytes_per_s)}/s`]);
-  if (worker.sending) facts.push(["sending", count(worker.sending)]);
-  if (worker.receiving) facts.push(["receiving", count(worker.receiving)]);
-  if (worker.quarantined_blocks) facts.push(["in quarantine", plural(worker.quarantined_blocks, "block")]);
-  return facts;
+  const speed = role === "prefill"
+    ? ["Prefill", worker.prefill_tokens_per_s ? `${rate(worker.prefill_tokens_per_s)} tokens/s` : "–"]
+    : ["Step", worker.decode_step_s ? milliseconds(worker.decode_step_s * 1000) : "–"];
+  const rare = worker.quarantined_blocks ? [["Quarantined", plural(worker.quarantined_blocks, "block")]] : [];
+  return [
+    ["Running", count(worker.running)],
+    ["Waiting", count(worker.waiting)],
+    ["Backlog", plural(worker.backlog_tokens, "token")],
+    ["Cached", plural(worker.cached_blocks, "block")],
+    speed,
+    ["KV link", worker.kv_bytes_per_s ? `${bytes(worker.kv_bytes_per_s)}/s` : "–"],
+    ["Sending", count(worker.sending)],
+    ["Receiving", count(worker.receiving)],
+    ...rare,
+  ];
 }
 
 const handoffRows = el("ul", { class: "rows" });
 export function showHandoffs(status) {
   const { handoffs, recent } = status;
   const more = handoffs.in_flight - handoffs.shown.length;
-  const moved = recent.moved_bytes_per_s ? `${rate(recent.handoffs_per_s)}/s, ${bytes(recent.moved_bytes_per_s)}/s of KV` : "no KV moved lately";
+  const moved = recent.moved_bytes_per_s ? `${rate(recent.handoffs_per_s)}/s, ${bytes(recent.moved_bytes_per_s)}/s of KV (last 10 s)` : "no KV moved (last 10 s)";
   setText(byId("handoff-note"), more > 0 ? `${moved} · ${count(more)} more` : moved);
   const numbered = new Map();
   const keyed = handoffs.shown.map((handoff) => {
@@ -131,7 +148,7 @@ export function showHandoffs(status) {
     numbered.set(name, (numbered.get(name) ?? 0) + 1);
     return { ...handoff, key: `${name}\n${numbered.get(name)}` };
   });
-  showOr(byId("handoff-list"), keyed.length > 0, handoffRows, "No prompt is on its way between two workers right now.");
+  showOr(byId("handoff-list"), keyed.length > 0, handoffRows, "No hand-off is in flight.");
   showEach(handoffRows, keyed, (handoff) => handoff.key, makeHandoff);
 }
 
@@ -145,7 +162,7 @@ function makeHandoff(handoff) {
 
 const prefixRows = el("ol", { class: "rows" });
 export function showPrefixes(status) {
-  showOr(byId("prefix-list"), status.prefixes.length > 0, prefixRows, "No beginning of 256 tokens or more was asked for twice yet.");
+  showOr(byId("prefix-list"), status.prefixes.length > 0, prefixRows, "No prefix of 256 tokens or more was requested twice yet.");
   showEach(prefixRows, status.prefixes, (prefix) => prefix.name, makePrefix);
 }
 
@@ -154,8 +171,8 @@ function makePrefix(prefix) {
   const holders = el("span", { class: "holders" });
   const item = el("li", { class: "prefix" }, el("code", { class: "name" }, prefix.name), told, holders);
   item.update = (now) => {
-    setText(told, `${plural(now.tokens, "token")} · asked ${count(now.asked)}×`);
-    const held = now.holders.length ? `held by ${now.holders.join(", ")}` : "held by nobody any more";
+    setText(told, `${plural(now.tokens, "token")} · ${plural(now.asked, "request")}`);
+    const held = now.holders.length ? `cached on ${now.holders.join(", ")}` : "no longer cached anywhere";
     setText(holders, `${held} · load ${percent(now.busy_share)}`);
   };
   return item;
@@ -163,7 +180,7 @@ function makePrefix(prefix) {
 
 const decisionRows = el("ol", { class: "rows" });
 export function showDecisions(status) {
-  showOr(byId("decision-list"), status.decisions.length > 0, decisionRows, "No request was placed yet. Ask something in the playground.");
+  showOr(byId("decision-list"), status.decisions.length > 0, decisionRows, "No request was placed yet. Send a prompt in the playground.");
   showEach(decisionRows, status.decisions, (decision) => decision.request_id, makeDecision);
 }
 
@@ -184,8 +201,8 @@ function makeDecision(decision) {
 function reasonOf(decision) {
   const cached = decision.actual_cached ?? decision.predicted_cached;
   const told = [REASONS[decision.reason]?.(decision) ?? decision.reason, AFFINITIES[decision.affinity] ?? decision.affinity];
-  if (cached) told.push(`${plural(cached, "token")} from caches`);
+  if (cached) told.push(`${plural(cached, "token")} cached`);
   if (decision.holder) told.push(`the rest of the prefix fetched from ${decision.holder}`);
-  if (decision.rerouted.length) told.push(`after a failure read by ${decision.rerouted.join(", then ")}`);
+  if (decision.rerouted.length) told.push(`after a failure, prefill on ${decision.rerouted.join(", then ")}`);
   return `${told.join("; ")}.`;
 }

@@ -25,7 +25,7 @@ export class Playground {
     byId("prompt").addEventListener("keydown", (event) => {
       if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) event.preventDefault(), byId("ask").requestSubmit();
     });
-    this.showPhases(PHASES, {}, "Queue, prefill, transfer and decode of the answer appear here.");
+    this.showPhases(PHASES, {}, "Queue, prefill, KV transfer and decode times of the answer appear here.");
   }
 
   say(text, state = "") {
@@ -76,7 +76,7 @@ export class Playground {
       run.reason = choice.finish_reason ?? run.reason;
       const { content: text, reasoning_content: thought } = choice.delta ?? {};
       if (thought) this.grow(run, thought, (run.thought ??= this.thoughtIn(run.text)), "Thinking …");
-      if (text) this.grow(run, text, run.text, "Answering …");
+      if (text) this.grow(run, text, run.text, "Generating …");
     }
   }
 
@@ -90,7 +90,7 @@ export class Playground {
     run.first ??= performance.now();
     if (run.state !== state) (run.state = state), this.say(state);
     run.shown += text.length;
-    if (run.shown > MOST_CHARACTERS) throw new Error("the answer is too long to be shown here");
+    if (run.shown > MOST_CHARACTERS) throw new Error("the answer is too long to show here");
     this.append(run.text, box, text);
   }
 
@@ -104,13 +104,13 @@ export class Playground {
   finish(run) {
     const total = performance.now() - run.started;
     const tokens = run.usage?.completion_tokens ?? 0;
-    if (!run.shown) run.text.replaceChildren(el("p", { class: "empty" }, "The model answered with nothing."));
-    this.say(`Done: ${plural(tokens, "token")} in ${milliseconds(total)}${run.reason === "length" ? ", cut at the most tokens" : ""}.`);
+    if (!run.shown) run.text.replaceChildren(el("p", { class: "empty" }, "The answer is empty."));
+    this.say(`Done: ${plural(tokens, "token")} in ${milliseconds(total)}${run.reason === "length" ? "; max tokens reached" : ""}.`);
     if (!run.timing) return this.showLive(run);
     const times = Object.fromEntries(PHASES.map(([name]) => [name, 1000 * (run.timing[`${name}_s`] ?? 0)]));
     const cached = run.usage?.prompt_tokens_details?.cached_tokens ?? 0;
-    const seen = run.first === null ? "" : `First token here after ${milliseconds(run.first - run.started)}. `;
-    this.showPhases(PHASES, times, `${seen}${count(cached)} of ${plural(run.usage?.prompt_tokens ?? 0, "prompt token")} came from caches.`);
+    const seen = run.first === null ? "" : `First token in this browser after ${milliseconds(run.first - run.started)}. `;
+    this.showPhases(PHASES, times, `${seen}${count(cached)} of ${plural(run.usage?.prompt_tokens ?? 0, "prompt token")} were cached.`);
   }
 
   fail(error) {
@@ -124,7 +124,7 @@ export class Playground {
   showLive(run) {
     const now = performance.now();
     const times = { wait: (run.first ?? now) - run.started, decode: run.first === null ? 0 : now - run.first };
-    this.showPhases(LIVE, times, "As seen from this page.");
+    this.showPhases(LIVE, times, "As measured in this browser.");
   }
 
   showPhases(phases, times, summary) {

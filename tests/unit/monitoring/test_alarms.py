@@ -23,8 +23,12 @@ def test_each_alarm_is_silent_before_its_trouble_and_fires_in_it() -> None:
 
 
 def test_each_alarm_is_in_the_runbook() -> None:
-    headings = re.findall(r"^#### (\w+)$", (ROOT / "docs/operate/runbook.md").read_text(), re.MULTILINE)
+    runbook = (ROOT / "docs/operate/runbook.md").read_text()
+    headings = re.findall(r"^#### (\w+)$", runbook, re.MULTILINE)
     assert sorted(headings) == sorted(alarms())
     for name, alarm in alarms().items():
         assert alarm["annotations"]["runbook_url"] == f"docs/operate/runbook.md#{name.lower()}"
+        after = f", after {alarm['for']}" if "for" in alarm else ""
+        first = f"#### {name}\n\n{alarm['annotations']['summary']} ({alarm['labels']['severity']}{after})."
+        assert first in runbook, name
         assert alarm["labels"]["severity"] in ("critical", "warning")

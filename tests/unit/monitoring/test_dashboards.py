@@ -6,7 +6,7 @@ from pathlib import Path
 
 import yaml
 
-from tests.support.monitoring_files import DASHBOARDS, expressions, panels, promtool
+from tests.support.monitoring_files import DASHBOARDS, alarms, expressions, panels, promtool
 from tests.support.promql import Matcher, Selector, named
 from tests.support.two_releases import GROUPING, mixing
 
@@ -38,6 +38,24 @@ def test_panels_have_names_of_their_own_and_places_of_their_own() -> None:
     assert all(panel["datasource"]["uid"] == "${datasource}" for _, panel in panels())
 
 
+def test_panel_titles_say_what_is_shown_and_panels_link_to_the_runbook_of_their_alerts() -> None:
+    linked: set[str] = set()
+    for path in DASHBOARDS:
+        board = json.loads(path.read_text())
+        assert {"title": "Runbook", "url": "docs/operate/runbook.md"}.items() <= board["links"][-1].items(), path.name
+    for path, panel in panels():
+        where = f"{path.stem}: {panel['title']}"
+        # One word would need the row above it to be understood, in a list of panels or an alert's screenshot.
+        assert len(panel["title"].split()) > 1 or panel["title"] in ("Goodput", "Preemptions"), where
+        assert panel["description"], where
+        for link in panel.get("links", ()):
+            name = link["title"].removeprefix("Runbook: ")
+            assert link["url"] == f"docs/operate/runbook.md#{name.lower()}", where
+            linked.add(name)
+    # From every alert's page there is a panel that shows its trouble, and from that panel a way back.
+    assert alarms().keys() - linked == {"TandemFileNotFollowed"}
+
+
 def test_boards_show_each_release_by_itself_and_only_those_that_are_chosen() -> None:
     chosen = {Matcher(label, "=~", f"${name}") for label, name in zip(GROUPING, ("namespace", "release"), strict=True)}
     for path in DASHBOARDS:
@@ -49,8 +67,8 @@ def test_boards_show_each_release_by_itself_and_only_those_that_are_chosen() -> 
             # Where nobody sets the labels there is nothing to choose from, and all is what has none.
             assert variables[name]["includeAll"] is True
             assert variables[name]["allValue"] == ".*"
-        [alarms] = board["annotations"]["list"]
-        assert chosen <= set(named(alarms["expr"]).selectors[0].matchers)
+        [firing] = board["annotations"]["list"]
+        assert chosen <= set(named(firing["expr"]).selectors[0].matchers)
     for path, panel in panels():
         for target in panel["targets"]:
             where = f"{path.stem}: {panel['title']}"

@@ -191,8 +191,8 @@ class Ready:
     def __init__(self, reason: str | None = None) -> None:
         self.reason = reason
 
-    def not_ready_reason(self) -> str | None:
-        return self.reason
+    def not_ready_reason(self, *, exclude_workers: bool = False) -> str | None:
+        return None if exclude_workers else self.reason
 
 
 @dataclass

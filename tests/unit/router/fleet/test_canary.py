@@ -11,8 +11,10 @@ from router.fleet.probes import Canary, CanarySchedule, CanarySettings
 from router.fleet.readiness import ReadinessCheck
 from router.metrics.router_metrics import RouterMetrics
 from router.types.requests import ChoiceDelta, RoutedRequest
+from tandem.errors import Unavailable
 from tandem.values.block_hash import root_hash
 from tests.support.fake_worker import SECRET, FakeWorker, answer, hold
+from tests.support.router.admission_queues import gated, of
 from tests.support.router.cluster import Cluster, cluster, collect, routed
 from tests.support.router.servers import fakes
 from tests.support.router.servers.http_client import client_of
@@ -75,6 +77,53 @@ async def test_load_balancers_hear_of_an_engine_that_died_behind_a_live_session(
             dead.script = answer
             await canary.ask(router.registry.snapshots()[0].info.key)
             assert (await client.get("/readyz")).status_code == 200
+
+
+async def test_readyz_without_workers_is_ready_while_the_pools_are_down_and_not_while_draining() -> None:
+    parts = fakes.make_doors(fakes.make_tokenizer())
+    async with cluster(FakeWorker("d0")) as router:
+        parts.ready = readiness = ReadinessCheck(router.registry, RouterMetrics("m"), lambda _: False)
+        async with client_of(parts) as client:
+            assert (await client.get("/readyz")).status_code == 503
+            assert (await client.get("/readyz?exclude=workers")).status_code == 200
+            unknown = await client.get("/readyz?exclude=redis")
+            assert unknown.status_code == 400
+            assert unknown.json()["error"]["param"] == "exclude"
+            readiness.drain()
+            assert (await client.get("/readyz?exclude=workers")).status_code == 503
+
+
+async def test_readyz_without_workers_is_not_ready_while_no_key_is_good() -> None:
+    async with cluster(FakeWorker("d0")) as router:
+        readiness = ReadinessCheck(router.registry, RouterMetrics("m"), lambda _: True, lambda: "no API key is good")
+        assert readiness.not_ready_reason(exclude_workers=True) == "no API key is good"
+
+
+async def test_queue_with_every_engine_dead_refuses_new_requests_until_a_token_comes() -> None:
+    dead = FakeWorker("d0", script=hold)
+    async with gated(dead) as (gate, router), _canary(router, timeout_s=0.1) as (canary, _):
+        gate.queue.refuse_while(canary.no_tokens_reason)
+        [worker_key] = [w.info.key for w in router.registry.snapshots()]
+        assert canary.no_tokens_reason() is None
+        assert not await canary.ask(worker_key)
+        with pytest.raises(Unavailable, match="no decode worker gives tokens") as refused:
+            await collect(gate.generate(of("a", 0)))
+        assert refused.value.retry_after_s == 5.0
+        dead.script = answer
+        assert await canary.ask(worker_key)
+        await collect(gate.generate(of("a", 1)))
+        assert canary.no_tokens_reason() is None
+        router.assert_idle()
+
+
+async def test_queue_with_one_engine_alive_takes_new_requests() -> None:
+    workers = [FakeWorker("d0"), FakeWorker("d1", script=hold)]
+    async with gated(*workers) as (gate, router), _canary(router, timeout_s=0.1) as (canary, _):
+        gate.queue.refuse_while(canary.no_tokens_reason)
+        keys = {w.info.key.worker_id: w.info.key for w in router.registry.snapshots()}
+        assert not await canary.ask(keys["d1"])
+        assert canary.no_tokens_reason() is None
+        await collect(gate.generate(of("a", 0)))
 
 
 async def test_a_canary_asks_each_worker_for_one_token_and_is_not_counted() -> None:
