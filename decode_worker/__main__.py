@@ -34,10 +34,10 @@ _log = logging.getLogger(__name__)
 
 
 async def serve(config: ClusterConfig, place: WorkerPlace, lifetime: Lifetime) -> None:
-    """Load, serve until told to stop, drain. What is entered last leaves first."""
+    """Load, serve until stopped, drain. What is entered last leaves first."""
     started_s = time.monotonic()
     host_name, port = free_address(config.decode, "decode", place.index, stated=place.address)
-    # Before the model is loaded: what cannot work is told at once.
+    # Before the model is loaded, so that a bad setting fails at once.
     auth, tcp = ClusterAuth(cluster_secret(config)), tcp_settings(config.transfer, host_name)
     progress = load_progress(place.ready_fd)
     nodes = node_group(config, WorkerRole.DECODE, place.index, host_name)
@@ -70,12 +70,12 @@ async def serve(config: ClusterConfig, place: WorkerPlace, lifetime: Lifetime) -
         await server.start()
         stack.push_async_callback(server.stop, 0.5)
         stack.callback(sessions.finish)
-        stack.callback(tasks.create_task(sessions.tell_load()).cancel)
+        stack.callback(tasks.create_task(sessions.send_loads()).cancel)
         await publish(stack, publisher, host)
         announce(place.ready_fd, identity.facts() | parts.facts() | {"load_s": round(time.monotonic() - started_s, 3)})
-        _log.info("decode worker %s serves at %s", identity.worker_id, identity.address)
+        _log.info("decode worker %s is serving at %s", identity.worker_id, identity.address)
         await lifetime.wait()
-        sessions.drain("the worker was told to stop")
+        sessions.drain("the worker is stopping")
         await leave(worker, drain_s=config.decode.drain_s, succession_s=config.transfer.succession_s)
 
 

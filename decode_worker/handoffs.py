@@ -55,13 +55,13 @@ class HandoffReceiver:
 
     @property
     def num_destinations(self) -> int:
-        """Blocks that a peer may be writing."""
+        """Number of blocks that a peer may be writing."""
         return len(self._destinations)
 
-    # What the worker asks
+    # Calls of the worker
 
     def abandon(self, task: DecodeTask) -> None:
-        """The task is over before its commit: give back the reservation once its writer is quiet."""
+        """End a task before its commit: release the reservation once its writer is quiet."""
         key, engine_id = task.reservation, task.engine_id
 
         def give_up(scheduler: Scheduler) -> None:
@@ -77,10 +77,10 @@ class HandoffReceiver:
     # ReceiverOwner
 
     async def bind(self, transfer_id: TransferId, num_blocks: int) -> tuple[BlockId, ...]:
-        """Choose the destinations, late: the prompt leaves the prefill worker's queue now."""
+        """Choose the destination blocks, late: only when the prompt leaves the prefill worker's queue."""
         task = self._tasks.of_transfer(transfer_id)
         if task is None or task.reservation is None:
-            raise TransferError("the request is gone")
+            raise TransferError("the request has ended")
         key = task.reservation
         blocks = await self._host.call(lambda scheduler: scheduler.reservations.bind(key))
         if len(blocks) != num_blocks:
@@ -91,7 +91,7 @@ class HandoffReceiver:
         return blocks
 
     def first_token(self, transfer_id: TransferId, first_token: FirstToken) -> None:
-        """Pass it on at once; the KV follows."""
+        """Send the first token to the router at once; the KV follows."""
         task = self._tasks.of_transfer(transfer_id)
         if task is None:
             return
@@ -109,7 +109,7 @@ class HandoffReceiver:
             self.abandon(task)
 
     async def commit(self, transfer_id: TransferId, info: CommitInfo) -> None:
-        """Everything has landed and was verified: the sequence runs."""
+        """Start the sequence: everything has landed and was verified."""
         task = self._tasks.of_transfer(transfer_id)
         first = info.first_token.token if info.first_token is not None else task.first_token if task else None
         if task is not None and task.reservation is not None and first is not None:
@@ -122,7 +122,9 @@ class HandoffReceiver:
             try:
                 await self._host.call(lambda s: s.reservations.commit(key, token_id, num_cached_tokens=cached_tokens))
             except ServingError as error:
-                _log.info("%s ended while its KV arrived: %s", transfer_id, error.message, extra=about(task.request_id))
+                _log.info(
+                    "%s ended while its KV was arriving: %s", transfer_id, error.message, extra=about(task.request_id)
+                )
             else:
                 entered(task, self._clock())
                 self._destinations.settle(info.blocks)
@@ -130,7 +132,7 @@ class HandoffReceiver:
         self.released(transfer_id, info.blocks)
 
     def failed(self, transfer_id: TransferId, landed: tuple[BlockId, ...], error: ServingError) -> None:
-        """Keep what landed, reserve the rest anew under another key, and ask the router for another route."""
+        """Keep what landed, reserve the rest again under another key, and ask the router for another route."""
         task = self._tasks.of_transfer(transfer_id)
         if task is None or task.reservation is None:
             self.released(transfer_id, landed)
@@ -159,7 +161,9 @@ class HandoffReceiver:
         try:
             grant = await kept
         except ServingError as error:
-            _log.info("%s: nothing kept: %s", task.transfer_id, error.message, extra=about(task.request_id))
+            _log.info(
+                "%s: nothing that landed was kept: %s", task.transfer_id, error.message, extra=about(task.request_id)
+            )
             return
         if grant is None and task.reservation == new:
             task.reservation = None
@@ -167,7 +171,7 @@ class HandoffReceiver:
             self._ask(task, why)
 
     def expired(self, transfer_id: TransferId) -> None:
-        """The router named no route in time."""
+        """Fail the request: the router named no other route in time."""
         task = self._tasks.of_transfer(transfer_id)
         if task is None:
             return
@@ -178,13 +182,16 @@ class HandoffReceiver:
         self.abandon(task)
 
     def quarantine(self, transfer_id: TransferId, blocks: tuple[BlockId, ...]) -> None:
-        """The engine keeps them out of circulation already; say so."""
+        """Log the quarantine, which the engine has begun already."""
         _log.warning(
-            "%s: %d blocks quarantined, their writer may be alive", transfer_id, len(blocks), extra=about(transfer_id)
+            "%s: quarantined %d blocks, their writer may still be running",
+            transfer_id,
+            len(blocks),
+            extra=about(transfer_id),
         )
 
     def released(self, transfer_id: TransferId, blocks: tuple[BlockId, ...]) -> None:
-        """Nothing writes there any more."""
+        """Release blocks that nothing writes any more."""
         for key in self._destinations.settle(blocks):
             self._host.post(_release(key))
 

@@ -1,4 +1,4 @@
-"""What a router orders, checked: protobuf to the worker's own values."""
+"""Orders of a router: protobuf to the worker's own values, validated."""
 
 from array import array
 
@@ -56,7 +56,7 @@ def route_from_pb(route: pb.PrefillRoute) -> tuple[TransferId, Route]:
 
 
 def holder_of(order: pb.Submit | pb.Reroute) -> PrefixHolder | None:
-    """Who is thought to hold more of the prompt than whoever is to compute it. Raises InvalidRequest."""
+    """The worker that may hold more of the prompt than the one that will compute it. Raises InvalidRequest."""
     part = order.prefill if order.HasField("prefill") else order
     if isinstance(part, pb.Reroute) or not part.HasField("holder"):
         return None

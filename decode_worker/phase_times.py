@@ -1,8 +1,8 @@
 """Where a task's time went, and what it held: phases that do not overlap, so that they add up to no more than its life.
 
-Computed here: fetch (told as transfer), queue, prefill, decode. Computed elsewhere: reservation (told as decode queue),
-the prefill worker's queue and prefill, exposed transfer, the wait for the engine (decode queue), decode. Times in the
-network and between threads belong to no phase. Changes tasks, and knows no clock.
+Computed here: fetch (reported as transfer), queue, prefill, decode. Computed elsewhere: reservation (reported as
+decode queue), the prefill worker's queue and prefill, exposed transfer, the wait for the engine (decode queue),
+decode. Times in the network and between threads belong to no phase. Changes tasks, and knows no clock.
 """
 
 from dataclasses import replace
@@ -14,7 +14,7 @@ from tandem.values.outputs import PhaseTimes
 
 
 def fetched(task: DecodeTask, num_tokens: int, seconds: float) -> None:
-    """A peer was asked for a part of the prompt before it was queued here."""
+    """Record a fetch from a peer before the prompt was queued here."""
     task.fetched_tokens = num_tokens
     task.times = replace(task.times, transfer_s=task.times.transfer_s + seconds)
 
@@ -56,7 +56,7 @@ def entered(task: DecodeTask, now_s: float) -> None:
 
 
 def final(task: DecodeTask, now_s: float, *, block_bytes: int) -> PhaseTimes:
-    """All of it."""
+    """Phase times of a finished request."""
     decode_s = now_s - task.decoding_since_s if task.decoding_since_s else 0.0
     held_s = task.request.held.until(now_s)
     return replace(task.times, decode_s=decode_s, kv_byte_s=task.times.kv_byte_s + held_s * block_bytes)

@@ -1,7 +1,7 @@
 """What the decode worker tells routers: one message per session and engine step.
 
 Tokens that nobody reads along with may be held back until some have come together: a router then handles one message
-where it had many. The first and the last are told at once.
+where it had many. The first and the last are sent at once.
 """
 
 from collections.abc import Callable
@@ -74,7 +74,7 @@ def send_all(task: DecodeTask) -> None:
 
 
 def _held(task: DecodeTask) -> pb.TokenDelta:
-    """What was not told yet; from now on it is."""
+    """The tokens not sent yet; from now on they count as sent."""
     first_index = task.next_index - len(task.held)
     delta = token_delta(task.request_id, task.attempt, first_index, task.held)
     task.held.clear()

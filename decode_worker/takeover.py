@@ -1,4 +1,4 @@
-"""Streams that change hands: whose router has gone, and to which router they go next."""
+"""Takeover of streams: whose router has gone, and which router continues them."""
 
 import asyncio
 import logging
@@ -24,9 +24,9 @@ class _Orphan:
 
 
 class OrphanedStreams:
-    """Tasks without a router, by the name of their choice. Without I/O; `now_s` is the worker's monotonic clock.
+    """Tasks without a router, by request id. Without I/O; `now_s` is the worker's monotonic clock.
 
-    A choice may have several: the router that began it anew after the first one has gone, too.
+    A request may have several: the router that retried it after the first had gone may have gone too.
     """
 
     def __init__(self, *, keep_s: float) -> None:
@@ -36,29 +36,29 @@ class OrphanedStreams:
     def __len__(self) -> int:
         return sum(map(len, self._orphans.values()))
 
-    def take_in(self, task: DecodeTask, *, now_s: float) -> None:
-        """Its router has gone."""
+    def add(self, task: DecodeTask, *, now_s: float) -> None:
+        """Keep `task`, whose router has gone, for `keep_s`."""
         orphan = _Orphan(task=task, router=task.port.router, lapses_s=now_s + self.keep_s)
         self._orphans.setdefault(task.request_id, []).append(orphan)
 
-    def give_away(self, request_id: RequestId) -> tuple[DecodeTask | None, list[DecodeTask]]:
-        """The latest to a router that asks for it, and others of its choice, which nobody needs any more.
+    def claim(self, request_id: RequestId) -> tuple[DecodeTask | None, list[DecodeTask]]:
+        """Remove and return the latest task of a request, and the others, to be cancelled.
 
-        None: it is not here, or came to no good end.
+        None: there is none, or it failed.
         """
         tasks = [orphan.task for orphan in self._orphans.pop(request_id, [])]
         given = next((task for task in reversed(tasks) if not task.is_over or task.finish is not None), None)
         return given, [task for task in tasks if task is not given]
 
     def lapsed(self, now_s: float) -> list[DecodeTask]:
-        """Those that nobody has asked for in time; they are not here any more."""
-        return self._let_go(lambda orphan: orphan.lapses_s <= now_s)
+        """Remove and return the tasks that no router has claimed in time."""
+        return self._remove(lambda orphan: orphan.lapses_s <= now_s)
 
     def of_router(self, router: Incarnation) -> list[DecodeTask]:
-        """Those that a router which is back has long continued elsewhere; they are not here any more."""
-        return self._let_go(lambda orphan: orphan.router == router)
+        """Remove and return the tasks of a router that has reconnected: it has continued them elsewhere."""
+        return self._remove(lambda orphan: orphan.router == router)
 
-    def _let_go(self, wanted: Callable[[_Orphan], bool]) -> list[DecodeTask]:
+    def _remove(self, wanted: Callable[[_Orphan], bool]) -> list[DecodeTask]:
         gone = [orphan for orphans in self._orphans.values() for orphan in orphans if wanted(orphan)]
         for orphan in gone:
             left = self._orphans[orphan.task.request_id]
@@ -72,51 +72,51 @@ _log = logging.getLogger(__name__)
 
 
 class Takeovers:
-    """One worker's. On the event loop's thread."""
+    """Takeovers of one worker's streams. On the event loop's thread."""
 
     def __init__(
         self,
-        book: TaskIndex,
+        tasks: TaskIndex,
         *,
         keep_s: float,
         cancel: Callable[[DecodeTask], None],
         go_on_here: Callable[[DecodeTask], None],
     ) -> None:
-        """`go_on_here` is told of tasks that wait for a router's word on who computes their prompt."""
-        self._book = book
+        """`go_on_here` gets the tasks that wait for their router to name another prefill worker."""
+        self._tasks = tasks
         self._orphans = OrphanedStreams(keep_s=keep_s)
         self._ports: set[SessionPort] = set()
-        """Of routers that are here."""
+        """Ports of the routers that are connected."""
         self._cancel = cancel
         self._go_on_here = go_on_here
 
-    def router_came(self, port: SessionPort) -> None:
-        """What it had in an earlier session here it has continued elsewhere."""
+    def router_joined(self, port: SessionPort) -> None:
+        """Cancel the streams of a router's earlier session, which it has continued elsewhere."""
         self._ports.add(port)
         for task in self._orphans.of_router(port.router):
             self._cancel(task)
 
     def router_left(self, port: SessionPort) -> None:
-        """Its requests go on for a while, unless it is here again and has continued them elsewhere."""
+        """Keep a router's streams for a while, unless it has reconnected and continued them elsewhere."""
         self._ports.discard(port)
         is_back = any(other.router == port.router for other in self._ports)
-        left, now_s = self._book.of_port(port), time.monotonic()
+        left, now_s = self._tasks.of_port(port), time.monotonic()
         for task in left:
             if is_back or not self._orphans.keep_s:
                 self._cancel(task)
                 continue
-            self._orphans.take_in(task, now_s=now_s)
+            self._orphans.add(task, now_s=now_s)
             if task.phase is TaskPhase.REROUTING:
                 self._go_on_here(task)
         if left and self._orphans.keep_s:
             asyncio.get_running_loop().call_later(self._orphans.keep_s, self._end_lapsed)
 
     def adopt(self, port: SessionPort, adopt: pb.Adopt) -> None:
-        """Hand a stream to the router that asks for it, with all that was said of it; or refuse."""
-        orphan, others = self._orphans.give_away(RequestId(adopt.request_id))
+        """Hand a stream to the router that claims it, with all tokens sent so far; or refuse."""
+        orphan, others = self._orphans.claim(RequestId(adopt.request_id))
         for other in others:
             self._cancel(other)
-        task = orphan or self._book.of_request(adopt.request_id)
+        task = orphan or self._tasks.of_request(adopt.request_id)
         try:
             former = self._pass_on(task, port, adopt)
         except ServingError as error:
@@ -129,19 +129,19 @@ class Takeovers:
             send_all(task)
 
     def _pass_on(self, task: DecodeTask | None, port: SessionPort, adopt: pb.Adopt) -> tuple[SessionPort, str, int]:
-        """Whose it was."""
+        """Give a stream to another router's session; returns the port, request and attempt that it belonged to."""
         with_logprobs = task is not None and task.request.params.num_logprobs is not None
         if task is None or not task.sent.can_send_from(adopt.num_shown, with_logprobs=with_logprobs):
-            raise Unavailable("this answer is not here")
+            raise Unavailable("this stream is not on this worker")
         former = (task.port, adopt.request_id, task.attempt)
-        self._book.pass_on(task, port, adopt.attempt)
+        self._tasks.pass_on(task, port, adopt.attempt)
         return former
 
     def _end_lapsed(self) -> None:
         for task in self._orphans.lapsed(time.monotonic()):
             if not task.is_over:
                 _log.info(
-                    "request %s: its router left and nobody took it over",
+                    "request %s: its router disconnected and no other took it over",
                     task.request_id,
                     extra=about(task.request_id),
                 )

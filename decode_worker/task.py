@@ -29,7 +29,7 @@ class SentTokens:
         self._measured: list[SampledToken] = []
 
     def add(self, token: SampledToken) -> None:
-        """The next token."""
+        """Append the next token."""
         self._ids.append(token.token_id)
         if token.logprob is not None:
             self._measured.append(token)
@@ -39,7 +39,7 @@ class SentTokens:
         return index <= len(self._ids) and (index >= self._num_given or not with_logprobs)
 
     def delta(self, request_id: str, attempt: int) -> pb.TokenDelta:
-        """All of them."""
+        """All tokens so far, as one message."""
         delta = pb.TokenDelta(request_id=request_id, attempt=attempt, first_index=0, token_ids=self._ids)
         if self._measured:
             nothing = [common.Logprobs()] * self._num_given
@@ -55,7 +55,7 @@ class TaskPhase(Enum):
     HANDOFF = "handoff"
     """A prefill worker computes its KV; the engine holds a reservation."""
     REROUTING = "rerouting"
-    """The hand-off failed; the router is asked where to go."""
+    """The hand-off failed; the router is asked for another route."""
     DONE = "done"
 
 
@@ -75,9 +75,9 @@ class DecodeTask:
     arrived_s: float
     sent: SentTokens
     tokens_per_message: int = 1
-    """That may be told together, behind the first."""
+    """Most tokens of one message, after the first token."""
     held: list[SampledToken] = field(default_factory=list)
-    """The latest tokens, not told to the router yet."""
+    """The latest tokens, not sent to the router yet."""
     phase: TaskPhase = TaskPhase.ENGINE
     reservation: TransferId | None = None
     """The engine's key for the present attempt's reservation: one per hand-off attempt."""
@@ -98,9 +98,9 @@ class DecodeTask:
     """Called once, when the task leaves the book."""
     started: bool = False
     finish: pb.Finish | None = None
-    """What the router was told of the end; None before it, and after an end without an answer."""
+    """The end as sent to the router; None before it, and after an end without an answer."""
     next_index: int = 0
-    """In the output, of the next token to tell."""
+    """Position in the output of the next token to send."""
     decoding_since_s: float = 0.0
     span: Span | None = None
     """From the order to the task's end; None when nobody traces it."""
@@ -119,7 +119,7 @@ class DecodeTask:
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody may be told anything of it any more."""
+        """Whether nothing may be sent about it any more."""
         return self.phase is TaskPhase.DONE
 
     def next_reservation(self) -> TransferId:

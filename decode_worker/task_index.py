@@ -26,7 +26,7 @@ class TaskIndex:
         """Raises InvalidRequest when the attempt, or its hand-off, is here already."""
         order = (task.port, str(task.request_id), task.attempt)
         if order in self._by_order or task.transfer_id in self._by_transfer:
-            raise InvalidRequest(f"attempt {task.attempt} of this request is here already", param="request_id")
+            raise InvalidRequest(f"attempt {task.attempt} of this request already exists", param="request_id")
         self._by_order[order] = task
         self._by_engine_id[task.engine_id] = task
         if task.transfer_id is not None:
@@ -66,7 +66,7 @@ class TaskIndex:
         """From now on it is another router's, or another attempt of the same. Raises InvalidRequest if that is here."""
         order = (port, str(task.request_id), attempt)
         if order in self._by_order:
-            raise InvalidRequest(f"attempt {attempt} of this request is here already", param="request_id")
+            raise InvalidRequest(f"attempt {attempt} of this request already exists", param="request_id")
         if self._by_order.pop((task.port, str(task.request_id), task.attempt), None) is not None:
             self._by_order[order] = task
         task.port, task.attempt = port, attempt

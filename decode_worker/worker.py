@@ -1,7 +1,7 @@
 """The decode worker: takes orders from routers, has prompts computed here or elsewhere, streams tokens back.
 
 Life of a task: order → (reserve → hand-off → commit | queue) → engine → tokens → end. A task that has ended is
-removed from the book at once; whatever still arrives for it finds nothing and is dropped.
+removed from the index at once; anything that still arrives for it is dropped.
 """
 
 import asyncio
@@ -56,7 +56,7 @@ class DecodeWorker:
         *,
         takeover_s: float = 0.0,
     ) -> None:
-        """`takeover_s`: for how long answers go on whose router is gone."""
+        """`takeover_s`: how long a stream goes on after its router has gone, for another router to take over."""
         self.identity = identity
         self.tracer = tracer or NoTracer()
         self.fabric: Fabric | None = None
@@ -69,12 +69,12 @@ class DecodeWorker:
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
-        self._book = TaskIndex(self._idle.set)
+        self._tasks = TaskIndex(self._idle.set)
         self._scoring = PromptScoringOrders(host, in_prefill_pool=False)
-        self._takeovers = Takeovers(self._book, keep_s=takeover_s, cancel=self._cancel, go_on_here=self._go_on_here)
+        self._takeovers = Takeovers(self._tasks, keep_s=takeover_s, cancel=self._cancel, go_on_here=self._go_on_here)
         self.handoffs = HandoffReceiver(
             host,
-            self._book,
+            self._tasks,
             self._reports,
             spawn=self._spawn,
             ask_for_route=self._ask_for_route,
@@ -82,7 +82,7 @@ class DecodeWorker:
         )
 
     def use(self, fabric: Fabric) -> None:
-        """From now on prompts may be computed elsewhere."""
+        """Use `fabric`: from now on prompts may be computed by prefill workers."""
         self.handoffs.hub = fabric.receiver_hub
         self.fabric = fabric
 
@@ -92,25 +92,23 @@ class DecodeWorker:
     # SessionHandler
 
     def hello(self) -> pb.WorkerHello:
-        """Who this worker is."""
         return hello_to_pb(self._host.parts, self.identity, self.fabric.transports if self.fabric else ())
 
     def opened(self, port: SessionPort) -> None:
-        """A router joined."""
         self._pins.opened(port)
-        self._takeovers.router_came(port)
+        self._takeovers.router_joined(port)
         if port.wants_events:
             self._host.send_snapshot(port)
 
     def order(self, port: SessionPort, message: pb.RouterMessage) -> None:
-        """About a request, a cache that is left by somebody, or what is cached here."""
+        """Handle an order about a request, a cache migration, a pin or the prefix cache."""
         if self._scoring.handle(port, message):
             return
         kind = message.WhichOneof("kind")
         if kind == "submit":
             self._submit(port, message.submit)
         elif kind == "cancel":
-            task = self._book.of_order(port, message.cancel.request_id, message.cancel.attempt)
+            task = self._tasks.of_order(port, message.cancel.request_id, message.cancel.attempt)
             if task is not None:
                 self._cancel(task)
         elif kind == "adopt":
@@ -127,13 +125,12 @@ class DecodeWorker:
             self._pins.order(port, message)
 
     def closed(self, port: SessionPort) -> None:
-        """A router left: its requests go on for a while, in case that another one takes them over."""
+        """Handle a router's end: its requests go on for a while, for another router to take over."""
         self._pins.closed(port)
         self._takeovers.router_left(port)
         self._scoring.closed(port)
 
     async def load(self) -> pb.LoadSnapshot:
-        """How busy this worker is."""
         hub = self.handoffs.hub
         if hub is not None:
             self._host.kv_bytes_per_s = hub.stats.bytes_per_s
@@ -166,14 +163,14 @@ class DecodeWorker:
                 next_index=len(submit.generated_token_ids),
                 span=begin_span(self.tracer, submit, now_s),
             )
-            self._book.add(task)
+            self._tasks.add(task)
         except ServingError as error:
             refuse_order(port, submit.request_id, submit.attempt, error)
             return
         self._idle.clear()
         if task.next_index:
-            told = submit.request_id, submit.attempt, task.next_index
-            _log.info("request %s: attempt %d goes on here behind %d tokens", *told, extra=about(task.request_id))
+            details = submit.request_id, submit.attempt, task.next_index
+            _log.info("request %s: attempt %d continues here after %d tokens", *details, extra=about(task.request_id))
         if request.deadline_s is not None:
             timer = asyncio.get_running_loop().call_later(max(0.0, request.deadline_s - now_s), self._time_out, task)
             task.when_done = timer.cancel  # or it would keep the task's tokens alive until it fires
@@ -192,11 +189,11 @@ class DecodeWorker:
                 await self._hand_off(task, task.route)
         except ServingError as error:
             if not task.is_over:
-                self._book.remove(task, error)
+                self._tasks.remove(task, error)
                 refuse(task, error)
 
     async def _queue(self, task: DecodeTask) -> None:
-        """Compute the prompt here, behind what a peer has of it."""
+        """Compute the prompt here, after fetching what a peer has of it."""
         if task.holder is not None and self.fabric is not None:
             begun_s = time.monotonic()
             gained = await self.fabric.fetcher.bring(task.request, task.holder, task.trace)
@@ -206,7 +203,7 @@ class DecodeWorker:
         await self._host.call(lambda scheduler: scheduler.add(task.request))
 
     async def _hand_off(self, task: DecodeTask, route: Route) -> None:
-        """Reserve room, then ask the prefill worker. Without room it is refused: another worker may have some."""
+        """Reserve blocks, then ask the prefill worker. Without room the request is refused: others may have some."""
         key, hub = task.next_reservation(), self.handoffs.hub
         task.phase = TaskPhase.HANDOFF
         grant = await self._host.call(lambda scheduler: scheduler.reservations.reserve(key, task.request))
@@ -253,7 +250,7 @@ class DecodeWorker:
             ask_for_route(task, why)
 
     def _reroute(self, port: SessionPort, reroute: pb.Reroute) -> None:
-        task = self._book.of_order(port, reroute.request_id, reroute.attempt)
+        task = self._tasks.of_order(port, reroute.request_id, reroute.attempt)
         hub = self.handoffs.hub
         if task is None or task.phase is not TaskPhase.REROUTING or task.transfer_id is None or hub is None:
             return
@@ -261,24 +258,26 @@ class DecodeWorker:
             try:
                 hub.reroute(task.transfer_id, route_from_pb(reroute.prefill)[1], holder_of(reroute))
             except ServingError as error:
-                _log.info("%s is computed here: %s", task.transfer_id, error.message, extra=about(task.request_id))
+                _log.info(
+                    "%s: computing the prompt here: %s", task.transfer_id, error.message, extra=about(task.request_id)
+                )
             else:
                 task.phase = TaskPhase.HANDOFF
                 return
         self._go_on_here(task)
 
     def _go_on_here(self, task: DecodeTask) -> None:
-        """No further prefill worker is tried."""
+        """Compute the prompt on this worker; no further prefill worker is tried."""
         if self.handoffs.hub is not None and task.transfer_id is not None:
             self.handoffs.hub.cancel(task.transfer_id)
         task.phase = TaskPhase.ENGINE
         self._spawn(self._entered(task, self._compute_here(task)))
 
     def _compute_here(self, task: DecodeTask) -> Awaitable[None]:
-        """What landed is a prefix like any other; the scheduler computes the rest. Posted before this returns."""
+        """Queue the request with what landed as its prefix; the rest is computed. Posted before this returns."""
         key, held_tokens = task.reservation, task.held_tokens
         if task.cached_tokens is None:
-            # What landed was computed for this very request: it is no cache hit.
+            # What landed was computed for this request, so it is not a cache hit.
             task.cached_tokens = min(task.found_tokens, task.request.num_prompt_tokens)
         first = task.first_token.token_id if task.first_token is not None else None
 
@@ -294,12 +293,12 @@ class DecodeWorker:
         return self._host.call(run_here)
 
     async def _entered(self, task: DecodeTask, entry: Awaitable[None]) -> None:
-        """Tell the router when the engine did not take it."""
+        """Refuse the request if the engine does not accept it."""
         try:
             await entry
         except ServingError as error:
             if not task.is_over:
-                self._book.remove(task, error)
+                self._tasks.remove(task, error)
                 refuse(task, error)
 
     # Ends
@@ -307,7 +306,7 @@ class DecodeWorker:
     def _cancel(self, task: DecodeTask) -> None:
         if task.is_over:
             return
-        self._book.remove(task)
+        self._tasks.remove(task)
         self.handoffs.abandon(task)
         if task.holder is not None and self.fabric is not None:
             self.fabric.fetcher.abandon(task.engine_id)
@@ -321,15 +320,14 @@ class DecodeWorker:
         self._cancel(task)
 
     def on_output(self, output: StepOutput) -> None:
-        """One engine step."""
         self._scoring.on_output(output)
         now_s = time.monotonic()
         for admission in output.admissions:
-            task = self._book.of_engine(admission.request_id)
+            task = self._tasks.of_engine(admission.request_id)
             if task is not None:
                 admitted(task, admission)
         for event in output.events:
-            task = self._book.of_engine(event.request_id)
+            task = self._tasks.of_engine(event.request_id)
             if task is not None:
                 self._on_event(task, event, now_s)
         self._reports.send()
@@ -354,10 +352,10 @@ class DecodeWorker:
             token: SampledToken | None = event.token
             self._reports.token(task, event.index, token, reason)
         if reason is not None:
-            self._book.remove(task)
+            self._tasks.remove(task)
 
     async def finish(self) -> None:
-        """Take no new work; wait for what is here."""
+        """Take no new work; wait for the work under way."""
         self._draining = True
         await self._scoring.finish()
         await self._idle.wait()

@@ -210,7 +210,7 @@ def _parts(
     engine_config = _engine_config(spec, context, budget.num_blocks, frozenset(config.eos_token_ids))
     scheduler, disk = _scheduler(spec, engine_config, hasher, runner, slots)
     if ranks.mirror is not None:
-        scheduler.reservations.on_bound = ranks.mirror.comes
+        scheduler.reservations.on_bound = ranks.mirror.mark_received
     return EngineParts(
         scheduler=scheduler,
         runner=runner,
@@ -332,7 +332,7 @@ def _is_pipelined(spec: EngineSpec, device: torch.device) -> bool:
     """On a CPU there is nothing to overlap: who prepares the next step would compute this one."""
     wanted = device.type == "cuda" if spec.pipelined == "auto" else spec.pipelined == "on"
     if wanted and spec.tensor_parallel_size > 1:
-        _log.info("steps are not pipelined over several ranks: each must be told the tokens of the step before")
+        _log.info("steps are not pipelined over several ranks: each rank needs the tokens of the step before")
         return False
     return wanted
 
@@ -404,7 +404,7 @@ def _limit_bytes(spec: EngineSpec, device: torch.device) -> int:
 
 
 def _stated_bytes(spec: EngineSpec) -> int | None:
-    """Of one rank."""
+    """`memory_bytes` of each rank; None where it is not set."""
     return None if spec.memory_bytes is None else spec.memory_bytes // spec.tensor_parallel_size
 
 

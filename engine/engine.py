@@ -3,7 +3,7 @@
 Others hand it closures (`call`), run between two launches, and get one callback per step. An engine that is pipelined
 plans and launches a step while the one before still runs, so that the device never waits for the host. When nothing can
 run the thread sleeps on a condition until the next call. A failure of the runner or a broken invariant ends it: the
-pending calls fail, `on_fatal` is told, and the process is expected to die; a half-known state is never served from.
+pending calls fail, `on_fatal` is called, and the process is expected to die: nothing is served from a broken state.
 """
 
 import logging
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class _Call(Generic[T]):
-    """Somebody's closure and where its result goes."""
+    """A caller's closure, and the future that gets its result."""
 
     __slots__ = ("_fn", "future")
 
@@ -44,7 +44,7 @@ class _Call(Generic[T]):
         except ServingError as refusal:
             self.future.set_exception(refusal)
         except BaseException as bug:
-            # It may have left the scheduler half changed: the caller learns it, and so does the engine.
+            # It may have left the scheduler half changed, so it fails the caller and ends the engine.
             self.future.set_exception(bug)
             raise
         else:
@@ -64,13 +64,13 @@ class _Launched:
     step: LaunchedStep
     schedule_s: float
     launched_s: float
-    """When the runner was asked."""
+    """When the runner was called."""
     ended_s: float | None
-    """When the runner had answered, if the step was over by then: the next one's launch is none of its time."""
+    """When `launch` returned, if the step was over by then: launching the next one is not part of its time."""
 
 
 class Engine:
-    """Runs steps for as long as there is work, and other people's closures in between."""
+    """Runs steps for as long as there is work, and callers' closures in between."""
 
     def __init__(
         self,
@@ -87,8 +87,8 @@ class Engine:
 
         `on_step` gets one output per step, preceded by one without tokens when requests leave the queue, so that a
         hand-off can be offered while its prefill runs. `clock` is the one that requests' `arrival_s` is read from.
-        `pipelined`: launch a step before the one before has ended. `on_layers`, another such callback, hears within a
-        step of the layers that are done, if it computes `prefill_only` prompts and the runner can tell.
+        `pipelined`: launch a step before the one before has ended. `on_layers` is called within a step as layers are
+        done, if the step computes `prefill_only` prompts and the runner reports layers.
         """
         self._scheduler = scheduler
         self._runner = runner
@@ -108,7 +108,7 @@ class Engine:
         self._is_woken = False
         self._num_turns = 0
         self.turn: EngineTurn | None = None
-        """What the thread is at, for any thread to read; None while it sleeps."""
+        """What the thread is doing, for any thread to read; None while it sleeps."""
         self._thread = threading.Thread(target=self._run, name="tandem-engine", daemon=True)
 
     def start(self) -> None:
@@ -140,11 +140,11 @@ class Engine:
         return call.future
 
     def replace_runner(self, replace: Callable[[Runner], Runner]) -> None:
-        """From the next launch on; only on the engine's thread, in a closure. Steps under way stay their runner's."""
+        """Replace the runner from the next launch on. Only in a closure on the engine's thread."""
         self._runner = replace(self._runner)
 
     def wake(self) -> None:
-        """Something outside has changed that the next plan may look at; from any thread."""
+        """Plan again, because something that the scheduler looks at has changed; from any thread."""
         with self._wake:
             self._is_woken = True
             self._wake.notify()
@@ -155,12 +155,12 @@ class Engine:
             while self._wait():
                 self._num_turns += 1
                 self.turn = EngineTurn(self._num_turns)
-                # Those here now; later ones wait for the next turn, or a storm of calls would stop all steps.
+                # Only those queued by now: a storm of calls must not stop the steps.
                 for _ in range(len(self._calls)):
                     self._calls.popleft().run(self._scheduler)
                 self._is_idle = not self._step()
             self._settle()
-        except BaseException as error:  # noqa: BLE001 - the thread's outermost frame: nobody else would be told
+        except BaseException as error:  # noqa: BLE001 - the thread's outermost frame: nothing above it would report the error
             # The class only: a message may quote what a request contained.
             _log.critical("the engine failed: %s", type(error).__name__)
             self._close(InternalError("the engine has failed"))
@@ -238,19 +238,19 @@ class Engine:
         return lambda num_layers: listener(LayersDone(num_layers=num_layers, prompts=prompts))
 
     def _settle(self) -> None:
-        """Wait for the launched step, if there is one, and tell what came of it."""
+        """Wait for the launched step, if there is one, and report its output."""
         launched, self._launched = self._launched, None
         if launched is None:
             return
         tokens = launched.step.tokens()
-        told_s = self._clock()
-        ended_s = told_s if launched.ended_s is None else launched.ended_s
+        sampled_s = self._clock()
+        ended_s = sampled_s if launched.ended_s is None else launched.ended_s
         output = self._scheduler.commit(launched.batch, tokens)
         timings = StepTimings(
             schedule_s=launched.schedule_s,
             # A device begins a step when it has ended the one before.
             execute_s=ended_s - max(launched.launched_s, self._ended_s),
-            commit_s=self._clock() - told_s,
+            commit_s=self._clock() - sampled_s,
             num_tokens=launched.num_tokens,
             num_requests=len(launched.batch.items),
             is_overlapped=self._pipelined and launched.ended_s is None,

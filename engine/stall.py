@@ -46,8 +46,10 @@ class StallWatch:
             return
         self.age_s += passed_s
         if self._stall_s is not None and self.age_s >= (allowed_s := self._allowed_s(turn, rates, self._stall_s)):
-            told = f"a step of {turn.num_tokens} tokens has run for {self.age_s:.1f} s; it was given {allowed_s:.1f} s"
-            raise EngineStalled(told)
+            message = (
+                f"a step of {turn.num_tokens} tokens has run for {self.age_s:.1f} s; it was given {allowed_s:.1f} s"
+            )
+            raise EngineStalled(message)
 
     @staticmethod
     def _allowed_s(turn: EngineTurn, rates: RateMeter, stall_s: float) -> float:

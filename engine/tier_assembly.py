@@ -45,7 +45,6 @@ class HostSlots:
 
     @property
     def num_slots(self) -> int:
-        """All."""
         return self.num_offload + self.num_cache
 
     @property

@@ -1,7 +1,7 @@
 """The prefill worker: computes prompts that decode workers ask for and lets the hub ship their blocks.
 
 Life of a task: job → engine queue → OFFER → chunks, each written to the decode worker while the next is computed →
-first token → sealed → released. Its blocks stay pinned from the job to the release, whatever becomes of the request.
+first token → sealed → released. Its blocks stay pinned from the job to the release, even if the request fails.
 """
 
 import logging
@@ -32,7 +32,7 @@ from worker.wire import hello_to_pb
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class PrefillTask:
-    """Touched by the event loop only; `request` belongs to the engine thread until its prompt is computed."""
+    """A prompt under way. Event loop only, but `request` belongs to the engine thread until it is computed."""
 
     job: PrefillJob
     request: Request
@@ -41,13 +41,13 @@ class PrefillTask:
     queued_s: float = 0.0
     admitted_s: float = 0.0
     fetched_tokens: int = 0
-    """Brought from a peer before it was queued."""
+    """Tokens fetched from a peer before the prompt was queued."""
     fetch_s: float = 0.0
-    """What that took."""
+    """Seconds that the fetch took."""
     cached: CachedTokens = NO_CACHED_TOKENS
 
     def times(self, now_s: float, *, block_bytes: int) -> PhaseTimes:
-        """Where the time went until now, and what was held."""
+        """Phase times until `now_s`, and the KV held."""
         return PhaseTimes(
             prefill_queue_s=self.queued_s,
             prefill_s=now_s - self.admitted_s if self.admitted_s else 0.0,
@@ -79,17 +79,15 @@ class PrefillWorker:
     # SessionHandler
 
     def hello(self) -> pb.WorkerHello:
-        """Who this worker is."""
         return hello_to_pb(self._host.parts, self.identity, self.fabric.transports if self.fabric else ())
 
     def opened(self, port: SessionPort) -> None:
-        """A router joined."""
         self._pins.opened(port)
         if port.wants_events:
             self._host.send_snapshot(port)
 
     def order(self, port: SessionPort, message: pb.RouterMessage) -> None:
-        """Routers order answers from decode workers, and prompts from those; here only prompts that are read."""
+        """Handle an order: prompt scoring, migrations and pins. Generation is refused: it belongs to decode workers."""
         if self._scoring.handle(port, message):
             return
         if message.HasField("submit"):
@@ -107,12 +105,11 @@ class PrefillWorker:
             self._pins.order(port, message)
 
     def closed(self, port: SessionPort) -> None:
-        """A router left; its requests end with their decode workers."""
+        """Handle a router's end; its prompts end with their decode workers."""
         self._scoring.closed(port)
         self._pins.closed(port)
 
     async def load(self) -> pb.LoadSnapshot:
-        """How busy this worker is."""
         if self.fabric is not None:
             self._host.kv_bytes_per_s = self.fabric.receiver_hub.stats.bytes_per_s
         load = await self._host.load()
@@ -123,7 +120,7 @@ class PrefillWorker:
     # SenderOwner
 
     async def submit(self, job: PrefillJob) -> None:
-        """Queue a prompt. Raises ServingError to refuse."""
+        """Queue a prompt. Raises ServingError when it is refused."""
         vocab_size = self._host.parts.model.vocab_size
         if max(job.token_ids) >= vocab_size:
             raise InvalidRequest(f"token_ids must be below the vocabulary's {vocab_size}", param="token_ids")
@@ -142,7 +139,7 @@ class PrefillWorker:
             prefill_only=True,
         )
         await self._host.guide(request)
-        # The engine needs these names anyway; here they also say what is going to be sent.
+        # The engine needs these names anyway; the OFFER's tail hash needs them now.
         self._host.parts.hasher.extend(request.hash_root, request.block_hashes, request.token_ids)
         task = PrefillTask(job=job, request=request)
         if job.holder is not None and self.fabric is not None:
@@ -154,7 +151,7 @@ class PrefillWorker:
             scheduler.add(request)
             scheduler.pin_blocks(request.request_id)
 
-        # Before the engine knows it: its first step's news may come before this coroutine goes on.
+        # Before the engine has it: the output of its first step may come before this coroutine continues.
         self._tasks[job.transfer_id] = task
         try:
             await self._host.call(add)
@@ -167,7 +164,7 @@ class PrefillWorker:
         self._host.post(lambda scheduler: scheduler.abort(RequestId(transfer_id)))
 
     def release(self, transfer_id: TransferId) -> None:
-        """Nothing reads the blocks any more."""
+        """Unpin the blocks, which nothing reads any more."""
         self._tasks.pop(transfer_id, None)
         request_id = RequestId(transfer_id)
 
@@ -178,10 +175,9 @@ class PrefillWorker:
 
         self._host.post(let_go)
 
-    # The engine's news
+    # Engine output
 
     def on_output(self, output: StepOutput) -> None:
-        """One engine step."""
         self._scoring.on_output(output)
         self._pins.lost(output.lost_pins)
         if self.fabric is None:
@@ -194,7 +190,7 @@ class PrefillWorker:
                 task.queued_s, task.admitted_s = max(0.0, admission.queued_s - task.fetch_s), now_s
                 task.cached = admission.cached(task.fetched_tokens)
                 hub.scheduled(task.job.transfer_id, admission.queued_s, task.tail_hash())
-        # Tokens first: they wait for no block.
+        # Tokens first: they need no block.
         for event in output.events:
             task = self._tasks.get(TransferId(event.request_id))
             if task is not None:
@@ -205,7 +201,7 @@ class PrefillWorker:
                 self._on_progress(hub, task, progress, now_s)
 
     def on_layers(self, done: LayersDone) -> None:
-        """Within an engine step: what is computed can leave already."""
+        """Send the layers that are computed within a step."""
         if self.fabric is None:
             return
         for prompt in done.prompts:

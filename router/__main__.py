@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 
 from router.access.access_control import AccessControl
 from router.access.tls import ServerTlsState
-from router.admission.concurrency_limit import Admission
+from router.admission.shared_rate_limits import SharedRateLimits
 from router.api.frontend import Frontend
 from router.api.request.client_request import ModelInfo
 from router.api.request.named_caches import CachedPrompts, NamedCaches
@@ -31,6 +31,9 @@ from router.fleet.reachable_workers import ReachableWorkers
 from router.fleet.readiness import ReadinessCheck
 from router.fleet.worker_session import SessionSettings
 from router.grpc.server import GrpcServer, build_server
+from router.host_peers.exchange import HostPeerExchange
+from router.host_peers.named_caches import NamedCacheExchange
+from router.host_peers.rate_limits import RateLimitFile
 from router.http.admin.profiles import ProfileRoutes
 from router.http.app import OptionalRoutes, create_app
 from router.http.server.connection_limits import ConnectionLimits, connection_bounds, raise_file_limit
@@ -38,16 +41,12 @@ from router.http.server.http_server import HttpServer
 from router.metrics.router_metrics import RouterMetrics
 from router.placement.decision_log import DecisionLog
 from router.placement.placer import Placer
-from router.process.admission_setup import cost_model, hedging_settings, make_gate, make_limits
+from router.process.admission_setup import cost_model, hedging_settings, make_admission_queue, make_limits
 from router.process.batch_setup import open_batches
 from router.process.drain import PortTakeover, drain
 from router.process.listener_handover import ListenerHandover, RunningRouter, wait_for_workers
 from router.process.observability_setup import make_metrics, open_status
 from router.sandbox.grammar_check import GrammarProcess
-from router.siblings.exchange import SiblingExchange
-from router.siblings.named_caches import NamedCacheExchange
-from router.siblings.rate_limits import RateLimitExchange
-from router.tenants.shared_rate_limits import SharedRateLimits
 from router.text.tokenizer import Tokenizer
 from router.workers.prefix_map import PrefixMap
 from router.workers.registry import WorkerRegistry
@@ -77,9 +76,9 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
     async with AsyncExitStack() as stack:
         predecessor = await _check_ports(stack, config, place)
         tokenizer = await asyncio.to_thread(Tokenizer.load, model_directory(config.model.path))
-        heart = stack.enter_context(Heartbeat(place.ready_fd, beats=place.siblings is not None))
+        heart = stack.enter_context(Heartbeat(place.ready_fd, beats=place.shared_folder is not None))
         tracer = _open_tracer(stack, config, place, lifetime)
-        incarnation, limits = draw_incarnation(), make_limits(config.router, secret, time.monotonic)
+        limits = _open_limits(stack, config, place, secret, incarnation := draw_incarnation())
         access = await stack.enter_async_context(AccessControl(config.router, limits))
         lifetime.on_reread(access.check_files)
         board, fleet, named_anew = await _join_workers(stack, config, registry, secret, incarnation, limits)
@@ -90,11 +89,10 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         tokenizer.check_fits(model.vocab_size)
         metrics = make_metrics(config, model.name, access, board)
         lifetime.on_reread(OneAtATime(ConfiguredPoolSizes(place.config_path, config, metrics.stated_workers).read))
-        siblings = await _join_siblings(stack, place, metrics, None if board is not None else (incarnation, limits))
+        peers = await _join_host_peers(stack, place, metrics)
         decisions = DecisionLog(config.router.decisions_kept, clock=time.monotonic)
-        admission = Admission(max_inflight=config.router.max_inflight_requests, clock=time.monotonic)
-        dispatcher = make_dispatcher(config, registry, metrics, secret, decisions, admission)
-        gate = make_gate(config, dispatcher, admission, registry, time.monotonic, limits.limiter, metrics)
+        dispatcher = make_dispatcher(config, registry, metrics, secret, decisions)
+        gate = make_admission_queue(config, dispatcher, registry, time.monotonic, limits.limiter, metrics)
         frontend = Frontend(model=model, tokenizer=tokenizer, config=config.router, secret=secret, tracer=tracer)
         _complete(stack, frontend, config, await _kept_prompts(stack, config, registry, place))
         canary = Canary(registry, dispatcher, hash_root=frontend.hash_root(CANARY_SALT))
@@ -121,7 +119,7 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         readiness.drain()
         status.close()
         await canary.stop()
-        leaves_to = await _port_takeover(config, siblings, handing)
+        leaves_to = await _port_takeover(config, peers, handing)
         await drain(dispatcher, http, rpc, drain_s=config.decode.drain_s, leaves_to=leaves_to)
 
 
@@ -170,7 +168,7 @@ async def _check_ports(stack: AsyncExitStack, config: ClusterConfig, place: Rout
 
     For processes that share them their parent has looked.
     """
-    if place.siblings is not None:
+    if place.shared_folder is not None:
         return None
     predecessor = await asyncio.to_thread(RunningRouter.connect, config.router)
     if predecessor is not None:
@@ -215,11 +213,11 @@ async def _kept_prompts(
     """With what the processes that share the doors have by name already."""
     settings, pins = config.router.prompt_cache, registry.pins
     caches = NamedCaches(clock=time.time, most=settings.max_named, max_ttl_s=settings.max_ttl_s)
-    if place.siblings is None:
+    if place.shared_folder is None:
         return CachedPrompts(pins=pins, caches=caches)
     names = SharedNamedCaches(caches, pins, clock=time.monotonic)
-    siblings = NamedCacheExchange(place.siblings, index=place.index, names=names)
-    return CachedPrompts(pins=pins, caches=caches, publish=(await stack.enter_async_context(siblings)).publish)
+    peers = NamedCacheExchange(place.shared_folder, index=place.index, names=names)
+    return CachedPrompts(pins=pins, caches=caches, publish=(await stack.enter_async_context(peers)).publish)
 
 
 async def _join_workers(
@@ -261,24 +259,27 @@ async def _join_workers(
     return board, fleet, named_anew
 
 
-async def _join_siblings(
-    stack: AsyncExitStack,
-    place: RouterPlace,
-    metrics: RouterMetrics,
-    tells: tuple[Incarnation, SharedRateLimits] | None,
-) -> SiblingExchange | None:
-    """Share figures with the processes that share the doors, and what tenants had, unless Redis `tells` it."""
-    if place.siblings is None:
+def _open_limits(
+    stack: AsyncExitStack, config: ClusterConfig, place: RouterPlace, secret: bytes, incarnation: Incarnation
+) -> SharedRateLimits:
+    """With the account of the router processes of this host."""
+    account = None
+    if place.shared_folder is not None:
+        account = stack.enter_context(RateLimitFile(place.shared_folder, router=incarnation))
+    return make_limits(config.router, secret, time.monotonic, account)
+
+
+async def _join_host_peers(
+    stack: AsyncExitStack, place: RouterPlace, metrics: RouterMetrics
+) -> HostPeerExchange | None:
+    """Share figures with the processes that share the ports."""
+    if place.shared_folder is None:
         return None
-    siblings = SiblingExchange(place.siblings, index=place.index, render=metrics.render)
-    metrics.collect_with((await stack.enter_async_context(siblings)).figures)
-    books = SiblingExchange(place.siblings, index=place.index, render=metrics.usage.render, name="usage")
+    peers = HostPeerExchange(place.shared_folder, index=place.index, render=metrics.render)
+    metrics.collect_with((await stack.enter_async_context(peers)).figures)
+    books = HostPeerExchange(place.shared_folder, index=place.index, render=metrics.usage.render, name="usage")
     metrics.usage.collect_with((await stack.enter_async_context(books)).others)
-    if tells is not None:
-        router, limits = tells
-        shared = RateLimitExchange(place.siblings, index=place.index, router=router, limits=limits)
-        await stack.enter_async_context(shared)
-    return siblings
+    return peers
 
 
 async def _open_servers(
@@ -292,7 +293,7 @@ async def _open_servers(
     predecessor: RunningRouter | None,
 ) -> tuple[HttpServer, GrpcServer]:
     where, drain_s = config.router.host, config.decode.drain_s
-    shared = place.siblings is not None
+    shared = place.shared_folder is not None
     limits = ConnectionLimits.from_config(config.router.connections, most=max_http, write_timeout_s=WRITE_TIMEOUT_S)
     http = HttpServer(
         app, host=where, port=config.router.port, grace_s=drain_s, shares_port=shared, limits=limits, tls=tls
@@ -317,7 +318,7 @@ async def _await_successor(
     predecessor: RunningRouter | None,
 ) -> ListenerHandover | None:
     """From now on this router can be succeeded itself, unless others stand beside it."""
-    if place.siblings is not None:
+    if place.shared_folder is not None:
         return None
     handing = ListenerHandover(
         config.router,
@@ -333,12 +334,12 @@ async def _await_successor(
 
 
 async def _port_takeover(
-    config: ClusterConfig, siblings: SiblingExchange | None, handing: ListenerHandover | None
+    config: ClusterConfig, peers: HostPeerExchange | None, handing: ListenerHandover | None
 ) -> PortTakeover:
     if handing is not None:
         await handing.close()  # one that came now would share the doors with somebody who refuses
         return PortTakeover.SUCCESSOR if handing.is_handed_over else PortTakeover.NOBODY
-    if siblings is None or not await siblings.others():
+    if peers is None or not await peers.others():
         return PortTakeover.NOBODY
     return PortTakeover.LAST_OF_TWO if config.router.processes == 1 else PortTakeover.OTHERS
 
@@ -349,7 +350,6 @@ def make_dispatcher(
     metrics: RouterMetrics,
     secret: bytes,
     decisions: DecisionLog,
-    admission: Admission,
 ) -> Dispatcher:
     """The core of the router over its live workers."""
     settings = config.router
@@ -363,7 +363,6 @@ def make_dispatcher(
     )
     return Dispatcher(
         placer=placer,
-        admission=admission,
         hasher=BlockHasher(secret),
         clock=time.monotonic,
         rng=SystemRandom(),

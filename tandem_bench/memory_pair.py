@@ -107,7 +107,7 @@ class Pair:
         await server.start()
         self.stack.push_async_callback(server.stop, 0.5)
         self.stack.callback(sessions.finish)
-        self.stack.callback(self.tasks.create_task(sessions.tell_load()).cancel)
+        self.stack.callback(self.tasks.create_task(sessions.send_loads()).cancel)
 
 
 async def serve(config: ClusterConfig, place: WorkerPlace, lifetime: Lifetime) -> None:

@@ -1,4 +1,4 @@
-"""The end of a worker: it finishes its work, lends its cache to a successor, and goes."""
+"""The end of a worker: it finishes its work, offers its cache to another worker, and exits."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
@@ -14,48 +14,48 @@ from worker.session_port import SessionPort
 
 
 class MigrationSource:
-    """Offers a worker's cache to routers, one after another, until one has found whoever wants it."""
+    """Offers a worker's cache to routers, one after another, until one has found a worker to fetch it."""
 
     def __init__(self, host: EngineHost, ports: Callable[[], Iterable[SessionPort]]) -> None:
         self._host = host
         self._ports = ports
-        self._asked: dict[SessionPort, asyncio.Event] = {}
+        self._offers: dict[SessionPort, asyncio.Event] = {}
 
     def settled(self, port: SessionPort) -> None:
-        """A router says that nobody comes for it any more."""
-        if (settled := self._asked.get(port)) is not None:
+        """Note that a router's migration of this cache is over."""
+        if (settled := self._offers.get(port)) is not None:
             settled.set()
 
     async def offer_cache(self, within_s: float) -> None:
-        """Return when no more of the cache is fetched, or after so long. At once where nobody could be asked.
+        """Offer the cache; return when no more of it is fetched, or after `within_s`, or at once without a router.
 
-        Which blocks matter most only the pool itself knows; routers have no more than their names, without order.
+        Only the pool knows which blocks matter most; routers have just their names, without order.
         """
         if within_s <= 0.0 or self._next_port() is None:
             return
         chains = await self._host.call(lambda scheduler: scheduler.blocks.index.chains(MAX_CHAIN_NAMES))
         if not chains:
             return
-        told = chains_to_pb(chains)
+        offered = chains_to_pb(chains)
         loop = asyncio.get_running_loop()
         ends_s = loop.time() + within_s
         with suppress(TimeoutError):
             async with asyncio.timeout_at(ends_s):
                 while (port := self._next_port()) is not None:
-                    settled = self._asked[port] = asyncio.Event()
-                    bequest = pb.Bequest(chains=told, lends_s=max(0.0, ends_s - loop.time()))
-                    port.send(pb.WorkerMessage(bequest=bequest))
+                    settled = self._offers[port] = asyncio.Event()
+                    offer = pb.Bequest(chains=offered, lends_s=max(0.0, ends_s - loop.time()))
+                    port.send(pb.WorkerMessage(bequest=offer))
                     if await _first(settled.wait(), port.wait_closed()):
                         return
 
     def _next_port(self) -> SessionPort | None:
-        """Only one router at a time is asked, or several successors would fetch the same."""
-        unasked = [port for port in self._ports() if not port.closed and port not in self._asked]
-        return min(unasked, key=lambda port: port.router, default=None)
+        """The next router; one at a time, or several workers would fetch the same."""
+        not_offered = [port for port in self._ports() if not port.closed and port not in self._offers]
+        return min(not_offered, key=lambda port: port.router, default=None)
 
 
 async def _first(one: Awaitable[object], other: Awaitable[object]) -> bool:
-    """Wait for either: whether the first is done."""
+    """Wait for either; returns whether the first is done."""
     tasks = [asyncio.ensure_future(one), asyncio.ensure_future(other)]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -66,19 +66,19 @@ async def _first(one: Awaitable[object], other: Awaitable[object]) -> bool:
 
 
 class DrainingWorker(Protocol):
-    """A worker."""
+    """What `drain` needs of a worker."""
 
     fabric: Fabric | None
     migration_source: MigrationSource | None
 
     async def finish(self) -> None:
-        """Take no new work; wait for what is here."""
+        """Take no new work; wait for the work under way."""
 
 
 async def leave(worker: DrainingWorker, *, drain_s: float, succession_s: float) -> None:
-    """A worker was told to stop, and has told so: return within `drain_s`, when nobody needs it any more.
+    """Drain a worker that is stopping; returns within `drain_s`.
 
-    Its cache is passed on when its work is done, or earlier if there would be no time left.
+    Its cache is offered when its work is done, or earlier if there would be no time left.
     """
     fabric = worker.fabric
     if fabric is not None:

@@ -41,11 +41,11 @@ T = TypeVar("T")
 
 _LOAD_WAIT_S = 0.2
 _KEEP_S = 5.0
-"""For writing cached blocks to disk at the end."""
+"""Limit of writing cached blocks to disk at the end."""
 
 
 class EngineHost:
-    """Starts and stops the engine and carries between its thread and the loop's."""
+    """Starts and stops the engine, and passes calls and results between its thread and the event loop."""
 
     def __init__(self, parts: EngineParts, *, on_fatal: Callable[[BaseException], None]) -> None:
         """`on_fatal` runs on the event loop when the engine has failed: the process must end."""
@@ -61,7 +61,7 @@ class EngineHost:
         self._ports: Callable[[], Iterable[EventSink]] = tuple
         self._load: Load = parts.scheduler.load()
         self._loop = asyncio.get_running_loop()
-        # One thread for grammars, however many come: they take turns, and the engine keeps the other processors.
+        # One thread for all grammars, so that compiling them leaves the other processors to the engine.
         self._grammars = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
         self._stall_watch = StallWatch(
             stall_s=parts.stall_s, period_s=LOAD_PERIOD_S + _LOAD_WAIT_S, now_s=time.monotonic()
@@ -69,11 +69,11 @@ class EngineHost:
         self._engine = Engine(
             scheduler=parts.scheduler,
             runner=parts.runner,
-            on_step=lambda output: self._tell(self._on_step, output),
+            on_step=lambda output: self._call_on_loop(self._on_step, output),
             on_fatal=self._fail,
             clock=time.monotonic,
             pipelined=parts.is_pipelined,
-            on_layers=self._tell_layers,
+            on_layers=self._forward_layers,
         )
 
     def start(
@@ -83,14 +83,14 @@ class EngineHost:
         ports: Callable[[], Iterable[EventSink]],
         on_layers: Callable[[LayersDone], None] | None = None,
     ) -> None:
-        """Start the engine's thread. Both callbacks run on the event loop; `ports` hear of the prefix cache.
+        """Start the engine's thread. Callbacks run on the event loop; `ports` get the events of the prefix cache.
 
-        `on_layers` hears within steps of prompts that are computed for others.
+        `on_layers` is called within steps that compute prompts for decode workers.
         """
         self._on_output = on_output
         self._on_layers = on_layers
         self._ports = ports
-        self.parts.ranks.watch(lambda lost: self._tell(self._on_fatal, lost))
+        self.parts.ranks.watch(lambda lost: self._call_on_loop(self._on_fatal, lost))
         if self.parts.disk is not None:
             self.parts.disk.listen(self._on_read)
         self._engine.start()
@@ -109,15 +109,14 @@ class EngineHost:
     def call(self, fn: Callable[[Scheduler], T]) -> Awaitable[T]:
         """Run `fn` between two steps. Raises what `fn` raises.
 
-        Its place among other calls is taken now, not when it is awaited. Shielded: a caller that is cancelled does
-        not undo what the engine may have done already.
+        It is queued now, not when it is awaited. Shielded: cancelling the caller does not cancel the call.
         """
         return asyncio.shield(asyncio.wrap_future(self._engine.call(fn)))
 
     async def bring(self, blocks: Sequence[BlockId]) -> None:
-        """Before a peer reads these blocks, which nobody writes: have all ranks' parts of them in this worker's memory.
+        """Copy all ranks' parts of these blocks, which nobody writes, into this worker's memory, for a peer to read.
 
-        A part between each two steps, where there are many.
+        Many blocks are copied in portions, each between two steps.
         """
         if (mirror := self.parts.ranks.mirror) is None:
             return
@@ -126,16 +125,16 @@ class EngineHost:
             await self.call(partial(_bring, mirror, portion))
 
     def post(self, fn: Callable[[Scheduler], object]) -> None:
-        """Run `fn` between two steps; a refusal is nobody's concern. Keeps its place among other calls."""
+        """Run `fn` between two steps, in order with other calls; a ServingError that it raises is dropped."""
         self._engine.call(fn).add_done_callback(_drop_refusal)
 
     async def replace_runner(self, replace: Callable[[Runner], Runner]) -> None:
-        """Have the next steps launched by another; `replace` runs on the engine's thread, between two steps."""
+        """Replace the runner of the next steps; `replace` runs on the engine's thread, between two steps."""
         await self.call(lambda _: self._engine.replace_runner(replace))
 
-    def pin(self, order: PinOrder, told: Callable[[PinTold], None]) -> None:
-        """Make or renew a pin between two steps; `told` hears of it on the event loop."""
-        self.post(lambda scheduler: self._tell(told, scheduler.pins.pin(order, time.monotonic())))
+    def pin(self, order: PinOrder, on_outcome: Callable[[PinTold], None]) -> None:
+        """Make or renew a pin between two steps; `on_outcome` is called with the result on the event loop."""
+        self.post(lambda scheduler: self._call_on_loop(on_outcome, scheduler.pins.pin(order, time.monotonic())))
 
     def next_read(self) -> asyncio.Event:
         """Set when the disk has read another block than those so far."""
@@ -143,16 +142,16 @@ class EngineHost:
 
     def _on_read(self) -> None:
         self._engine.wake()
-        self._tell(self._note_read, None)
+        self._call_on_loop(self._note_read, None)
 
     def _note_read(self, _: None) -> None:
         self._read.set()
         self._read = asyncio.Event()
 
     async def guide(self, request: Request) -> None:
-        """Give a request the guide that it asks for. Raises InvalidRequest; a grammar may take a second.
+        """Set the guide that the request's parameters ask for. Raises InvalidRequest; a grammar may take a second.
 
-        What takes long is done here: compiling, a grammar's first masks, and following what the answer has so far.
+        Off the engine's thread: compiling, a grammar's first masks, and following the output so far.
         """
         if request.guide is not None:
             return
@@ -175,14 +174,14 @@ class EngineHost:
     async def _grammar_guide(self, grammar: str) -> TokenGuide:
         guides = self.parts.guides
         if guides is None:
-            raise InvalidRequest("grammar: this worker follows none", param="grammar")
+            raise InvalidRequest("grammar: this worker does not support any", param="grammar")
         guide = guides.kept(grammar)
         if guide is None:
             guide = await self._loop.run_in_executor(self._grammars, guides.guide, grammar)
         return guide
 
     async def load(self) -> pb.LoadSnapshot:
-        """A report for routers: of now, or of the last step while a long one runs. Sees whether the engine hangs."""
+        """A load report: of now, or of the last step while a long one runs. Also checks for a stalled engine."""
         self._check_for_stall()
         with suppress(TimeoutError):
             async with asyncio.timeout(_LOAD_WAIT_S):
@@ -202,7 +201,7 @@ class EngineHost:
         try:
             self._stall_watch.check(self._engine.turn, self.rates, time.monotonic())
         except EngineStalled as stalled:
-            _log.critical("the engine hangs: %s", stalled)
+            _log.critical("the engine is stalled: %s", stalled)
             self._has_failed = True
             self._on_fatal(stalled)
 
@@ -211,23 +210,23 @@ class EngineHost:
 
         def snapshot(scheduler: Scheduler) -> None:
             next_seq, stored = scheduler.blocks.snapshot()
-            self._tell(lambda _: sink.send_snapshot(next_seq, stored_to_pb(stored)), None)
+            self._call_on_loop(lambda _: sink.send_snapshot(next_seq, stored_to_pb(stored)), None)
 
         self.post(snapshot)
 
-    def _tell_layers(self, done: LayersDone) -> None:
+    def _forward_layers(self, done: LayersDone) -> None:
         if self._on_layers is not None:
-            self._tell(self._on_layers, done)
+            self._call_on_loop(self._on_layers, done)
 
     def _fail(self, error: BaseException) -> None:
-        self._has_failed = True  # nobody knows any more which blocks hold what
-        self._tell(self._on_fatal, error)
+        self._has_failed = True  # which blocks hold what is unknown from here on
+        self._call_on_loop(self._on_fatal, error)
 
-    def _tell(self, fn: Callable[[T], None], value: T) -> None:
+    def _call_on_loop(self, fn: Callable[[T], None], value: T) -> None:
         try:
             self._loop.call_soon_threadsafe(fn, value)
-        except RuntimeError:  # the loop has closed: the process is ending and nobody listens
-            _log.debug("an engine event came after the end")
+        except RuntimeError:  # the loop has closed: the process is ending
+            _log.debug("dropped an engine event after the end")
 
     def _on_step(self, output: StepOutput) -> None:
         try:
@@ -237,7 +236,7 @@ class EngineHost:
             self._work.observe(output)
             self._publish(output.kv_events)
             self._on_output(output)
-        except Exception as error:  # noqa: BLE001 - a callback of the loop: nobody else would be told
+        except Exception as error:  # noqa: BLE001 - a callback of the loop: nothing above it would report the error
             # Some requests have missed their tokens of this step; no later one can make that good.
             self._on_fatal(error)
 
@@ -255,7 +254,7 @@ def _bring(mirror: Mirror, blocks: Sequence[BlockId], _: Scheduler) -> None:
 
 
 def _ignore(_output: StepOutput) -> None:
-    """Until `start` says who listens."""
+    """Default of `on_output` before `start`."""
 
 
 def _drop_refusal(future: "Future[object]") -> None:

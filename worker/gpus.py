@@ -30,16 +30,16 @@ def take_gpus(
     num_gpus = len(host.names())
     if not num_gpus:
         if pool.gpus is not None and config.engine.device == "cuda":
-            raise ConfigError(f"{role.value}.gpus: NVIDIA's driver names no GPU that this process may use")
+            raise ConfigError(f"{role.value}.gpus: the NVIDIA driver lists no GPU that this process may use")
         return None
     if place.gpus:
         if missing := [gpu for gpu in place.gpus if gpu >= num_gpus]:
-            raise ConfigError(f"--gpus names GPU {missing[0]}: {num_gpus} are visible, from 0 on")
+            raise ConfigError(f"--gpus must name GPUs in [0, {num_gpus - 1}], got {missing[0]}")
         seat = GpuSeat(gpus=place.gpus, sharers=place.gpu_sharers)
     else:
         seat = static_seat(config, role, place.index, num_gpus)
     if len(seat.gpus) != pool.ranks_per_node:
-        raise ConfigError(f"--gpus names {len(seat.gpus)}: {pool.ranks_per_node} ranks here need one each")
+        raise ConfigError(f"--gpus must name {pool.ranks_per_node} GPUs, one for each rank here, got {len(seat.gpus)}")
     host.put_first(seat.gpus)
     _log.info("GPU %s of the %d visible; workers on it: %d", _listed(seat), num_gpus, seat.sharers)
     return seat

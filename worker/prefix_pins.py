@@ -11,34 +11,33 @@ from worker.session_port import SessionPort
 
 
 class PinService:
-    """Takes orders to the engine; whoever asked hears what became of it, every router what gives way later."""
+    """Passes orders to the engine; the router that sent one gets the outcome, every router pins that give way later."""
 
     def __init__(self, host: EngineHost) -> None:
         self._host = host
         self._ports: set[SessionPort] = set()
 
     def opened(self, port: SessionPort) -> None:
-        """A router joined."""
         self._ports.add(port)
 
     def closed(self, port: SessionPort) -> None:
-        """A router left: what it pinned ends by time."""
+        """Forget a router; its pins stay until they expire."""
         self._ports.discard(port)
 
     def order(self, port: SessionPort, message: pb.RouterMessage) -> None:
-        """If it is about a pin."""
+        """Handle `message` if it is about a pin."""
         if message.HasField("pin"):
-            self._host.pin(order_from_pb(message.pin), partial(_tell, port))
+            self._host.pin(order_from_pb(message.pin), partial(_send_outcome, port))
         elif message.HasField("unpin"):
             key = PinKey(message.unpin.tenant, message.unpin.name)
             self._host.post(lambda scheduler: scheduler.pins.unpin(key))
 
     def lost(self, keys: Iterable[PinKey]) -> None:
-        """These gave way in the engine."""
+        """Tell every router of pins that gave way."""
         for key in keys:
             for port in self._ports:
-                _tell(port, PinTold(key=key, outcome=PinOutcome.GAVE_WAY))
+                _send_outcome(port, PinTold(key=key, outcome=PinOutcome.GAVE_WAY))
 
 
-def _tell(port: SessionPort, told: PinTold) -> None:
-    port.send(pb.WorkerMessage(pin_told=told_to_pb(told)))
+def _send_outcome(port: SessionPort, outcome: PinTold) -> None:
+    port.send(pb.WorkerMessage(pin_told=told_to_pb(outcome)))

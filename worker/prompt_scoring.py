@@ -96,7 +96,6 @@ class PromptScoringOrders:
         await self._idle.wait()
 
     def on_output(self, output: StepOutput) -> None:
-        """One engine step."""
         if not self._tasks:
             return
         for admission in output.admissions:
@@ -120,7 +119,7 @@ class PromptScoringOrders:
             if self._draining:
                 raise Unavailable("this worker is draining", retry_after_s=1.0)
             if (port, order.request_id, order.attempt) in self._by_order:
-                raise InvalidRequest(f"attempt {order.attempt} of this request is here already", param="request_id")
+                raise InvalidRequest(f"attempt {order.attempt} of this request already exists", param="request_id")
             request = self._request(order)
         except ServingError as error:
             _refuse(port, order.request_id, order.attempt, error)
@@ -168,8 +167,8 @@ class PromptScoringOrders:
             return
         if task.request.request_id in self._tasks:
             self._remove(task)
-            told = error if isinstance(error, ServingError) else InternalError("the engine has failed")
-            _refuse(task.port, task.request_id, task.attempt, told)
+            failure = error if isinstance(error, ServingError) else InternalError("the engine has failed")
+            _refuse(task.port, task.request_id, task.attempt, failure)
 
     def _abandon(self, task: _Task) -> None:
         self._remove(task)
@@ -217,7 +216,7 @@ def _parts(task: _Task, block_bytes: int) -> Iterator[pb.ReadPart]:
 
 
 def _closed(part: pb.ReadPart, task: _Task, block_bytes: int) -> pb.ReadPart:
-    """The last part."""
+    """The last part of an answer, with the request's times."""
     request, now_s = task.request, time.monotonic()
     times = PhaseTimes(
         prefill_queue_s=task.queued_s,

@@ -19,12 +19,12 @@ _log = logging.getLogger(__name__)
 
 
 def orders_of(message: pb.RouterMessage) -> Sequence[pb.RouterMessage]:
-    """What a router said, one by one."""
+    """The orders in a message, one by one."""
     return message.orders.orders if message.HasField("orders") else (message,)
 
 
 class EventSink(Protocol):
-    """Whoever is told of the prefix cache: first all of it, then its changes."""
+    """Where a worker sends its prefix cache: first all of it, then its changes."""
 
     def send_snapshot(self, next_event: int, stored: Sequence[pb.KVEvent]) -> None:
         """The whole prefix cache; later events count from `next_event`."""
@@ -36,10 +36,10 @@ class EventSink(Protocol):
 
 
 class SessionPort:
-    """The way to one router."""
+    """The queue of messages to one router."""
 
     def __init__(self, router: Incarnation, *, wants_events: bool = True, dialect: Dialect | None = None) -> None:
-        """`wants_events`: it does not hear of the prefix cache in another way. `dialect`: what it understands."""
+        """`wants_events`: whether it needs cache events in its session. `dialect`: what it understands."""
         self.router = router
         self.dialect = dialect or worker_dialect(SPOKEN.newest)
         self.wants_events = wants_events
@@ -55,26 +55,25 @@ class SessionPort:
         if self.closed or self._finished or not self.dialect.has(message.WhichOneof("kind")):
             return
         if len(self._queue) >= MAX_QUEUED_MESSAGES:
-            _log.warning("router %x reads too slowly: its session is closed", self.router)
+            _log.warning("router %x reads too slowly: closing its session", self.router)
             self.close()
             return
         self._queue.append(message)
         self._wake.set()
 
     def finish(self) -> None:
-        """Say what is queued, nothing after it, and end the session."""
+        """Send what is queued, nothing after it, and end the session."""
         self._finished = True
         self._wake.set()
 
     def close(self) -> None:
-        """Say nothing more, not even what is queued, and end the session."""
+        """Drop what is queued and end the session."""
         self.closed = True
         self._queue.clear()
         self._closed.set()
         self._wake.set()
 
     async def wait_closed(self) -> None:
-        """Until `close`."""
         await self._closed.wait()
 
     def send_snapshot(self, next_event: int, stored: Sequence[pb.KVEvent]) -> None:

@@ -1,8 +1,7 @@
 """A worker's end of its sessions with routers.
 
-One long-lived stream per router. Whatever a worker has to say to a router is queued on that router's `SessionPort` and
-written by one task, so the engine's events never wait for a slow reader: a port that overflows is closed, and with
-it everything that its router had here.
+One long-lived stream per router. Messages to a router are queued on its `SessionPort` and written by one task, so the
+engine's events never wait for a slow reader: a port that overflows is closed, and its router's requests with it.
 """
 
 import asyncio
@@ -31,15 +30,15 @@ class SessionHandler(Protocol):
         ...
 
     def opened(self, port: SessionPort) -> None:
-        """A router is here: if it wants them, send it a snapshot of the prefix cache, then events."""
+        """Handle a new session: send a snapshot of the prefix cache, then events, if the router wants them."""
         ...
 
     def order(self, port: SessionPort, message: pb.RouterMessage) -> None:
-        """Whatever a router says after its hello."""
+        """Handle a message after the hello."""
         ...
 
     def closed(self, port: SessionPort) -> None:
-        """The router is gone: drop what it had here."""
+        """Handle the end of a session: drop what its router had here."""
         ...
 
     async def load(self) -> pb.LoadSnapshot:
@@ -48,18 +47,16 @@ class SessionHandler(Protocol):
 
 
 class Publisher(EventSink, Protocol):
-    """Tells all routers at once of the prefix cache (`worker.cluster_state.publisher`)."""
+    """Publishes the prefix cache to all routers at once (`worker.cluster_state.publisher`)."""
 
-    def report(self) -> pb.BoardReport:
-        """How publishing fares."""
-        ...
+    def report(self) -> pb.BoardReport: ...
 
 
 class WorkerSessions(WorkerServicer):
     """All sessions of one worker; the `Worker` service."""
 
     def __init__(self, handler: SessionHandler, publisher: Publisher | None = None) -> None:
-        """`publisher`: routers that hear it are not told of the prefix cache in their sessions."""
+        """`publisher`: routers that read from it get no cache events in their sessions."""
         self._handler = handler
         self._publisher = publisher
         self._report_numbers = count(1)
@@ -67,23 +64,21 @@ class WorkerSessions(WorkerServicer):
         self._draining: str | None = None
 
     def register(self, server: grpc.aio.Server) -> None:
-        """Serve sessions, and tell whoever asks for the worker's health whether it takes work."""
+        """Serve sessions and the health service, which reports whether the worker takes work."""
         add_WorkerServicer_to_server(self, server)  # type: ignore[no-untyped-call]
         server.add_generic_rpc_handlers((health_handler(lambda: self._draining is None),))
 
     @property
     def ports(self) -> frozenset[SessionPort]:
-        """Live sessions."""
         return frozenset(self._ports)
 
     @property
     def event_sinks(self) -> list[EventSink]:
-        """Who is told of the prefix cache."""
+        """Where events of the prefix cache go."""
         sinks: list[EventSink] = [port for port in self._ports if port.wants_events]
         return sinks if self._publisher is None else [*sinks, self._publisher]
 
     def broadcast(self, message: pb.WorkerMessage) -> None:
-        """Tell every router."""
         for port in self._ports:
             port.send(message)
 
@@ -97,8 +92,8 @@ class WorkerSessions(WorkerServicer):
         for port in self._ports:
             port.finish()
 
-    async def tell_load(self) -> None:
-        """Send load reports for ever, so that a router notices a worker that fell silent."""
+    async def send_loads(self) -> None:
+        """Send load reports forever, so that a router notices a worker that has stopped sending."""
         while True:
             load = await self._handler.load()
             load.report_number = next(self._report_numbers)
@@ -108,7 +103,7 @@ class WorkerSessions(WorkerServicer):
             await asyncio.sleep(LOAD_PERIOD_S)
 
     async def Session(self, _requests: Any, context: Any) -> None:
-        """Serve one router for as long as it stays."""
+        """Serve one router until it disconnects."""
         first = await context.read()
         if not isinstance(first, pb.RouterMessage) or not first.HasField("hello"):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be hello")
@@ -131,29 +126,31 @@ class WorkerSessions(WorkerServicer):
         except NoCommonVersion as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
             raise
-        is_told = self._publisher is not None and hello.reads_board
-        return SessionPort(Incarnation(hello.incarnation), wants_events=not is_told, dialect=worker_dialect(version))
+        reads_redis = self._publisher is not None and hello.reads_board
+        return SessionPort(
+            Incarnation(hello.incarnation), wants_events=not reads_redis, dialect=worker_dialect(version)
+        )
 
     async def _converse(self, port: SessionPort, context: Any) -> None:
         reader = asyncio.create_task(self._read(port, context))
         writer = asyncio.create_task(self._write(port, context))
         closed = asyncio.create_task(port.wait_closed())
         try:
-            # A write waits for as long as the router does not read: closing the port must end it all the same.
+            # A write waits while the router does not read; closing the port must end it all the same.
             await asyncio.wait({writer, closed}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in (tasks := (reader, writer, closed)):
                 task.cancel()
             for fault in await asyncio.gather(*tasks, return_exceptions=True):
                 if isinstance(fault, Exception):
-                    _log.warning("the session with router %x broke", port.router, exc_info=fault)
+                    _log.warning("the session with router %x failed", port.router, exc_info=fault)
 
     async def _write(self, port: SessionPort, context: Any) -> None:
         try:
             while (message := await port.next()) is not None:
                 await context.write(message)
         except grpc.aio.InternalError:
-            _log.info("router %x left while something was told to it", port.router)
+            _log.info("router %x disconnected while a message was being written", port.router)
 
     async def _read(self, port: SessionPort, context: Any) -> None:
         try:
@@ -169,5 +166,5 @@ class WorkerSessions(WorkerServicer):
     def _end_earlier(self, port: SessionPort) -> None:
         for other in self._ports - {port}:
             if other.router == port.router:
-                _log.info("router %x is here in a new session: its former one ends", port.router)
+                _log.info("router %x has opened a new session: closing its earlier one", port.router)
                 other.close()

@@ -25,7 +25,7 @@ _LEVEL = 3
 
 
 class TracedRunner:
-    """Gives every step a name in the trace, and says when there were enough of them."""
+    """Names every step in the trace, and calls `on_enough` after the last that is wanted."""
 
     def __init__(self, runner: Runner, *, num_steps: int, on_enough: Callable[[], None]) -> None:
         """`on_enough` runs on the engine's thread."""
@@ -38,7 +38,6 @@ class TracedRunner:
         """The runner is bound already."""
 
     def launch(self, batch: Batch, on_layers: Callable[[int], None] | None = None) -> LaunchedStep:
-        """As the runner does it."""
         self.num_steps += 1
         name = f"step {self.num_steps}: {len(batch.items)} requests, {batch.num_tokens} tokens"
         with record_function(name):
@@ -52,7 +51,7 @@ class StepTrace:
     """From `begin` to `end` on the engine's thread, between two steps each; then `write` on any."""
 
     def __init__(self) -> None:
-        """The first one of a process takes its time, for the recorder's own start: make it where nobody waits."""
+        """The first of a process takes seconds, while the recorder starts: make it off the event loop."""
         with _recorder():
             pass
         self._recorder = _recorder()
@@ -62,7 +61,6 @@ class StepTrace:
         self._recorder.__enter__()
 
     def end(self) -> None:
-        """Record no more."""
         self._recorder.__exit__(None, None, None)
 
     def write(self, path: Path) -> None:
@@ -82,21 +80,21 @@ def _recorder() -> Any:
 async def trace_steps(host: EngineHost, trace: StepTrace, *, num_steps: int, timeout_s: float) -> int:
     """Record the next steps, or those of the next seconds where there are fewer; returns how many the trace has.
 
-    Ends between two steps, also when nobody waits for it any more.
+    Ends between two steps, also when it is cancelled.
     """
     loop, enough = asyncio.get_running_loop(), asyncio.Event()
     traced: list[TracedRunner] = []
     failed: list[Exception] = []
 
-    def tell() -> None:
+    def on_enough() -> None:
         loop.call_soon_threadsafe(enough.set)
 
     def begin(runner: Runner) -> Runner:
         try:
             trace.begin()
-        except Exception as error:  # the recorder's trouble is not the engine's
-            raise Unavailable(f"no trace can be made now: {error}") from error
-        traced.append(TracedRunner(runner, num_steps=num_steps, on_enough=tell))
+        except Exception as error:  # a broken recorder must not end the engine
+            raise Unavailable(f"cannot start a trace: {error}") from error
+        traced.append(TracedRunner(runner, num_steps=num_steps, on_enough=on_enough))
         return traced[0]
 
     def end(runner: Runner) -> Runner:
@@ -109,7 +107,7 @@ async def trace_steps(host: EngineHost, trace: StepTrace, *, num_steps: int, tim
         return traced[0].runner if runner is traced[0] else runner
 
     try:
-        # Also when nobody waits for it any more it happens, so it is undone below.
+        # A cancelled `begin` may still run, so it is undone below.
         await host.replace_runner(begin)
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -117,7 +115,7 @@ async def trace_steps(host: EngineHost, trace: StepTrace, *, num_steps: int, tim
     finally:
         await host.replace_runner(end)
     if failed:
-        raise Unavailable(f"the trace could not be ended: {failed[0]}")
+        raise Unavailable(f"cannot stop the trace: {failed[0]}")
     return traced[0].num_steps
 
 
@@ -132,7 +130,7 @@ class TraceService(ProfilerServicer):
         self._is_busy = False
 
     async def Trace(self, request: pb.TraceRequest, context: Any) -> AsyncIterator[pb.TracePart]:
-        """Aborts with what is wrong."""
+        """Stream one trace; aborts for bounds exceeded or another trace under way."""
         bounds = self._bounds
         if not (1 <= request.num_steps <= bounds.max_steps and 0.0 < request.timeout_s <= bounds.max_seconds):
             most = f"at most {bounds.max_steps} steps and {bounds.max_seconds:g} s (profiling)"

@@ -46,7 +46,6 @@ def load_to_pb(
     step_age_s: float = 0.0,
     work: pb.WorkReport | None = None,
 ) -> pb.LoadSnapshot:
-    """A load report."""
     return pb.LoadSnapshot(
         num_running=load.num_running,
         num_waiting=load.num_waiting + load.num_reservations,

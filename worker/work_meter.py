@@ -18,7 +18,6 @@ class StepKindTotals:
     """Summed over steps."""
 
     def add(self, timings: StepTimings) -> None:
-        """One step more."""
         self.steps += 1
         self.seconds += timings.step_s
         self.tokens += timings.num_tokens

@@ -24,35 +24,27 @@ class TorchBackend:
         self.dtype = dtype
 
     def projection(self, weight: Tensor, bias: Tensor | None, role: ProjectionRole) -> Linear:
-        """See Backend."""
         return Linear(weight, bias)
 
     def closing(self, weight: Tensor, bias: Tensor | None, role: ProjectionRole) -> LaterAdded:
-        """See Backend."""
         return LaterAdded(self.projection(weight, bias, role))
 
     def gated(self, weight: Tensor, bias: Tensor | None) -> GatedLinear:
-        """See Backend."""
         return GatedLinear(weight, bias)
 
     def head(self, weight: Tensor) -> HeadLinear:
-        """See Backend."""
         return HeadLinear(weight)
 
     def embedding(self, weight: Tensor) -> TokenEmbedding:
-        """See Backend."""
         return TokenEmbedding(weight)
 
     def tied(self, weight: Tensor) -> tuple[TokenEmbedding, HeadLinear]:
-        """See Backend."""
         return TokenEmbedding(weight, is_shared=True), HeadLinear(weight)
 
     def norm(self, weight: Tensor, eps: float) -> RMSNorm:
-        """See Backend."""
         return RMSNorm(weight, eps)
 
     def attention(self, spec: AttentionSpec, cache: PagedKVCache) -> AttentionBackend:
-        """See Backend."""
         return TorchAttention(spec, cache)
 
     def graphs(self, model: RecordableModel, attention: AttentionBackend, *, max_rows: int, max_length: int) -> None:
@@ -62,12 +54,10 @@ class TorchBackend:
         """See Backend: results are torch's own, which it has back already."""
 
     def bind_thread(self) -> None:
-        """See Backend."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         else:
             step_back()
 
     def sampling(self, vocab_size: int) -> SamplingKernels:
-        """See Backend."""
         return TorchSampling()

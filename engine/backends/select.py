@@ -38,7 +38,7 @@ def select_backend(options: BackendOptions) -> Backend:
         if wanted:
             raise ConfigError(f"engine.{name} needs compiled kernels, and there are none: {reason}")
     if options.kernels != "torch":
-        _log.warning("no compiled kernels, plain torch serves instead: %s", reason)
+        _log.warning("compiled kernels are unavailable, using plain torch: %s", reason)
     return TorchBackend(device=options.device, dtype=TORCH_DTYPES[options.dtype])
 
 
@@ -70,7 +70,7 @@ def _check_kv_dtype(options: BackendOptions) -> None:
             "engine.kv_dtype is fp8_e4m3, which a CPU attends to in plain torch; engine.deterministic needs compiled "
             "attention: int8 has it"
         )
-    _log.warning("engine.kv_dtype is fp8_e4m3: no compiled attention on a CPU, plain torch serves instead")
+    _log.warning("engine.kv_dtype is fp8_e4m3: no compiled attention for it on a CPU, using plain torch")
 
 
 def _compiled(options: BackendOptions) -> Backend | str:

@@ -57,7 +57,7 @@ def session_niceness() -> int | None:
     """Of the session's autogroup. None where there is none: a system without them, one that has them switched off, or
     the session that it began with, whose file is there and empty."""
     try:
-        told = _AUTOGROUP.read_text(encoding="ascii")
+        text = _AUTOGROUP.read_text(encoding="ascii")
     except OSError:
         return None
-    return int(told.rpartition(" ")[2]) if told.strip() else None
+    return int(text.rpartition(" ")[2]) if text.strip() else None

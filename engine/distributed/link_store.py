@@ -51,7 +51,6 @@ class LinkStore(_Base):  # type: ignore[misc]  # its base is untyped
         self._timeout_s = timeout_s
 
     def set(self, key: str, value: bytes | str) -> None:
-        """See torch."""
         self._keys.set(key, value.encode() if isinstance(value, str) else bytes(value))
 
     def get(self, key: str) -> bytes:
@@ -64,19 +63,15 @@ class LinkStore(_Base):  # type: ignore[misc]  # its base is untyped
             self._await(key, self._timeout_s if timeout is None else timeout.total_seconds())
 
     def add(self, key: str, amount: int) -> int:
-        """See torch."""
         return self._keys.add(key, amount)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """See torch."""
         return all(self._keys.has(key) for key in keys)
 
     def deleteKey(self, key: str) -> bool:
-        """See torch."""
         return self._keys.delete(key)
 
     def getNumKeys(self) -> int:
-        """See torch."""
         return self._keys.count()
 
     def clone(self) -> "LinkStore":
@@ -84,11 +79,10 @@ class LinkStore(_Base):  # type: ignore[misc]  # its base is untyped
         return self
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """See torch."""
         self._timeout_s = timeout.total_seconds()
 
     def _await(self, key: str, timeout_s: float) -> bytes:
         value = self._keys.get(key, timeout_s)
         if value is None:
-            raise RuntimeError(f"no other rank has said {key} within {timeout_s:.0f} s")
+            raise RuntimeError(f"no other rank has set {key} within {timeout_s:.0f} s")
         return value

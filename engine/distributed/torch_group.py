@@ -57,7 +57,7 @@ class _Collectives(Protocol):
 
 
 class TorchGroup:
-    """See ParallelGroup."""
+    """ParallelGroup over torch.distributed: gloo between CPU ranks, NCCL between GPUs."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class TorchGroup:
         self._backend: _Backend | None = None
         backend = _Backend(store_fd, over_nodes)
         if (failure := backend.open(rank, size, timedelta(seconds=timeout_s), is_cuda=is_cuda)) is not None:
-            raise RankLost(f"rank {rank} did not meet the others: {failure}")
+            raise RankLost(f"rank {rank} did not join the group: {failure}")
         self._backend = backend
         try:
             # NCCL connects at its first call; better now than in a request.
@@ -96,7 +96,6 @@ class TorchGroup:
             raise
 
     def all_reduce_(self, tensor: Tensor) -> Tensor:
-        """See ParallelGroup."""
         whole = tensor.contiguous()
         if whole.nbytes <= self._most_bytes_in_order:
             self._sum_in_rank_order_(whole)
@@ -105,7 +104,6 @@ class TorchGroup:
         return tensor if whole is tensor else tensor.copy_(whole)
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        """See ParallelGroup."""
         whole = tensor.contiguous()
         parts = [torch.empty_like(whole) for _ in range(self.size)] if self.rank == 0 else []
         options = dist.GatherOptions()
@@ -114,7 +112,6 @@ class TorchGroup:
         return parts
 
     def meet(self) -> None:
-        """See ParallelGroup."""
         self.all_reduce_(torch.zeros(1, device=self._device))
 
     def close(self) -> None:
@@ -149,7 +146,7 @@ class TorchGroup:
         try:
             start(backend).wait()
         except RuntimeError as error:
-            raise RankLost(f"rank {self.rank} lost the others: {error!s:.160}") from None
+            raise RankLost(f"rank {self.rank} lost the other ranks: {error!s:.160}") from None
 
 
 class _Backend:

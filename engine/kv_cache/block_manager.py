@@ -45,7 +45,7 @@ class PrefixMatch:
 
 
 class BlockManager:
-    """One worker's blocks."""
+    """The KV blocks of one worker: pool, prefix index, reservations, pins and tiers, kept consistent."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class BlockManager:
         self._below: LowerCache | None = None
         self._clock = clock
 
-    def put_below(self, cache: LowerCache) -> None:
+    def set_lower_cache(self, cache: LowerCache) -> None:
         """From now on evicted blocks are offered to a cache below the pool."""
         self._below = cache
 

@@ -23,7 +23,7 @@ from tandem.values.ids import BlockHash, BlockId
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class IndexedBlock:
-    """One findable block."""
+    """A cached block that can be found by its name."""
 
     name: BlockHash
     block: BlockId
@@ -60,9 +60,7 @@ class EvictionPolicy(Protocol):
         """Choose a parked leaf and forget it; InvariantError when there is none."""
         ...
 
-    def clear(self) -> None:
-        """Forget everything."""
-        ...
+    def clear(self) -> None: ...
 
     def hottest_first(self) -> Iterable[BlockHash]:
         """Every parked leaf, and perhaps others, those that would be evicted last first; O(n log n) at most."""
@@ -83,32 +81,26 @@ class LeastRecentlyUsed:
         self._order: OrderedDict[BlockHash, None] = OrderedDict()
 
     def park(self, entry: IndexedBlock) -> None:
-        """See EvictionPolicy."""
         self._order[entry.name] = None
 
     def unpark(self, entry: IndexedBlock) -> None:
-        """See EvictionPolicy."""
         del self._order[entry.name]
 
     def became_leaf(self, entry: IndexedBlock) -> None:
         """See EvictionPolicy. Its place in the order is right already."""
 
     def evict(self) -> BlockHash:
-        """See EvictionPolicy."""
         if not self._order:
             raise InvariantError("nothing to evict")
         return self._order.popitem(last=False)[0]
 
     def clear(self) -> None:
-        """See EvictionPolicy."""
         self._order.clear()
 
     def hottest_first(self) -> Iterable[BlockHash]:
-        """See EvictionPolicy."""
         return reversed(self._order)
 
     def check(self, parked: Mapping[BlockHash, IndexedBlock]) -> None:
-        """See EvictionPolicy."""
         age = {name: position for position, name in enumerate(self._order)}
         if age.keys() != parked.keys():
             raise InvariantError("the eviction order and the parked entries differ")
@@ -140,26 +132,22 @@ class LeastWorth:
         self._serials: dict[BlockHash, int] = {}
 
     def park(self, entry: IndexedBlock) -> None:
-        """See EvictionPolicy."""
         entry.floor = self._floor
         if not entry.num_children:
             self.became_leaf(entry)
 
     def unpark(self, entry: IndexedBlock) -> None:
-        """See EvictionPolicy."""
         self._serials.pop(entry.name, None)
         if len(self._heap) > 2 * len(self._serials) + 64:
             self._heap = [item for item in self._heap if self._serials.get(item[2]) == item[1]]
             heapq.heapify(self._heap)
 
     def became_leaf(self, entry: IndexedBlock) -> None:
-        """See EvictionPolicy."""
         self._serial += 1
         self._serials[entry.name] = self._serial
         heapq.heappush(self._heap, (entry.floor + self._worth(entry), self._serial, entry.name))
 
     def evict(self) -> BlockHash:
-        """See EvictionPolicy."""
         while self._heap:
             key, serial, name = heapq.heappop(self._heap)
             if self._serials.get(name) == serial:
@@ -169,17 +157,14 @@ class LeastWorth:
         raise InvariantError("nothing to evict")
 
     def clear(self) -> None:
-        """See EvictionPolicy."""
         self._heap.clear()
         self._serials.clear()
 
     def hottest_first(self) -> Iterable[BlockHash]:
-        """See EvictionPolicy."""
         live = [item for item in self._heap if self._serials.get(item[2]) == item[1]]
         return (name for _, _, name in sorted(live, reverse=True))
 
     def check(self, parked: Mapping[BlockHash, IndexedBlock]) -> None:
-        """See EvictionPolicy."""
         live = {name for _, serial, name in self._heap if self._serials.get(name) == serial}
         leaves = {name for name, entry in parked.items() if not entry.num_children}
         if live != self._serials.keys() or live != leaves:

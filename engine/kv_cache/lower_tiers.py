@@ -54,9 +54,7 @@ class LowerCache(Protocol):
         """The content is not to be trusted."""
         ...
 
-    def clear(self) -> None:
-        """Forget everything."""
-        ...
+    def clear(self) -> None: ...
 
     def names(self) -> Iterable[BlockHash]:
         """Of every block that is here."""
@@ -86,11 +84,9 @@ class HostTier:
 
     @property
     def num_free(self) -> int:
-        """Places not taken."""
         return len(self._free)
 
     def store(self, blocks: Sequence[BlockId]) -> OffloadHandle | None:
-        """See OffloadTier."""
         if not blocks or len(blocks) > len(self._free):
             return None
         handle = OffloadHandle(slots=tuple(self._free.pop() for _ in blocks))
@@ -98,13 +94,11 @@ class HostTier:
         return handle
 
     def load(self, handle: OffloadHandle, blocks: Sequence[BlockId]) -> Sequence[int]:
-        """See OffloadTier."""
         if handle not in self._held or len(blocks) > len(handle.slots):
             raise InvariantError("these blocks are not in the tier")
         return handle.slots[len(handle.slots) - len(blocks) :]
 
     def drop(self, handle: OffloadHandle) -> None:
-        """See OffloadTier."""
         if handle not in self._held:
             raise InvariantError("a place in the tier was freed twice")
         self._held.remove(handle)

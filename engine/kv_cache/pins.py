@@ -64,19 +64,19 @@ class PrefixPins:
         return len(self._pins)
 
     def pin(self, order: PinOrder, now: float) -> PinTold:
-        """Make or renew a pin. Raises InvalidRequest for one that makes no sense."""
+        """Make or renew a pin. Raises InvalidRequest for a name or ttl_s out of bounds."""
         if not 0.0 < order.ttl_s <= MAX_PIN_S or not 0 < len(order.key.name) <= MAX_PIN_NAME_CHARS:
             raise InvalidRequest(f"a pin has a name and lasts at most {MAX_PIN_S:g} s", param="ttl_s")
-        # Of an engine without work nobody else looks at the time, and what is over must not stand in anyone's way.
+        # An idle engine expires nothing else, and an expired pin must not take this one's room.
         self.expire(now)
         known = self._pins.get(order.key)
         if known is not None and known.last_block == order.last_block:
             self._renewed += 1
             known.ends_s = now + order.ttl_s
-            # A named pin may be told to end earlier than before.
+            # A renewed pin may end earlier than before.
             self._soonest_s = min(self._soonest_s, known.ends_s)
             self._pins[order.key] = self._pins.pop(order.key)
-            return self._told(order.key, known)
+            return self._held_outcome(order.key, known)
         if known is not None:
             self.unpin(order.key)
         blocks = self._blocks.index.chain_to(order.last_block)
@@ -90,9 +90,9 @@ class PrefixPins:
         self._by_tenant.setdefault(order.key.tenant, Counter()).update(blocks)
         self._soonest_s = min(self._soonest_s, made.ends_s)
         self._made += 1
-        return self._told(order.key, made)
+        return self._held_outcome(order.key, made)
 
-    def _told(self, key: PinKey, pin: _Pin) -> PinTold:
+    def _held_outcome(self, key: PinKey, pin: _Pin) -> PinTold:
         return PinTold(key=key, outcome=PinOutcome.HELD, num_tokens=len(pin.blocks) * self._blocks.block_size)
 
     def _have_room(self, tenant: str, blocks: list[BlockId]) -> bool:
@@ -158,8 +158,8 @@ class PrefixPins:
         for key, pin in list(self._pins.items()):
             if own.issuperset(pin.blocks):
                 continue
-            beside = len(self._by_block) - len(self._by_block.keys() & own)
-            if num_blocks <= self._blocks.pool.num_blocks - beside:
+            num_other = len(self._by_block) - len(self._by_block.keys() & own)
+            if num_blocks <= self._blocks.pool.num_blocks - num_other:
                 break
             self._give_way(key)
             gave_way = True
@@ -176,7 +176,6 @@ class PrefixPins:
         return [block for pin in self._pins.values() for block in pin.blocks]
 
     def totals(self) -> PinTotals:
-        """For reports."""
         return PinTotals(
             num_pins=len(self._pins),
             num_blocks=len(self._by_block),

@@ -32,7 +32,6 @@ class KVBlockPool:
 
     @property
     def num_blocks(self) -> int:
-        """All blocks."""
         return len(self._refs)
 
     @property
@@ -51,7 +50,6 @@ class KVBlockPool:
         return len(self._refs) - len(self._free) - len(self._idle)
 
     def num_refs(self, block: BlockId) -> int:
-        """References to `block`."""
         return self._refs[block]
 
     def allocate(self) -> BlockId:

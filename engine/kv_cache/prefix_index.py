@@ -184,18 +184,18 @@ class PrefixIndex:
 
         A chain leads from its root, or from a block that a hotter one names, to a leaf.
         """
-        told: set[BlockHash] = set()
+        listed: set[BlockHash] = set()
         chains: list[CachedChain] = []
         for leaf in self._hottest_leaves():
-            if len(told) >= max_names:
+            if len(listed) >= max_names:
                 break
             at, names = leaf, [leaf.name]
-            while not at.is_first and at.parent not in told:
+            while not at.is_first and at.parent not in listed:
                 at = self._entries[at.parent]
                 names.append(at.name)
             names.reverse()
-            del names[max_names - len(told) :]
-            told.update(names)
+            del names[max_names - len(listed) :]
+            listed.update(names)
             chains.append(CachedChain(after=at.parent, from_root=at.is_first, names=tuple(names)))
         return chains
 

@@ -28,7 +28,7 @@ from tandem.values.ids import BlockId, RequestId, TransferId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReservationGrant:
-    """What `reserve` promised."""
+    """What `reserve` promised: the cached prefix that is held, and the blocks to come."""
 
     num_held_tokens: int
     """Prefix whose KV is already here: need not travel."""
@@ -97,7 +97,7 @@ class Reservations:
         Raises InvalidRequest, ContextLengthExceeded and RequestTooLarge (never possible), PoolExhausted (not now).
         """
         if transfer_id in self._reserved or transfer_id in self._quarantined or self.has_request(request.request_id):
-            raise InvalidRequest(f"transfer {transfer_id} or its request is already here")
+            raise InvalidRequest(f"transfer {transfer_id} or its request already exists")
         self._screen(request)
         match = self._blocks.match(request, max_tokens=max_held_tokens)
         if match.cost > self._blocks.num_available:

@@ -137,7 +137,7 @@ def remove(path: str) -> None:
 def _check_header(header: bytes, *, name: BlockHash, identity: CacheIdentity) -> int:
     """The checksum of what follows."""
     if len(header) < HEADER_BYTES:
-        raise BadBlockFile("it has no whole header")
+        raise BadBlockFile("its header is incomplete")
     fields = header[: _FIELDS.size]
     (own,) = _CRC.unpack_from(header, _FIELDS.size)
     magic, digest, named, length, checksum = _FIELDS.unpack(fields)

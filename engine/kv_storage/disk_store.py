@@ -113,19 +113,15 @@ class DiskStore:
         self._on_read = on_read
 
     def write(self, name: BlockHash, slot: int) -> None:
-        """See DiskPort."""
         self._writer.submit(self._write, name, slot)
 
     def read(self, name: BlockHash, slot: int) -> None:
-        """See DiskPort."""
         self._readers.submit(self._read, name, slot)
 
     def delete(self, name: BlockHash) -> None:
-        """See DiskPort."""
         self._writer.submit(remove, self._path(name))
 
     def collect(self) -> Sequence[DiskDone]:
-        """See DiskPort."""
         done: list[DiskDone] = []
         while True:
             try:
@@ -171,10 +167,10 @@ class DiskStore:
         except FileNotFoundError:
             verdict = DiskVerdict.GONE
         except OSError as error:
-            _log.warning("a cached block was not read: %s", error.strerror)
+            _log.warning("cannot read a cached block: %s", error.strerror)
             verdict = DiskVerdict.FAILED
         except BadBlockFile as bad:
-            _log.warning("a cached block is not used: %s", bad)
+            _log.warning("ignoring a cached block: %s", bad)
             verdict = DiskVerdict.DAMAGED
         self._end(DiskJob.READ, name, slot, verdict, perf_counter() - started_s)
         self._on_read()
@@ -254,4 +250,4 @@ def _mark_used(path: str) -> None:
 
 
 def _nothing() -> None:
-    """Until somebody listens."""
+    """Default listener: nothing is notified."""

@@ -88,7 +88,7 @@ def _groups(root: Path) -> Iterator[tuple[Path, _Hierarchy]]:
 
 
 def _limit_of_group(folder: Path, hierarchy: _Hierarchy) -> int | None:
-    """None without one."""
+    """Bytes that a control group may use; None where it has no limit."""
     limit = (_text(folder / hierarchy.limit) or "").strip()
     return int(limit) if limit.isdecimal() else None
 

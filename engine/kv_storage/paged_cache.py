@@ -59,7 +59,7 @@ class PagedKVCache:
 
     @property
     def block_size(self) -> int:
-        """Tokens per block."""
+        """Number of tokens in a block."""
         return self.layout.block_size
 
     def layer(self, index: int) -> Tensor:

@@ -60,7 +60,7 @@ class Norm(Protocol):
 
     @property
     def weight(self) -> Tensor:
-        """The scale, `[size]`."""
+        """Scale of the norm, `[size]`."""
         ...
 
     @property
@@ -99,7 +99,7 @@ class RecordableModel(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where it runs."""
+        """Device that the model is computed on."""
         ...
 
     @property
@@ -147,7 +147,7 @@ class Backend(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of hidden states."""
+        """Dtype of hidden states."""
         ...
 
     def projection(self, weight: Tensor, bias: Tensor | None, role: ProjectionRole) -> Projection:

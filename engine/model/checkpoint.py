@@ -172,7 +172,6 @@ class Checkpoint:
         return digest.hexdigest()[:32]
 
     def close(self) -> None:
-        """Unmap every file."""
         self._by_name.clear()
         for file in self._files:
             file.close()

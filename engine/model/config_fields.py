@@ -45,7 +45,7 @@ class Fields:
         return float(value)
 
     def boolean(self, name: str, default: bool) -> bool:
-        """True or false."""
+        """A field that is true or false; `default` stands in for an absent or null field."""
         value = self._value(name, default)
         if not isinstance(value, bool):
             raise self.error(name, f"must be true or false, is {_show(value)}")

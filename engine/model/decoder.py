@@ -75,7 +75,6 @@ class Decoder:
 
     @property
     def device(self) -> torch.device:
-        """Where it runs."""
         return self.backend.device
 
     @property

@@ -64,7 +64,7 @@ class GpuWish:
         )
 
     def summary(self, memory: GpuMemory) -> str:
-        """For the log."""
+        """One line for the log: how the GPU's memory is divided."""
         shared = f", as does each of {self.sharers} workers" if self.sharers > 1 else ""
         return (
             f"{self._named(memory)}: takes up to {_gib(self.limit_bytes(memory))} of {_gib(memory.total_bytes)}{shared}"

@@ -32,7 +32,7 @@ class TensorSource(Protocol):
 
     @property
     def names(self) -> frozenset[str]:
-        """Of all tensors."""
+        """Names of all tensors."""
         ...
 
     def require(self, name: str, shape: tuple[int, ...]) -> None:
@@ -269,7 +269,7 @@ def scale_names(attention: str, plane: str) -> tuple[str, str]:
 
 
 def all_scale_names(attention: str) -> frozenset[str]:
-    """Of one layer."""
+    """Names of the K and V scales that a layer's attention may have."""
     return frozenset(name for plane in _PLANES for name in scale_names(attention, plane))
 
 

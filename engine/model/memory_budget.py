@@ -125,7 +125,7 @@ def check_room(budget: MemoryBudget, *, memory_bytes: int, pool_bytes: int, num_
     needed = pool_bytes + num_ranks * (budget.workspace_bytes + budget.offload_bytes)
     if needed > free_bytes:
         raise ConfigError(
-            f"engine.memory_bytes is {memory_bytes}: beside the weights this worker would take {needed} bytes "
+            f"engine.memory_bytes is {memory_bytes}: besides the weights this worker needs {needed} bytes "
             f"({pool_bytes} of them for KV), and {free_bytes} bytes of memory are free"
         )
 

@@ -14,9 +14,7 @@ class ParallelGroup(Protocol):
         ...
 
     @property
-    def size(self) -> int:
-        """Number of ranks."""
-        ...
+    def size(self) -> int: ...
 
     def all_reduce_(self, tensor: Tensor) -> Tensor:
         """Sum over the ranks, in place, the same bits everywhere. Raises RankLost."""
@@ -42,7 +40,6 @@ class SoloGroup:
         return tensor
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        """All there is."""
         return [tensor]
 
     def meet(self) -> None:

@@ -61,7 +61,6 @@ class BlockMover:
             self._copy(inputs.copies)
 
     def move_now(self, offloads: Sequence[BlockOffload], loads: Sequence[BlockLoad]) -> None:
-        """See BlockCopier."""
         with torch.inference_mode():
             self._save_and_load(*(np.array(moves, dtype=np.int64).reshape(-1, 2) for moves in (offloads, loads)))
         self._wait()

@@ -70,11 +70,9 @@ class DeviceQueue(Protocol):
 class _Passed:
     """The mark of work that is done when it has been asked for."""
 
-    def wait(self) -> None:
-        """See Mark."""
+    def wait(self) -> None: ...
 
     def has_passed(self) -> bool:
-        """See Mark."""
         return True
 
 
@@ -82,19 +80,15 @@ class HostQueue:
     """See DeviceQueue, for a device that is the host."""
 
     def host_memory(self, num_bytes: int) -> Tensor:
-        """See DeviceQueue."""
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def upload(self, host: Tensor) -> Tensor:
-        """See DeviceQueue."""
         return host.clone()
 
     def download(self, tensor: Tensor) -> Download:
-        """See DeviceQueue."""
         return Download(tensor, _Passed(), tensor)
 
     def mark(self) -> QueueMark:
-        """See DeviceQueue."""
         return _Passed()
 
 
@@ -105,11 +99,9 @@ class _CudaMark:
         self._event = event
 
     def wait(self) -> None:
-        """See Mark."""
         self._event.synchronize()
 
     def has_passed(self) -> bool:
-        """See Mark."""
         return bool(self._event.query())
 
 
@@ -121,15 +113,12 @@ class CudaQueue:
         self._back = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def host_memory(self, num_bytes: int) -> Tensor:
-        """See DeviceQueue."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def upload(self, host: Tensor) -> Tensor:
-        """See DeviceQueue."""
         return host.to(self._device, non_blocking=True)
 
     def download(self, tensor: Tensor) -> Download:
-        """See DeviceQueue."""
         here = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         self._back.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._back):
@@ -137,7 +126,6 @@ class CudaQueue:
             return Download(here, self.mark(), tensor)
 
     def mark(self) -> QueueMark:
-        """See DeviceQueue."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return _CudaMark(event)
@@ -154,7 +142,7 @@ _SMALLEST = 1 << 16
 
 
 class _Piece:
-    """One step's memory."""
+    """Pinned memory of one step, reused once its uploads are done."""
 
     __slots__ = ("done", "memory", "outgrown", "used")
 

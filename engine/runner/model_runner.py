@@ -73,13 +73,12 @@ class ModelRunner:
         )
 
     def launch(self, batch: Batch, on_layers: Callable[[int], None] | None = None) -> LaunchedStep:
-        """See Runner."""
         with torch.inference_mode(), self._staging.step():
             inputs = self._inputs.build(batch)
             if self._announce is not None:
                 self._announce(inputs)
-            tells_layers = self._is_on_host and self._on_computed is None
-            logits, read = self._compute(inputs, on_layers if tells_layers else None)
+            reports_layers = self._is_on_host and self._on_computed is None
+            logits, read = self._compute(inputs, on_layers if reports_layers else None)
             if self._on_computed is not None:
                 self._on_computed(batch)
             step = self._sample(logits, batch)
@@ -114,7 +113,6 @@ class ModelRunner:
             )
 
     def bind_thread(self) -> None:
-        """See Runner."""
         self.model.backend.bind_thread()
 
     @torch.inference_mode()

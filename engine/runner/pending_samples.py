@@ -10,14 +10,14 @@ from engine.types.request import SampledToken, TokenLogprob
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Coming:
-    asked: RowLogprobs
+    wanted: RowLogprobs
     sampled: Download
     top_ids: Download
     top_values: Download
 
 
 class PendingSamples:
-    """See engine.types.runner.LaunchedStep."""
+    """LaunchedStep whose samples are still being computed on the device."""
 
     __slots__ = ("_logprobs", "_token_ids")
 
@@ -30,11 +30,9 @@ class PendingSamples:
         ]
 
     def is_over(self) -> bool:
-        """See LaunchedStep."""
         return self._token_ids.is_here() and all(coming.top_values.is_here() for coming in self._logprobs)
 
     def tokens(self) -> Sequence[SampledToken | None]:
-        """See LaunchedStep."""
         ids = self._token_ids.wait().tolist()
         tokens = [SampledToken(token_id=token) if token >= 0 else None for token in ids]
         for coming in self._logprobs:
@@ -51,11 +49,9 @@ class ComingKeys:
         self._done = queue.mark()
 
     def is_over(self) -> bool:
-        """See LaunchedStep."""
         return self._done.has_passed()
 
     def tokens(self) -> Sequence[SampledToken | None]:
-        """See LaunchedStep."""
         self._done.wait()
         return []
 
@@ -65,7 +61,7 @@ def _add_logprobs(tokens: list[SampledToken | None], coming: _Coming) -> None:
     sampled, top_ids, top_values = (
         part.wait().tolist() for part in (coming.sampled, coming.top_ids, coming.top_values)
     )
-    for i, (row, num_top) in enumerate(zip(coming.asked.rows, coming.asked.num_top, strict=True)):
+    for i, (row, num_top) in enumerate(zip(coming.wanted.rows, coming.wanted.num_top, strict=True)):
         token = tokens[row]
         if token is not None:
             pairs = zip(top_ids[i][:num_top], top_values[i][:num_top], strict=True)

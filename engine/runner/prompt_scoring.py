@@ -83,7 +83,6 @@ class ComingRows:
         self._sums = queue.download(read.sums)
 
     def is_over(self) -> bool:
-        """See LaunchedStep."""
         return self._step.is_over() and self._sums.is_here()
 
     def tokens(self) -> Sequence[SampledToken | None]:

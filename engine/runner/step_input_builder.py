@@ -172,7 +172,7 @@ def _feeds(last: Batch | None, requests: list[Request], rows: IntArray) -> IntAr
     pairs = [(row, sample_of.get(id(requests[row]))) for row in rows.tolist()]
     for row, sample in pairs:
         if sample is None:
-            raise InvariantError(f"request {requests[row].request_id}: nobody has sampled the token that it computes")
+            raise InvariantError(f"request {requests[row].request_id}: the token that it computes has not been sampled")
     return np.array(pairs, dtype=np.int64)
 
 

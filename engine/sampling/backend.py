@@ -143,21 +143,17 @@ class TorchSampling:
         penalties: Penalties | None = None,
         edits: LogitEdits | None = None,
     ) -> Tensor:
-        """See SamplingKernels."""
         return choose_by_steps(self, logits, params, penalties=penalties, edits=edits)
 
     def forbid_(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
-        """See SamplingKernels."""
         (forbid_by_numpy_ if logits.device.type == "cpu" else forbid_by_torch_)(logits, rows, bits)
 
     def argmax(self, logits: Tensor) -> Tensor:
-        """See DrawKernels."""
         if logits.device.type == "cpu":
             return torch.from_numpy(logits.numpy().argmax(axis=-1))
         return logits.argmax(dim=-1)
 
     def draw(self, logits: Tensor, params: DrawParams) -> Tensor:
-        """See DrawKernels."""
         group = max(1, _MAX_NOISE_ELEMENTS // logits.shape[1])
         parts = [
             self._draw_group(logits[begin : begin + group], params.rows(begin, begin + group))
@@ -239,7 +235,6 @@ def forbid_by_numpy_(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
 
 
 def forbid_by_torch_(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
-    """See SamplingKernels."""
     places = torch.arange(32, dtype=torch.int32, device=logits.device)
     banned = ((bits[:, :, None] >> places) & 1).flatten(1)[:, : logits.shape[1]] == 0
     logits[rows] = logits[rows].masked_fill(banned, _NEVER)

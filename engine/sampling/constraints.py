@@ -23,11 +23,9 @@ class AllowedTokens:
         self.has_refused = False
 
     def allow(self, bits: Bits) -> None:
-        """See TokenGuide."""
         bits[:] = self._bits
 
     def accept(self, token_id: int) -> bool:
-        """See TokenGuide."""
         self.num_tokens += 1
         self.has_refused = token_id not in self._allowed
         return not self.has_refused
@@ -48,13 +46,11 @@ class BannedSequences:
         self.has_refused = False
 
     def allow(self, bits: Bits) -> None:
-        """See TokenGuide."""
         bits[:] = _ALL
         for token_id in self._banned():
             bits[token_id // 32] &= ~np.left_shift(np.int32(1), np.int32(token_id % 32))
 
     def accept(self, token_id: int) -> bool:
-        """See TokenGuide."""
         self.has_refused = token_id in self._banned()
         self._recent.append(token_id)
         del self._recent[: len(self._recent) - self._lengths[-1]]
@@ -78,16 +74,13 @@ class AllOf:
 
     @property
     def is_over(self) -> bool:
-        """See TokenGuide."""
         return any(guide.is_over for guide in self._guides)
 
     @property
     def has_refused(self) -> bool:
-        """See TokenGuide."""
         return any(guide.has_refused for guide in self._guides)
 
     def allow(self, bits: Bits) -> None:
-        """See TokenGuide."""
         bits[:] = _ALL
         own = np.zeros_like(bits)
         for guide in self._guides:
@@ -95,7 +88,6 @@ class AllOf:
             bits &= own
 
     def accept(self, token_id: int) -> bool:
-        """See TokenGuide."""
         self.num_tokens += 1
         return all([guide.accept(token_id) for guide in self._guides])
 

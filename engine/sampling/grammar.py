@@ -61,7 +61,6 @@ class LlGuide:
 
     @property
     def is_over(self) -> bool:
-        """See TokenGuide."""
         return self._has_ended or bool(self._matcher.is_stopped())
 
     def allow(self, bits: Bits) -> None:
@@ -71,7 +70,6 @@ class LlGuide:
         self._matcher.unsafe_compute_mask_ptr(self._address, bits.nbytes)
 
     def accept(self, token_id: int) -> bool:
-        """See TokenGuide."""
         if token_id in self._end_token_ids:
             accepted = self._has_ended = bool(self._matcher.is_accepting())
         else:
@@ -103,7 +101,6 @@ class LlGuides:
         self.kept_bytes = 0
 
     def kept(self, grammar: str) -> LlGuide | None:
-        """See Guides."""
         key = _key(grammar)
         with self._lock:
             compiled = self._kept.get(key)
@@ -116,7 +113,6 @@ class LlGuides:
         return self._guide(compiled)
 
     def guide(self, grammar: str) -> LlGuide:
-        """See Guides."""
         guide = self.kept(grammar)
         if guide is None:
             compiled = self._compile(grammar)

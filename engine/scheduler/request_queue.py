@@ -62,7 +62,6 @@ class RequestQueue:
         return self._requests[0]
 
     def add(self, request: Request) -> None:
-        """Insert by rank."""
         insort(self._requests, request, key=self.rank)
 
     def remove(self, request: Request) -> None:

@@ -55,7 +55,7 @@ class RequestTable:
         request.move_to(RequestState.HELD)
 
     def leave(self, request: Request) -> None:
-        """It is over."""
+        """Forget a finished request."""
         if request.state is RequestState.WAITING:
             self._stop_waiting(request)
         elif request.state is RequestState.RUNNING:

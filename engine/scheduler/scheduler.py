@@ -62,9 +62,9 @@ class Scheduler:
         clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """`tier` takes the KV of preempted requests where that costs less than computing it again; `block_bytes` is
-        then the size of a block over all layers, and `offloading.copies_at` must be told. `cache` takes evicted blocks;
-        `tiers.costs.copies_at` must be told, and `patience_s` be heeded where there is a disk. Whoever has one of them,
-        or bounds steps by time (`max_step_s`), calls `observe` after every `commit`. Without `pins` none is taken.
+        then the size of a block over all layers; call `offloading.copies_at`. `cache` takes evicted blocks; call
+        `tiers.costs.copies_at`, and respect `patience_s` where there is a disk. With either, or with steps bounded by
+        time (`max_step_s`), call `observe` after every `commit`. Without `pins` none is accepted.
         `clock`: see BlockManager.
         """
         self._config = config
@@ -75,7 +75,7 @@ class Scheduler:
         )
         self.tiers = CacheTiers(self.blocks, cache) if cache is not None else None
         if self.tiers is not None:
-            self.blocks.put_below(self.tiers)
+            self.blocks.set_lower_cache(self.tiers)
         self._collector = StepEventCollector(kv_events)
         self.pins = PrefixPins(self.blocks, pins or PinBounds(), lost=self._collector.pin_lost)
         self.reservations = Reservations(
@@ -86,8 +86,8 @@ class Scheduler:
         self._ahead = Lookahead()
         self._rates = RateMeter()
         self._pace = ChunkSizer(max_step_s=config.max_step_s, max_tokens=config.prefill_chunk_tokens)
-        self._untold: dict[RequestId, Request] = {}
-        """Prompts with progress that is told when the steps under way have settled."""
+        self._deferred: dict[RequestId, Request] = {}
+        """Prompts whose progress is reported once the steps under way have settled."""
         self._had_decodes = False
         """Whether the batch committed last computed the newest token of some sequence."""
         self._planner = StepPlanner(
@@ -143,7 +143,7 @@ class Scheduler:
         Counted: one per transfer. InvalidRequest when the request is not here.
         """
         if request_id not in self._table.requests:
-            raise InvalidRequest(f"request {request_id} is not here")
+            raise InvalidRequest(f"request {request_id} does not exist")
         self.blocks.pin(request_id)
 
     def unpin_blocks(self, request_id: RequestId) -> None:
@@ -153,7 +153,7 @@ class Scheduler:
     def _screen(self, request: Request) -> None:
         request_id = request.request_id
         if request_id in self._table.requests or self.reservations.has_request(request_id):
-            raise InvalidRequest(f"request {request_id} is already here")
+            raise InvalidRequest(f"request {request_id} already exists")
         if finish_reason(request, self._config) is None:
             check_size(request, self._config)
 
@@ -162,7 +162,7 @@ class Scheduler:
         if finish_reason(request, self._config) is not None:
             raise InvalidRequest(f"request {request.request_id} is already complete")
         if self._planner.head_is_blocked:
-            raise PoolExhausted("requests before this one wait for KV blocks", retry_after_s=_RETRY_AFTER_S)
+            raise PoolExhausted("earlier requests are waiting for KV blocks", retry_after_s=_RETRY_AFTER_S)
 
     def _adopt(self, request: Request) -> None:
         """Take over a request that holds all its KV but the last token's, or none at all."""
@@ -183,7 +183,7 @@ class Scheduler:
         self._adopt(request)
 
     def _end(self, request: Request, reason: FinishReason) -> None:
-        # A held prefill whose one token was also its last has told its end already.
+        # A held prefill whose one token was also its last has reported its end already.
         if request.finish_reason is None:
             request.finish_reason = reason
             self._collector.end(request, reason)
@@ -224,7 +224,7 @@ class Scheduler:
             raise InvariantError(f"{len(sampled)} tokens sampled for {len(batch.items)} items")
         self._ahead.settle(batch)
         self._planner.executed()
-        self._tell_untold()
+        self._report_deferred()
         self._had_decodes = has_decodes(batch.items)
         size, running = self._config.block_size, RequestState.RUNNING
         tokens = iter(sampled)
@@ -259,7 +259,7 @@ class Scheduler:
                 self._retire(request)
         for request in failed:
             name = request.request_id
-            _log.warning("%s: no token can be chosen from its logits", name, extra=about(name))
+            _log.warning("%s: cannot sample a token from its logits", name, extra=about(name))
             self.pins.distrust(request)
             self.blocks.condemn(request)
             self._end(request, FinishReason.ERROR)
@@ -271,22 +271,22 @@ class Scheduler:
         if displaced:
             self.blocks.surrender(request.request_id, displaced)
         if request.prefill_only:
-            self._tell_progress(request)
+            self._report_progress(request)
 
-    def _tell_progress(self, request: Request) -> None:
-        """What it has may be read by others from now on. A block may be one that another request has brought up."""
+    def _report_progress(self, request: Request) -> None:
+        """Report blocks that others may read; deferred while a step still brings one of them up from a lower tier."""
         if self.is_arriving(request.block_table):
-            self._untold[request.request_id] = request
+            self._deferred[request.request_id] = request
         else:
             self._collector.progress(request, self._config.block_size)
 
-    def _tell_untold(self) -> None:
-        if not self._untold:
+    def _report_deferred(self) -> None:
+        if not self._deferred:
             return
-        untold, self._untold = self._untold, {}
-        for request in untold.values():
+        deferred, self._deferred = self._deferred, {}
+        for request in deferred.values():
             if request.state in (RequestState.RUNNING, RequestState.HELD):
-                self._tell_progress(request)
+                self._report_progress(request)
 
     def is_arriving(self, blocks: Iterable[BlockId]) -> bool:
         """Whether a step under way fills one of these: until it has settled nobody else may read them."""
@@ -324,7 +324,7 @@ class Scheduler:
 
     @property
     def has_output(self) -> bool:
-        """Whether something happened that no output has told yet."""
+        """Whether something happened that no output has reported yet."""
         return bool(self._collector)
 
     @property
@@ -333,7 +333,7 @@ class Scheduler:
         return self._collector.has_admissions
 
     def drain(self) -> StepOutput:
-        """Everything since the last output, told once."""
+        """Everything since the last output, once."""
         return self._collector.drain(self.load())
 
     def load(self) -> Load:

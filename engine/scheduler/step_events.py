@@ -1,4 +1,4 @@
-"""Collects what a step has to tell, so that the scheduler only says that it happened."""
+"""Collects what happens in a step; the scheduler only reports that it happened."""
 
 from engine.types.kv_events import KVEventLog
 from engine.types.request import FinishReason, Request, SampledToken, TokenEvent
@@ -8,7 +8,7 @@ from tandem.values.prefix_pin import PinKey
 
 
 class StepEventCollector:
-    """Everything since the last output, told once."""
+    """Everything that happened since the last output."""
 
     __slots__ = (
         "_admissions",
@@ -35,8 +35,8 @@ class StepEventCollector:
         return bool(self._admissions)
 
     def __bool__(self) -> bool:
-        told = self._events or self._admissions or self._progress or self._preemptions or self._lost_pins
-        return bool(told or len(self._kv_events))
+        pending = self._events or self._admissions or self._progress or self._preemptions or self._lost_pins
+        return bool(pending or len(self._kv_events))
 
     def token(self, request: Request, index: int, token: SampledToken, reason: FinishReason | None) -> None:
         """The request's output token at `index` was sampled just now; it may also be its end."""
@@ -90,7 +90,7 @@ class StepEventCollector:
         self._num_reported_blocks.pop(request_id, None)
 
     def drain(self, load: Load) -> StepOutput:
-        """Hand everything out."""
+        """Hand out everything collected since the last call."""
         output = StepOutput(
             events=tuple(self._events),
             admissions=tuple(self._admissions),
@@ -100,6 +100,6 @@ class StepEventCollector:
             load=load,
             lost_pins=tuple(self._lost_pins),
         )
-        for told in (self._events, self._admissions, self._progress, self._preemptions, self._lost_pins):
-            told.clear()
+        for collected in (self._events, self._admissions, self._progress, self._preemptions, self._lost_pins):
+            collected.clear()
         return output

@@ -39,7 +39,7 @@ class BlockSeconds:
         self._num_blocks, self._since_s = num_blocks, now_s
 
     def until(self, now_s: float) -> float:
-        """Block-seconds so far."""
+        """Block-seconds up to `now_s`."""
         return self._total + self._num_blocks * (now_s - self._since_s)
 
 

@@ -57,7 +57,6 @@ class Tally:
     damaged: int = 0
 
     def counts(self, tier: str, *, num_blocks: int, capacity_blocks: int) -> TierCounts:
-        """The totals now."""
         return TierCounts(
             tier=tier,
             num_blocks=num_blocks,

@@ -55,10 +55,8 @@ class Guides(Protocol):
 def unusable(guide: TokenGuide | None) -> ServingError:
     """Why no token could be chosen for a request."""
     if guide is not None and guide.has_refused:
-        return InvalidRequest(
-            "no token may come next: what was asked of the answer leaves none, or takes too much to follow"
-        )
-    return InternalError("the model gave no usable logits (NaN or infinity)")
+        return InvalidRequest("the grammar allows no next token, or takes too much to follow")
+    return InternalError("the model's logits are not finite (NaN or infinity)")
 
 
 def follow(guide: TokenGuide, output: Sequence[int]) -> bool:
@@ -67,5 +65,5 @@ def follow(guide: TokenGuide, output: Sequence[int]) -> bool:
 
 
 def num_words(vocab_size: int) -> int:
-    """Length of `Bits`."""
+    """Number of 32-bit words in a mask over the vocabulary."""
     return (vocab_size + 31) // 32

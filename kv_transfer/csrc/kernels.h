@@ -36,9 +36,9 @@ inline size_t to_line(const uint8_t* source, uint8_t* target, size_t count, uint
 
 template <Store kStore, bool kSum>
 inline uint32_t run_plain(const uint8_t* source, uint8_t* target, size_t count, uint32_t state) {
-  constexpr size_t kPiece = 16 << 10;  // both passes over a piece find it in the first-level cache
-  for (size_t at = 0; at < count; at += kPiece) {
-    const size_t size = count - at < kPiece ? count - at : kPiece;
+  constexpr size_t kPart = 16 << 10;  // both passes over a part find it in the first-level cache
+  for (size_t at = 0; at < count; at += kPart) {
+    const size_t size = count - at < kPart ? count - at : kPart;
     if (stores(kStore)) std::memcpy(target + at, source + at, size);
     if (kSum) state = after_few(state, source + at, size);
   }

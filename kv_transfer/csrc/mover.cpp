@@ -17,12 +17,12 @@ uint32_t move_run(Level level, const uint8_t* source, uint8_t* target, int64_t c
 // A chunk to be moved, and how far it has been.
 struct Move {
   int64_t level;
-  const Place* source;
+  const PoolBlocks* source;
   int64_t source_unit;
-  const Place* target;
+  const PoolBlocks* target;
   int64_t target_unit;
-  Box box;
-  int64_t piece_bytes;
+  Cells cells;
+  int64_t burst_bytes;
   Wanted wanted;
   int64_t with_sum;
   int64_t bytes, checksum;
@@ -30,27 +30,27 @@ struct Move {
 
 template <bool kSum>
 int64_t move_on(Move& move) {
-  Rest source(Walk(*move.source, move.box, move.source_unit), move.bytes);
-  Rest target(Walk(*move.target, move.box, move.target_unit), move.bytes);
+  Rest source(Walk(*move.source, move.cells, move.source_unit), move.bytes);
+  Rest target(Walk(*move.target, move.cells, move.target_unit), move.bytes);
   const auto level = static_cast<Level>(move.level);
   uint32_t state = ~static_cast<uint32_t>(move.checksum);
-  int64_t result = kDone, piece = move.piece_bytes;
+  int64_t result = kDone, burst = move.burst_bytes;
   while (source.more()) {
     if (!target.more()) return kUnequal;
-    if (!piece) {
+    if (!burst) {
       if (move.wanted.any()) {
         result = kPaused;
         break;
       }
-      piece = move.piece_bytes;
+      burst = move.burst_bytes;
     }
     int64_t count = source.left() < target.left() ? source.left() : target.left();
-    if (count > piece) count = piece;
+    if (count > burst) count = burst;
     state = move_run<kSum>(level, source.at(), target.at(), count, state);
     move.bytes += count;
     source.drop(count);
     target.drop(count);
-    piece -= count;
+    burst -= count;
   }
   move.checksum = kSum ? static_cast<uint32_t>(~state) : 0;
   return result == kDone && target.more() ? kUnequal : result;
@@ -59,9 +59,9 @@ int64_t move_on(Move& move) {
 // A chunk to be checksummed where it lies.
 struct Sum {
   int64_t level;
-  const Place* place;
+  const PoolBlocks* blocks;
   int64_t first_unit;
-  Box box;
+  Cells cells;
 };
 
 }  // namespace tandem
@@ -69,20 +69,20 @@ struct Sum {
 TANDEM_EXPORT int64_t tandem_mover_level() { return tandem::best_level(); }
 
 // Goes on moving a chunk, and with the CRC-32 of what was moved if `with_sum`. kPaused when one of the flags was set
-// after a piece: then the same call goes on. On return everything that was stored is there for everybody.
+// after a burst: then the same call goes on. On return everything that was stored is there for everybody.
 TANDEM_EXPORT int64_t tandem_move(tandem::Move* move) {
-  if (!tandem::contains(*move->source, move->box, move->source_unit) ||
-      !tandem::contains(*move->target, move->box, move->target_unit))
+  if (!tandem::contains(*move->source, move->cells, move->source_unit) ||
+      !tandem::contains(*move->target, move->cells, move->target_unit))
     return tandem::kOutside;
   const int64_t result = move->with_sum ? tandem::move_on<true>(*move) : tandem::move_on<false>(*move);
   tandem::settle_stores();
   return result;
 }
 
-// CRC-32 of a box where it lies; negative when it is not there.
+// CRC-32 of cells where they lie; negative when they are not there.
 TANDEM_EXPORT int64_t tandem_checksum(const tandem::Sum* sum) {
-  if (!tandem::contains(*sum->place, sum->box, sum->first_unit)) return tandem::kOutside;
-  tandem::Walk walk(*sum->place, sum->box, sum->first_unit);
+  if (!tandem::contains(*sum->blocks, sum->cells, sum->first_unit)) return tandem::kOutside;
+  tandem::Walk walk(*sum->blocks, sum->cells, sum->first_unit);
   uint32_t state = ~0u;
   uint8_t* begin = nullptr;
   for (int64_t length = 0; walk.next(begin, length);)
@@ -91,17 +91,17 @@ TANDEM_EXPORT int64_t tandem_checksum(const tandem::Sum* sum) {
   return static_cast<uint32_t>(~state);
 }
 
-// (offset, length) of the runs of a box into `out`: how many there are, of which at most `most` are written; negative
-// when the box is not there.
-TANDEM_EXPORT int64_t tandem_runs(const tandem::Place* place, int64_t first_unit, int64_t first_layer,
+// (offset, length) of the runs of cells into `out`: how many there are, of which at most `most` are written; negative
+// when the cells are not there.
+TANDEM_EXPORT int64_t tandem_runs(const tandem::PoolBlocks* blocks, int64_t first_unit, int64_t first_layer,
                                   int64_t num_layers, int64_t num_units, tandem::Run* out, int64_t most) {
-  const tandem::Box box{first_layer, num_layers, num_units};
-  if (!tandem::contains(*place, box, first_unit)) return tandem::kOutside;
-  tandem::Walk walk(*place, box, first_unit);
+  const tandem::Cells cells{first_layer, num_layers, num_units};
+  if (!tandem::contains(*blocks, cells, first_unit)) return tandem::kOutside;
+  tandem::Walk walk(*blocks, cells, first_unit);
   uint8_t* begin = nullptr;
   int64_t count = 0;
   for (int64_t length = 0; walk.next(begin, length); ++count)
-    if (count < most) out[count] = {begin - place->region, length};
+    if (count < most) out[count] = {begin - blocks->region, length};
   return count;
 }
 

@@ -1,4 +1,4 @@
-// What calls that go through a chunk piece by piece have in common.
+// What calls that go through a chunk burst by burst have in common.
 #pragma once
 
 #include "walk.h"

@@ -1,4 +1,4 @@
-// Chunks of KV between a pool and a connected socket, straight from or into their runs; checksummed piece by piece, while
+// Chunks of KV between a pool and a connected socket, straight from or into their runs; checksummed burst by burst, while
 // the cache has what the kernel has just copied.
 #include <cerrno>
 #include <sys/socket.h>
@@ -17,22 +17,22 @@ struct Stream {
   int64_t level;
   int64_t fd;
   int64_t is_sending;
-  const Place* place;
+  const PoolBlocks* blocks;
   int64_t first_unit;
-  Box box;
-  int64_t piece_bytes;
+  Cells cells;
+  int64_t burst_bytes;
   Wanted wanted;
   int64_t with_sum;
   int64_t total, bytes, checksum, error;
 };
 
-// The next piece of a chunk as buffers of one call.
-struct Piece {
+// The next burst of a chunk as buffers of one call.
+struct Burst {
   iovec buffers[kMaxBuffers];
   int count = 0;
   int64_t num_bytes = 0;
 
-  Piece(Rest& rest, int64_t room) {
+  Burst(Rest& rest, int64_t room) {
     while (count < kMaxBuffers && room && rest.more()) {
       const int64_t size = rest.left() < room ? rest.left() : room;
       buffers[count++] = {rest.at(), static_cast<size_t>(size)};
@@ -43,8 +43,8 @@ struct Piece {
   }
 };
 
-uint32_t sum_of(const Piece& piece, int64_t count, Level level, uint32_t state) {
-  for (const iovec* buffer = piece.buffers; count; ++buffer) {
+uint32_t sum_of(const Burst& burst, int64_t count, Level level, uint32_t state) {
+  for (const iovec* buffer = burst.buffers; count; ++buffer) {
     const size_t size = buffer->iov_len < static_cast<size_t>(count) ? buffer->iov_len : static_cast<size_t>(count);
     state = run<Store::kHot, true>(level, static_cast<const uint8_t*>(buffer->iov_base), nullptr, size, state);
     count -= static_cast<int64_t>(size);
@@ -53,10 +53,10 @@ uint32_t sum_of(const Piece& piece, int64_t count, Level level, uint32_t state) 
 }
 
 // One call that does not wait; bytes moved, or -1 with errno.
-int64_t move_some(const Stream& stream, Piece& piece) {
+int64_t move_some(const Stream& stream, Burst& burst) {
   msghdr message{};
-  message.msg_iov = piece.buffers;
-  message.msg_iovlen = static_cast<size_t>(piece.count);
+  message.msg_iov = burst.buffers;
+  message.msg_iovlen = static_cast<size_t>(burst.count);
   const int fd = static_cast<int>(stream.fd);
   for (;;) {
     const ssize_t count = stream.is_sending ? sendmsg(fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL)
@@ -67,11 +67,11 @@ int64_t move_some(const Stream& stream, Piece& piece) {
 
 int64_t go_on(Stream& stream) {
   while (stream.bytes < stream.total) {
-    Rest rest(Walk(*stream.place, stream.box, stream.first_unit), stream.bytes);
+    Rest rest(Walk(*stream.blocks, stream.cells, stream.first_unit), stream.bytes);
     for (;;) {
-      Piece piece(rest, stream.piece_bytes);
-      if (!piece.count) break;
-      const int64_t count = move_some(stream, piece);
+      Burst burst(rest, stream.burst_bytes);
+      if (!burst.count) break;
+      const int64_t count = move_some(stream, burst);
       if (count < 0) {
         stream.error = errno;
         return errno == EAGAIN || errno == EWOULDBLOCK ? kBlocked : kFailed;
@@ -80,9 +80,9 @@ int64_t go_on(Stream& stream) {
       stream.bytes += count;
       if (stream.with_sum)
         stream.checksum = static_cast<uint32_t>(
-            ~sum_of(piece, count, static_cast<Level>(stream.level), ~static_cast<uint32_t>(stream.checksum)));
+            ~sum_of(burst, count, static_cast<Level>(stream.level), ~static_cast<uint32_t>(stream.checksum)));
       if (stream.bytes < stream.total && stream.wanted.any()) return kPaused;
-      if (count < piece.num_bytes) break;
+      if (count < burst.num_bytes) break;
     }
   }
   return kDone;
@@ -90,10 +90,10 @@ int64_t go_on(Stream& stream) {
 
 }  // namespace tandem
 
-// Bytes of the stream's box; negative when it is not there. Before the first call of the other.
+// Bytes of the stream's cells; negative when they are not there. Before the first call of the other.
 TANDEM_EXPORT int64_t tandem_stream_open(tandem::Stream* stream) {
-  if (!tandem::contains(*stream->place, stream->box, stream->first_unit)) return tandem::kOutside;
-  tandem::Walk walk(*stream->place, stream->box, stream->first_unit);
+  if (!tandem::contains(*stream->blocks, stream->cells, stream->first_unit)) return tandem::kOutside;
+  tandem::Walk walk(*stream->blocks, stream->cells, stream->first_unit);
   uint8_t* begin = nullptr;
   for (int64_t length = 0; walk.next(begin, length);) stream->total += length;
   return stream->total;

@@ -1,5 +1,5 @@
-// One side of a chunk as runs of memory, in the order of the wire: lanes, in each the units of tokens, in each the runs
-// of its shape. What is adjacent comes as one run. See kv_transfer/layout/strided_table.py, which makes the tables.
+// One side of a chunk as runs of memory, in the order of the wire: planes, in each the units of tokens, in each its runs.
+// What is adjacent comes as one run. See kv_transfer/layout/strided_table.py, which makes the tables.
 #pragma once
 
 #include <cstddef>
@@ -7,57 +7,58 @@
 
 namespace tandem {
 
-struct Lane {
-  int64_t plane, shape;
+// One layer of one rank, and which of the distinct ranges of heads it holds.
+struct Plane {
+  int64_t index, heads;
 };
 
 struct Run {
   int64_t offset, length;
 };
 
-// Of one side of a pair of workers and one range of heads; the same for all that they hand over.
-struct LaneTable {
-  const Lane* lanes;  // [num_layers, lanes_per_layer]
-  int64_t lanes_per_layer;
-  const int64_t* starts;  // [num_shapes * units_per_block + 1]: where a unit's runs begin in `runs`
+// Of one side of a pair of workers and some heads; the same for all that they hand over.
+struct LayoutTable {
+  const Plane* planes;  // [num_layers, planes_per_layer]
+  int64_t planes_per_layer;
+  const int64_t* starts;  // [distinct ranges of heads * units_per_block + 1]: where a unit's runs begin in `runs`
   const Run* runs;        // in a block, from its beginning
   int64_t units_per_block;
   int64_t block_bytes;  // of one layer of one rank
 };
 
-// Where one prompt lies in one pool.
-struct Place {
-  const LaneTable* table;
+// A prompt's blocks in one pool.
+struct PoolBlocks {
+  const LayoutTable* table;
   uint8_t* region;
   int64_t pool_blocks;
-  const int64_t* blocks;
+  const int64_t* ids;
   int64_t num_blocks;
 };
 
-// A box of cells, its tokens in units.
-struct Box {
+// Layers and units of a CellRange; its heads are those of the table.
+struct Cells {
   int64_t first_layer, num_layers, num_units;
 };
 
-// Whether `num_units` from `first_unit` on, counted from the first of the place's blocks, lie in the pool.
-inline bool contains(const Place& place, const Box& box, int64_t first_unit) {
-  const int64_t units = place.table->units_per_block;
-  if (first_unit < 0 || box.num_units <= 0 || first_unit + box.num_units > place.num_blocks * units) return false;
-  for (int64_t block = first_unit / units; block <= (first_unit + box.num_units - 1) / units; ++block)
-    if (place.blocks[block] < 0 || place.blocks[block] >= place.pool_blocks) return false;
+// Whether `num_units` from `first_unit` on, counted from the first of these blocks, lie in the pool.
+inline bool contains(const PoolBlocks& blocks, const Cells& cells, int64_t first_unit) {
+  const int64_t units = blocks.table->units_per_block;
+  if (first_unit < 0 || cells.num_units <= 0 || first_unit + cells.num_units > blocks.num_blocks * units) return false;
+  for (int64_t block = first_unit / units; block <= (first_unit + cells.num_units - 1) / units; ++block)
+    if (blocks.ids[block] < 0 || blocks.ids[block] >= blocks.pool_blocks) return false;
   return true;
 }
 
 class Walk {
  public:
-  Walk(const Place& place, const Box& box, int64_t first_unit)
-      : place_(place),
-        table_(*place.table),
-        lane_(table_.lanes + box.first_layer * table_.lanes_per_layer),
-        end_lane_(lane_ + box.num_layers * table_.lanes_per_layer),
+  Walk(const PoolBlocks& blocks, const Cells& cells, int64_t first_unit)
+      : blocks_(blocks),
+        table_(*blocks.table),
+        plane_(table_.planes + cells.first_layer * table_.planes_per_layer),
+        end_plane_(plane_ + cells.num_layers * table_.planes_per_layer),
         first_unit_(first_unit),
-        end_unit_(first_unit + box.num_units) {
-    enter_lane();
+        end_unit_(first_unit + cells.num_units) {
+    enter_plane();
     advance();
   }
 
@@ -71,24 +72,24 @@ class Walk {
   }
 
  private:
-  void enter_lane() {
+  void enter_plane() {
     unit_ = first_unit_;
-    if (lane_ != end_lane_) enter_unit();
+    if (plane_ != end_plane_) enter_unit();
   }
 
   void enter_unit() {
     const int64_t units = table_.units_per_block;
-    const int64_t block = place_.blocks[unit_ / units];
-    const int64_t* start = table_.starts + lane_->shape * units + unit_ % units;
-    base_ = place_.region + (lane_->plane * place_.pool_blocks + block) * table_.block_bytes;
+    const int64_t block = blocks_.ids[unit_ / units];
+    const int64_t* start = table_.starts + plane_->heads * units + unit_ % units;
+    base_ = blocks_.region + (plane_->index * blocks_.pool_blocks + block) * table_.block_bytes;
     run_ = table_.runs + start[0];
     end_run_ = table_.runs + start[1];
   }
 
-  // One run of a shape further; no run is empty, so an empty one says that there is none.
+  // One run of a unit further; no run is empty, so an empty one says that there is none.
   void advance() {
     length_ = 0;
-    while (lane_ != end_lane_) {
+    while (plane_ != end_plane_) {
       if (run_ != end_run_) {
         begin_ = base_ + run_->offset;
         length_ = run_->length;
@@ -98,16 +99,16 @@ class Walk {
       if (++unit_ < end_unit_) {
         enter_unit();
       } else {
-        ++lane_;
-        enter_lane();
+        ++plane_;
+        enter_plane();
       }
     }
   }
 
-  const Place& place_;
-  const LaneTable& table_;
-  const Lane* lane_;
-  const Lane* end_lane_;
+  const PoolBlocks& blocks_;
+  const LayoutTable& table_;
+  const Plane* plane_;
+  const Plane* end_plane_;
   int64_t first_unit_, end_unit_, unit_ = 0;
   uint8_t* base_ = nullptr;
   const Run* run_ = nullptr;

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellRange:
-    """A box of KV cells of a hand-off: the model's layers x units of tokens x the model's KV heads.
+    """Some cells of a hand-off: consecutive layers x units of tokens x KV heads, all of the model's numbering.
 
-    A unit is as many tokens as the smaller block of the two workers has. Units are counted from the end of the held
-    prefix: indices in the reservation, never addresses.
+    Units are counted from the end of the held prefix: indices in the reservation, never addresses.
     """
 
     first_layer: int

@@ -1,4 +1,4 @@
-"""One worker's cells as bytes of its region: where the heads, tokens and layers of a prompt lie in its pool. Pure."""
+"""Cells as bytes of one worker's region: where the layers, units and heads of a prompt lie in its pool. Pure."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,24 +9,7 @@ from tandem.values.ids import BlockId
 from tandem.values.kv_layout import DTYPE_BYTES, KVLayout
 
 SCALE_BYTES = 4
-"""Of the float32 that one token of one head has beside its codes in int8."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KVSlice:
-    """A box of cells by what they mean: the model's layers x the prompt's tokens x the model's KV heads, K and V."""
-
-    first_layer: int
-    num_layers: int
-    first_token: int
-    num_tokens: int
-    first_head: int
-    num_heads: int
-
-    @property
-    def end_token(self) -> int:
-        """The token behind the last one."""
-        return self.first_token + self.num_tokens
+"""Bytes of the float32 scale that int8 keeps for each token and head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,44 +20,19 @@ class TokenBlocks:
     """In the order of tokens; those of one prompt are distinct."""
     first_block: int = 0
     """Which block of the prompt `blocks` begins with, counted in this worker's block size."""
+    held_tokens: int = 0
+    """The prefix that the destination holds already: cells are counted from its end."""
     pool_blocks: int
-    """Of the worker's whole pool."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnitRange:
-    """Consecutive pieces of a prompt, each of equally many tokens and within one block of either side."""
-
-    first_token: int
-    num_pieces: int
-    piece_tokens: int
-
-
-def unit_ranges(box: KVSlice, unit: int) -> tuple[UnitRange, ...]:
-    """The box's tokens cut at the multiples of `unit`: a partial piece, whole ones, a partial one, as there are."""
-    first, end = box.first_token, box.end_token
-    if first % unit == 0 and end % unit == 0:
-        return (UnitRange(first_token=first, num_pieces=box.num_tokens // unit, piece_tokens=unit),)
-    begin_whole, end_whole = -(-first // unit) * unit, end // unit * unit
-    if begin_whole > end_whole:
-        return (UnitRange(first_token=first, num_pieces=1, piece_tokens=end - first),)
-    cuts = (
-        UnitRange(first_token=first, num_pieces=1, piece_tokens=begin_whole - first),
-        UnitRange(first_token=begin_whole, num_pieces=(end_whole - begin_whole) // unit, piece_tokens=unit),
-        UnitRange(first_token=end_whole, num_pieces=1, piece_tokens=end - end_whole),
-    )
-    return tuple(span for span in cuts if span.piece_tokens and span.num_pieces)
+    """Number of blocks of the worker's whole pool."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalHeads:
-    """Some heads as a rank numbers them, and their runs in one block, from its beginning."""
+    """Consecutive heads of one rank, and their runs in one block, from its beginning."""
 
-    first: int
-    count: int
-    pieces: tuple[tuple[Run, ...], ...]
-    """For each unit of tokens in a block."""
-    whole: bool
+    unit_runs: tuple[tuple[Run, ...], ...]
+    """For each unit of a block."""
+    fill_block: bool
     """Whether they are all that a block holds, in one run."""
 
 
@@ -112,34 +70,47 @@ class WorkerGeometry:
         """Bytes of one plane of the region."""
         return at.pool_blocks * self.layer_block_bytes
 
-    def local_heads(self, head: int, count: int, unit: int) -> LocalHeads:
-        """Global heads `head` and following, all of one rank, in units of so many tokens."""
+    def local_heads(self, head: int, count: int, unit_tokens: int) -> LocalHeads:
+        """`count` heads from the model's `head` on, all of one rank."""
         first = head % self.num_local_heads
-        pieces = tuple(self._piece(first, count, token, unit) for token in range(0, self._block_size, unit))
-        whole = pieces == (((0, self.layer_block_bytes),),)
-        return LocalHeads(first=first, count=count, pieces=pieces, whole=whole)
+        tokens = range(0, self._block_size, unit_tokens)
+        unit_runs = tuple(self._unit_runs(first, count, token, unit_tokens) for token in tokens)
+        return LocalHeads(unit_runs=unit_runs, fill_block=unit_runs == (((0, self.layer_block_bytes),),))
 
-    def runs(self, cuts: Sequence[UnitRange], heads: LocalHeads, at: TokenBlocks) -> tuple[Run, ...]:
-        """Runs of a plane, from its beginning, for one layer's `heads` and the pieces of `cuts`, in order.
+    def first_unit(self, at: TokenBlocks, unit_tokens: int) -> int:
+        """Where the hand-off's cells begin, in units from the first of `at.blocks`; negative when that lies behind.
+
+        Raises TransferError when the held prefix does not end with a unit.
+        """
+        held_units, rest = divmod(at.held_tokens, unit_tokens)
+        if rest:
+            raise TransferError(f"held_tokens {at.held_tokens} is not a multiple of {unit_tokens}")
+        return held_units - at.first_block * (self._block_size // unit_tokens)
+
+    def runs(self, first_unit: int, num_units: int, heads: LocalHeads, at: TokenBlocks) -> tuple[Run, ...]:
+        """Runs of `heads` and these units of the hand-off in one plane, from the plane's beginning, in order.
 
         Raises TransferError when a block is not the worker's.
         """
+        size, unit_runs = self.layer_block_bytes, heads.unit_runs
+        units_per_block = len(unit_runs)
+        first = first_unit + self.first_unit(at, self._block_size // units_per_block)
+        end = first + num_units
+        if first < 0 or end > len(at.blocks) * units_per_block:
+            raise TransferError("cells outside the blocks of their prompt")
+        first_block = first // units_per_block
+        blocks = at.blocks[first_block : -(-end // units_per_block)]
+        if min(blocks) < 0 or max(blocks) >= at.pool_blocks:
+            raise TransferError("blocks outside the KV region")
         runs: list[Run] = []
-        size, pieces = self.layer_block_bytes, heads.pieces
-        unit = self._block_size // len(pieces)
-        for cut in cuts:
-            blocks = self._blocks_of(cut, at)
-            inside = cut.first_token % self._block_size
-            if cut.piece_tokens < unit:
-                extend(runs, self._piece(heads.first, heads.count, inside, cut.piece_tokens), blocks[0] * size)
-            elif heads.whole:
-                extend(runs, _adjacent(blocks, size))
-            else:
-                for i in range(inside // unit, inside // unit + cut.num_pieces):
-                    extend(runs, pieces[i % len(pieces)], blocks[i // len(pieces)] * size)
+        if heads.fill_block:
+            extend(runs, _adjacent(blocks, size))
+            return tuple(runs)
+        for unit in range(first - first_block * units_per_block, end - first_block * units_per_block):
+            extend(runs, unit_runs[unit % units_per_block], blocks[unit // units_per_block] * size)
         return tuple(runs)
 
-    def _piece(self, first: int, count: int, token: int, num_tokens: int) -> tuple[Run, ...]:
+    def _unit_runs(self, first: int, count: int, token: int, num_tokens: int) -> tuple[Run, ...]:
         """Codes or values by K and V, head and token, then scales alike; tokens counted from `token` in a block."""
         runs: list[Run] = []
         sections = [(0, self._head_dim * self._dtype_bytes)]
@@ -151,17 +122,6 @@ class WorkerGeometry:
                     slot = head * self._block_size + token
                     extend(runs, [(slot * row_bytes, num_tokens * row_bytes)], base)
         return tuple(runs)
-
-    def _blocks_of(self, cut: UnitRange, at: TokenBlocks) -> Sequence[BlockId]:
-        begin = cut.first_token // self._block_size - at.first_block
-        last_token = cut.first_token + cut.num_pieces * cut.piece_tokens - 1
-        end = last_token // self._block_size - at.first_block + 1
-        if begin < 0 or end > len(at.blocks):
-            raise TransferError("cells outside the blocks of their prompt")
-        blocks = at.blocks[begin:end]
-        if min(blocks) < 0 or max(blocks) >= at.pool_blocks:
-            raise TransferError("blocks outside the KV region")
-        return blocks
 
 
 def _adjacent(blocks: Sequence[BlockId], size: int) -> Iterator[Run]:

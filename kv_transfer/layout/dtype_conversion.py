@@ -1,7 +1,7 @@
 """Payloads from one cache dtype to another, to the bit as the engine writes them (`engine/kv_storage/kv_codes.py`).
 
-Plain numpy on one thread, in tiles that stay in a core's cache; bfloat16 is uint16 and shifts. What `kv_codes.py` asks
-of values holds here: they are finite.
+Plain numpy on one thread, in batches that stay in a core's cache; bfloat16 is uint16 and shifts. As in `kv_codes.py`,
+values must be finite.
 """
 
 import math
@@ -21,7 +21,7 @@ Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 Array = npt.NDArray[Any]
 
-TILE_VALUES = 1 << 16
+BATCH_VALUES = 1 << 16
 """Converted at once: with its scratch it fits into a second-level cache, and numpy's cost per call is spread well."""
 
 _STORED = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.float16, "int8": np.int8, "fp8_e4m3": np.uint8}
@@ -31,20 +31,24 @@ _ROUND_TO_BFLOAT16 = np.uint32(0x7FFF)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Tile:
-    """Some pieces of some layers: `[layer, piece, k/v, head, token, head_dim]`, scales without the last."""
+class _Vectors:
+    """K and V of some layers and heads: `[layer, unit, k/v, head, token, head_dim]`, scales without the last."""
 
+    layers: slice
+    """Of the model's."""
+    heads: slice
     values: Array
     scales: Floats | None
     """In int8."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
-    """Which layers and heads a tile is of."""
-
-    layers: slice
-    heads: slice
+    def batch(self, layers: slice, units: slice) -> "_Vectors":
+        """Some of them, counted from the first."""
+        return _Vectors(
+            layers=slice(self.layers.start + layers.start, self.layers.start + layers.stop),
+            heads=self.heads,
+            values=self.values[layers, units],
+            scales=None if self.scales is None else self.scales[layers, units],
+        )
 
 
 class Converter:
@@ -74,26 +78,23 @@ class Converter:
         if self.source == self.destination:
             np.copyto(out, data)
         else:
-            # What torch does without a word: scaled beyond float32 is infinite, and the bound of a code.
+            # As torch does, without a warning: scaled beyond float32 is infinite, and the bound of a code.
             with np.errstate(all="ignore"):
-                self._convert_parts(payload, data, out)
+                self._convert_all(payload, data, out)
 
-    def _convert_parts(self, payload: Payload, data: Bytes, out: Bytes) -> None:
-        reads, writes = (_parts(payload, a, d) for a, d in ((data, self.source), (out, self.destination)))
-        for (part, given), (_, made) in zip(reads, writes, strict=True):
-            for layers, pieces in _tiles(given.values.shape):
-                tile = _Part(
-                    layers=slice(part.layers.start + layers.start, part.layers.start + layers.stop), heads=part.heads
-                )
-                self._convert(tile, _cut(given, layers, pieces), _cut(made, layers, pieces))
+    def _convert_all(self, payload: Payload, data: Bytes, out: Bytes) -> None:
+        reads, writes = (_head_ranges(payload, a, d) for a, d in ((data, self.source), (out, self.destination)))
+        for given, made in zip(reads, writes, strict=True):
+            for layers, units in _batches(given.values.shape):
+                self._convert(given.batch(layers, units), made.batch(layers, units))
 
-    def _convert(self, part: _Part, given: _Tile, made: _Tile) -> None:
+    def _convert(self, given: _Vectors, made: _Vectors) -> None:
         if self.source in QUANTISED_DTYPES:
-            self._restore(part, given, made)
+            self._restore(given, made)
         elif made.scales is not None:
             self._to_int8(given.values, made.values, made.scales)
         else:
-            self._to_fp8_codes(part, given.values, made.values)
+            self._to_fp8_codes(given, made.values)
 
     def _to_int8(self, values: Array, codes: Array, scales: Floats) -> None:
         floats = self._floats(values)
@@ -107,8 +108,8 @@ class Converter:
         np.rint(products, out=products)
         np.copyto(codes, products, casting="unsafe")
 
-    def _to_fp8_codes(self, part: _Part, values: Array, codes: Array) -> None:
-        scales = self._scales_of(part)
+    def _to_fp8_codes(self, given: _Vectors, codes: Array) -> None:
+        values, scales = given.values, self._scales_of(given)
         if self.source == "bfloat16" and scales is None:
             indices: Array = values
         else:
@@ -130,14 +131,14 @@ class Converter:
         np.bitwise_or(indices, np.not_equal(bits, 0, out=self._room(np.bool_, bits.shape)), out=indices)
         return indices
 
-    def _restore(self, part: _Part, given: _Tile, made: _Tile) -> None:
+    def _restore(self, given: _Vectors, made: _Vectors) -> None:
         floats = self._room(np.float32, given.values.shape)
         if given.scales is not None:
             np.copyto(floats, given.values)
             scales: Floats | None = given.scales[..., None]
         else:
             self._of_fp8.take(given.values, out=floats, mode="clip")
-            scales = self._scales_of(part)
+            scales = self._scales_of(given)
         if scales is not None:
             np.multiply(floats, scales, out=floats)
         if self.destination != "bfloat16":
@@ -177,53 +178,48 @@ class Converter:
             room = self._scratch[dtype] = np.empty(size, dtype)
         return room[:size].reshape(shape)
 
-    def _scales_of(self, part: _Part) -> Floats | None:
-        """fp8_e4m3's, shaped to broadcast over a tile; None when they are 1."""
+    def _scales_of(self, vectors: _Vectors) -> Floats | None:
+        """fp8_e4m3's, shaped to broadcast over the vectors; None when they are 1."""
         if self._head_scales is None:
             return None
-        scales = self._head_scales[part.layers, :, part.heads]
+        scales = self._head_scales[vectors.layers, :, vectors.heads]
         return scales[:, None, :, :, None, None]
 
 
-def _parts(payload: Payload, data: Bytes, dtype: str) -> Iterator[tuple[_Part, _Tile]]:
-    """Views of a payload, each regular: one range of heads and one span, over all layers."""
-    layers = payload.num_layers
+def _head_ranges(payload: Payload, data: Bytes, dtype: str) -> Iterator[_Vectors]:
+    """Views of a payload, one for each range of heads, over all layers and units."""
+    layers, units = payload.num_layers, payload.num_units
     rows = data.reshape(layers, -1, copy=False)
     row_bytes = vector_bytes(dtype, payload.head_dim)
     value_bytes = payload.head_dim * np.dtype(_STORED[dtype]).itemsize
     begin = 0
     for first_head, num_heads in payload.head_ranges:
-        part = _Part(
+        shape = (layers, units, 2, num_heads, payload.unit_tokens)
+        vectors = 2 * num_heads * payload.unit_tokens
+        end = begin + units * vectors * row_bytes
+        by_unit = rows[:, begin:end].reshape(layers, units, -1, copy=False)
+        values = by_unit[..., : vectors * value_bytes].view(_STORED[dtype])
+        scales = None
+        if dtype == "int8":
+            scales = by_unit[..., vectors * value_bytes :].view(np.float32).reshape(shape, copy=False)
+        yield _Vectors(
             layers=slice(payload.first_layer, payload.first_layer + layers),
             heads=slice(first_head, first_head + num_heads),
+            values=values.reshape(*shape, payload.head_dim, copy=False),
+            scales=scales,
         )
-        for span in payload.unit_ranges:
-            shape = (layers, span.num_pieces, 2, num_heads, span.piece_tokens)
-            vectors = 2 * num_heads * span.piece_tokens
-            end = begin + span.num_pieces * vectors * row_bytes
-            pieces = rows[:, begin:end].reshape(layers, span.num_pieces, -1, copy=False)
-            values = pieces[..., : vectors * value_bytes].view(_STORED[dtype])
-            scales = None
-            if dtype == "int8":
-                scales = pieces[..., vectors * value_bytes :].view(np.float32).reshape(shape, copy=False)
-            yield part, _Tile(values=values.reshape(*shape, payload.head_dim, copy=False), scales=scales)
-            begin = end
+        begin = end
 
 
-def _tiles(shape: tuple[int, ...]) -> Iterator[tuple[slice, slice]]:
-    """Layers and pieces of each tile of a view of this shape."""
-    num_layers, num_pieces = shape[:2]
-    piece_values = math.prod(shape[2:])
-    pieces = min(num_pieces, max(1, TILE_VALUES // piece_values))
-    layers = max(1, TILE_VALUES // (piece_values * num_pieces)) if pieces == num_pieces else 1
+def _batches(shape: tuple[int, ...]) -> Iterator[tuple[slice, slice]]:
+    """Layers and units of each batch of vectors of this shape."""
+    num_layers, num_units = shape[:2]
+    unit_values = math.prod(shape[2:])
+    units = min(num_units, max(1, BATCH_VALUES // unit_values))
+    layers = max(1, BATCH_VALUES // (unit_values * num_units)) if units == num_units else 1
     for layer in range(0, num_layers, layers):
-        for piece in range(0, num_pieces, pieces):
-            yield slice(layer, min(layer + layers, num_layers)), slice(piece, min(piece + pieces, num_pieces))
-
-
-def _cut(tile: _Tile, layers: slice, pieces: slice) -> _Tile:
-    scales = None if tile.scales is None else tile.scales[layers, pieces]
-    return _Tile(values=tile.values[layers, pieces], scales=scales)
+        for unit in range(0, num_units, units):
+            yield slice(layer, min(layer + layers, num_layers)), slice(unit, min(unit + units, num_units))
 
 
 def _values_of_fp8() -> Floats:

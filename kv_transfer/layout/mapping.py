@@ -1,29 +1,27 @@
-"""Which bytes of one worker are which bytes of another: by the model's heads and layers and a prompt's tokens. Pure.
+"""Which bytes of one worker are which bytes of another: by the model's layers and heads and a prompt's tokens. Pure.
 
-Nothing here compares sizes of tensor-parallel groups. Each side says where a global head lies; ranges of heads are
-cut wherever either side's ranks change, tokens wherever either side's blocks do. A head that several ranks hold is read
-from one of them and lands in one of them, a different one from layer to layer; the receiving side then copies it to the
-others.
+Three words name a hand-off's geometry, from the model down to memory:
 
-The wire has one order: by layer, then by range of heads that lies within one rank of either side, then by piece of at
-most the smaller block size; in a piece K before V, heads, tokens, and in int8 all codes before all scales. Padding
-never travels. So either side finds its own runs knowing the other's layout, but neither its blocks nor its addresses.
+* a *cell* is K and V of one KV head in one layer and one unit of tokens; a `CellRange` is a box of them;
+* a *unit* is as many tokens as the smaller block of the two workers has, so that it lies within one block of either;
+* a *run* is contiguous bytes of a region; `Runs` are those of a `CellRange` in one pool, plane by plane, where a plane
+  is one layer of one rank.
+
+Nothing here compares sizes of tensor-parallel groups. Each side says where a global head lies; ranges of heads are cut
+wherever either side's ranks change. A head that several ranks hold is read from one of them and lands in one of them, a
+different one from layer to layer; the receiving side then copies it to the others.
+
+The wire has one order: by layer, then by range of heads that lies within one rank of either side, then by unit; in a
+unit K before V, heads, tokens, and in int8 all codes before all scales. Padding never travels. So either side finds its
+own runs knowing the other's layout, but neither its blocks nor its addresses.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from kv_transfer.layout.cells import (
-    SCALE_BYTES,
-    KVSlice,
-    LocalHeads,
-    TokenBlocks,
-    UnitRange,
-    WorkerGeometry,
-    unit_ranges,
-)
-from kv_transfer.layout.runs import Copies, Copy, Run, Runs, paired
+from kv_transfer.layout.cell_range import CellRange
+from kv_transfer.layout.cells import SCALE_BYTES, LocalHeads, TokenBlocks, WorkerGeometry
+from kv_transfer.layout.runs import Run, RunPairs, Runs, pair_runs
 from kv_transfer.layout.strided_table import StridedLayoutTable
 from tandem.errors import TransferError
 from tandem.values.kv_agreement import agree
@@ -34,20 +32,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Payload:
-    """What the bytes of a box are, in the order of the wire, whatever their dtype."""
+    """What the bytes of a `CellRange` are, in the order of the wire, whatever their dtype."""
 
     first_layer: int
     num_layers: int
     head_ranges: tuple[tuple[int, int], ...]
-    """(first head, how many), in order: within a layer each comes with all its pieces."""
-    unit_ranges: tuple[UnitRange, ...]
+    """(first head, how many), in order: within a layer each comes with all its units."""
+    num_units: int
+    unit_tokens: int
     head_dim: int
 
     @property
     def num_vectors(self) -> int:
         """Vectors of `head_dim` values: K and V of every token, head and layer."""
         heads = sum(count for _, count in self.head_ranges)
-        return 2 * self.num_layers * heads * sum(span.num_pieces * span.piece_tokens for span in self.unit_ranges)
+        return 2 * self.num_layers * heads * self.num_units * self.unit_tokens
 
     def num_bytes(self, dtype: str) -> int:
         """Bytes in `dtype`, with scales if it has them."""
@@ -60,19 +59,20 @@ def vector_bytes(dtype: str, head_dim: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Shape:
-    """A range of heads as either side numbers and stores it."""
+class _HeadRange:
+    """A range of heads, within one rank of either side, as each side stores it."""
 
     source: LocalHeads
     destination: LocalHeads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _HeadCut:
-    """A range of heads cut into parts that lie within one rank of either side: its lanes, over all layers."""
+class _SplitHeads:
+    """Heads split into ranges that lie within one rank of either side, and the planes of these over all layers."""
 
     head_ranges: tuple[tuple[int, int], ...]
-    shapes: tuple[_Shape, ...]
+    distinct: tuple[_HeadRange, ...]
+    """The ranges that differ in how they are stored; the last number of each tuple below is an index into them."""
     reads: tuple[tuple[int, int], ...]
     writes: tuple[tuple[int, int], ...]
     copies: tuple[tuple[int, int, int], ...]
@@ -86,13 +86,13 @@ class CellMapping:
         "_all_heads",
         "_destination",
         "_head_dim",
-        "_last_patterns",
+        "_last_runs",
         "_source",
         "_tables",
         "num_heads",
         "num_layers",
         "same_dtype",
-        "unit",
+        "unit_tokens",
     )
 
     def __init__(self, source: KVLayout, destination: KVLayout) -> None:
@@ -103,95 +103,79 @@ class CellMapping:
         self.num_layers, self.num_heads, self._head_dim = source.num_layers, source.num_kv_heads, source.head_dim
         self.same_dtype = source.dtype == destination.dtype
         """Whether bytes can be copied as they are."""
-        self.unit = min(source.block_size, destination.block_size)
-        """Tokens: boxes that begin and end at its multiples have the fewest runs."""
-        self._all_heads = self._cut(0, self.num_heads)
+        self.unit_tokens = min(source.block_size, destination.block_size)
+        self._all_heads = self._split(0, self.num_heads)
         self._tables: tuple[StridedLayoutTable, StridedLayoutTable] | None = None
-        self._last_patterns: dict[str, tuple[tuple[object, ...], tuple[tuple[Run, ...], ...]]] = {}
+        self._last_runs: dict[str, tuple[tuple[object, ...], tuple[tuple[Run, ...], ...]]] = {}
 
-    def box(self, first_token: int, num_tokens: int, first_layer: int = 0, num_layers: int | None = None) -> KVSlice:
-        """These tokens in all heads, and in all layers from `first_layer` on unless told how many."""
-        return KVSlice(
-            first_layer=first_layer,
-            num_layers=self.num_layers - first_layer if num_layers is None else num_layers,
-            first_token=first_token,
-            num_tokens=num_tokens,
-            first_head=0,
-            num_heads=self.num_heads,
-        )
-
-    def contains(self, box: KVSlice) -> bool:
-        """Whether this is a non-empty box of the model's; how many tokens there are only blocks can say."""
+    def contains(self, cells: CellRange) -> bool:
+        """Whether these are cells of the model, and any at all; how many units there are only blocks can say."""
         return (
-            box.num_layers > 0
-            and box.num_tokens > 0
-            and box.num_heads > 0
-            and 0 <= box.first_layer <= self.num_layers - box.num_layers
-            and 0 <= box.first_head <= self.num_heads - box.num_heads
-            and box.first_token >= 0
+            cells.num_layers > 0
+            and cells.num_units > 0
+            and cells.num_heads > 0
+            and 0 <= cells.first_layer <= self.num_layers - cells.num_layers
+            and 0 <= cells.first_head <= self.num_heads - cells.num_heads
+            and cells.first_unit >= 0
         )
 
-    def payload(self, box: KVSlice) -> Payload:
-        """What travels for `box`. Raises TransferError when it is not the model's."""
+    def payload(self, cells: CellRange) -> Payload:
+        """What travels for `cells`. Raises TransferError when they are not the model's."""
         return Payload(
-            first_layer=box.first_layer,
-            num_layers=box.num_layers,
-            head_ranges=self._cut_of(box).head_ranges,
-            unit_ranges=unit_ranges(box, self.unit),
+            first_layer=cells.first_layer,
+            num_layers=cells.num_layers,
+            head_ranges=self._heads_of(cells).head_ranges,
+            num_units=cells.num_units,
+            unit_tokens=self.unit_tokens,
             head_dim=self._head_dim,
         )
 
-    def reads(self, box: KVSlice, at: TokenBlocks) -> Runs:
-        """Where the source reads `box`, each cell once. Raises TransferError for cells or blocks that it has not."""
-        cut = self._cut_of(box)
+    def reads(self, cells: CellRange, at: TokenBlocks) -> Runs:
+        """Where the source reads `cells`, each once. Raises TransferError for cells or blocks that it has not."""
+        heads = self._heads_of(cells)
         return Runs(
-            lanes=self._layers_of(box, cut.reads),
-            num_layers=box.num_layers,
-            patterns=self._patterns_at("source", cut, box, at),
+            planes=self._of_layers(cells, heads.reads),
+            num_layers=cells.num_layers,
+            plane_runs=self._runs_at("source", heads, cells, at),
             plane_bytes=self._source.plane_bytes(at),
         )
 
-    def writes(self, box: KVSlice, at: TokenBlocks) -> Runs:
+    def writes(self, cells: CellRange, at: TokenBlocks) -> Runs:
         """Where the same bytes land at the destination, in the same order. Raises TransferError as `reads` does."""
-        cut = self._cut_of(box)
+        heads = self._heads_of(cells)
         return Runs(
-            lanes=self._layers_of(box, cut.writes),
-            num_layers=box.num_layers,
-            patterns=self._patterns_at("destination", cut, box, at),
+            planes=self._of_layers(cells, heads.writes),
+            num_layers=cells.num_layers,
+            plane_runs=self._runs_at("destination", heads, cells, at),
             plane_bytes=self._destination.plane_bytes(at),
         )
 
-    def copies(self, box: KVSlice, source: TokenBlocks, destination: TokenBlocks) -> Copies:
+    def run_pairs(self, cells: CellRange, source: TokenBlocks, destination: TokenBlocks) -> RunPairs:
         """`reads` and `writes` at once, for whoever sees both regions. Raises TransferError too when dtypes differ."""
         if not self.same_dtype:
             raise TransferError("cells of different dtypes are converted, not copied")
-        cut = self._cut_of(box)
-
-        def pattern(shape: _Shape, cuts: tuple[UnitRange, ...]) -> tuple[Copy, ...]:
-            return paired(
-                self._source.runs(cuts, shape.source, source),
-                self._destination.runs(cuts, shape.destination, destination),
-            )
-
-        return Copies(
-            lanes=self._layers_of(box, cut.copies),
-            num_layers=box.num_layers,
-            patterns=self._patterns(cut, box, pattern),
+        heads = self._heads_of(cells)
+        reads = self._runs_at("source", heads, cells, source)
+        writes = self._runs_at("destination", heads, cells, destination)
+        return RunPairs(
+            planes=self._of_layers(cells, heads.copies),
+            num_layers=cells.num_layers,
+            plane_pairs=tuple(pair_runs(here, there) for here, there in zip(reads, writes, strict=True)),
             source_plane_bytes=self._source.plane_bytes(source),
             destination_plane_bytes=self._destination.plane_bytes(destination),
         )
 
-    def fan_out(self, box: KVSlice, at: TokenBlocks) -> Copies:
-        """Copies within the destination, once `box` has landed and is verified, to all other ranks that hold it."""
-        cut = self._cut_of(box)
-        if not cut.fan_out:
-            return Copies(lanes=(), num_layers=0, patterns=(), source_plane_bytes=0, destination_plane_bytes=0)
-        patterns = self._patterns_at("destination", cut, box, at)
+    def fan_out(self, cells: CellRange, at: TokenBlocks) -> RunPairs:
+        """Copies within the destination, once `cells` are verified, to all other ranks that hold them."""
+        heads = self._heads_of(cells)
+        if not heads.fan_out:
+            return RunPairs(planes=(), num_layers=0, plane_pairs=(), source_plane_bytes=0, destination_plane_bytes=0)
+        plane_runs = self._runs_at("destination", heads, cells, at)
         plane_bytes = self._destination.plane_bytes(at)
-        return Copies(
-            lanes=self._layers_of(box, cut.fan_out),
-            num_layers=box.num_layers,
-            patterns=tuple(tuple((begin, begin, size) for begin, size in runs) for runs in patterns),
+        return RunPairs(
+            planes=self._of_layers(cells, heads.fan_out),
+            num_layers=cells.num_layers,
+            plane_pairs=tuple(tuple((begin, begin, size) for begin, size in runs) for runs in plane_runs),
             source_plane_bytes=plane_bytes,
             destination_plane_bytes=plane_bytes,
         )
@@ -204,6 +188,14 @@ class CellMapping:
         """What `writes` is made of, likewise."""
         return self._tables_of(first_head, num_heads)[1]
 
+    def source_unit(self, at: TokenBlocks) -> int:
+        """Where the cells of `at` begin, in units from its first block. Raises TransferError."""
+        return self._source.first_unit(at, self.unit_tokens)
+
+    def destination_unit(self, at: TokenBlocks) -> int:
+        """Where the cells of `at` begin, in units from its first block. Raises TransferError."""
+        return self._destination.first_unit(at, self.unit_tokens)
+
     def _tables_of(self, first_head: int, num_heads: int) -> tuple[StridedLayoutTable, StridedLayoutTable]:
         if num_heads == self.num_heads and first_head == 0:
             if self._tables is None:
@@ -211,82 +203,77 @@ class CellMapping:
             return self._tables
         if not (num_heads > 0 and 0 <= first_head <= self.num_heads - num_heads):
             raise TransferError("cells outside the model")
-        return self._make_tables(self._cut(first_head, num_heads))
+        return self._make_tables(self._split(first_head, num_heads))
 
-    def _make_tables(self, cut: _HeadCut) -> tuple[StridedLayoutTable, StridedLayoutTable]:
+    def _make_tables(self, heads: _SplitHeads) -> tuple[StridedLayoutTable, StridedLayoutTable]:
         source = StridedLayoutTable(
-            cut.reads,
-            [shape.source.pieces for shape in cut.shapes],
+            heads.reads,
+            [one.source.unit_runs for one in heads.distinct],
             num_layers=self.num_layers,
             block_bytes=self._source.layer_block_bytes,
         )
         destination = StridedLayoutTable(
-            cut.writes,
-            [shape.destination.pieces for shape in cut.shapes],
+            heads.writes,
+            [one.destination.unit_runs for one in heads.distinct],
             num_layers=self.num_layers,
             block_bytes=self._destination.layer_block_bytes,
         )
         return source, destination
 
-    def _patterns_at(
-        self, side: Literal["source", "destination"], cut: _HeadCut, box: KVSlice, at: TokenBlocks
+    def _runs_at(
+        self, side: Literal["source", "destination"], heads: _SplitHeads, cells: CellRange, at: TokenBlocks
     ) -> tuple[tuple[Run, ...], ...]:
         """The last ones are remembered: chunks that are cut by layers ask for the same blocks one after another."""
-        key = (box.first_token, box.num_tokens, box.first_head, box.num_heads, at)
-        last = self._last_patterns.get(side)
+        first, count = cells.first_unit, cells.num_units
+        key = (first, count, cells.first_head, cells.num_heads, at)
+        last = self._last_runs.get(side)
         if last is not None and last[0] == key:
             return last[1]
         if side == "source":
-            patterns = self._patterns(cut, box, lambda shape, cuts: self._source.runs(cuts, shape.source, at))
+            runs = tuple(self._source.runs(first, count, one.source, at) for one in heads.distinct)
         else:
-            patterns = self._patterns(cut, box, lambda shape, cuts: self._destination.runs(cuts, shape.destination, at))
-        self._last_patterns[side] = key, patterns
-        return patterns
+            runs = tuple(self._destination.runs(first, count, one.destination, at) for one in heads.distinct)
+        self._last_runs[side] = key, runs
+        return runs
 
-    def _patterns(
-        self, cut: _HeadCut, box: KVSlice, pattern: Callable[[_Shape, tuple[UnitRange, ...]], T]
-    ) -> tuple[T, ...]:
-        cuts = unit_ranges(box, self.unit)
-        return tuple(pattern(shape, cuts) for shape in cut.shapes)
+    def _of_layers(self, cells: CellRange, planes: tuple[T, ...]) -> tuple[T, ...]:
+        if cells.num_layers == self.num_layers:
+            return planes
+        per_layer = len(planes) // self.num_layers
+        return planes[cells.first_layer * per_layer : (cells.first_layer + cells.num_layers) * per_layer]
 
-    def _layers_of(self, box: KVSlice, lanes: tuple[T, ...]) -> tuple[T, ...]:
-        if box.num_layers == self.num_layers:
-            return lanes
-        per_layer = len(lanes) // self.num_layers
-        return lanes[box.first_layer * per_layer : (box.first_layer + box.num_layers) * per_layer]
-
-    def _cut_of(self, box: KVSlice) -> _HeadCut:
-        if not self.contains(box):
+    def _heads_of(self, cells: CellRange) -> _SplitHeads:
+        if not self.contains(cells):
             raise TransferError("cells outside the model")
-        if box.num_heads == self.num_heads:
+        if cells.num_heads == self.num_heads:
             return self._all_heads
-        return self._cut(box.first_head, box.num_heads)
+        return self._split(cells.first_head, cells.num_heads)
 
-    def _cut(self, first: int, count: int) -> _HeadCut:
+    def _split(self, first: int, count: int) -> _SplitHeads:
         here, there = self._source.num_local_heads, self._destination.num_local_heads
         edges = [h for h in range(first + 1, first + count) if h % here == 0 or h % there == 0]
         begins, ends = [first, *edges], [*edges, first + count]
         head_ranges = tuple((begin, end - begin) for begin, end in zip(begins, ends, strict=True))
-        cut = [self._shape(begin, size) for begin, size in head_ranges]
-        shapes = tuple(dict.fromkeys(cut))
-        shape_of = [shapes.index(shape) for shape in cut]
+        stored = [self._head_range(begin, size) for begin, size in head_ranges]
+        distinct = tuple(dict.fromkeys(stored))
+        indices = [distinct.index(one) for one in stored]
         copies, fan_out = [], []
         for layer in range(self.num_layers):
-            for shape, head in zip(shape_of, begins, strict=True):
+            for index, head in zip(indices, begins, strict=True):
                 landing, *others = self._destination.planes(layer, head)
-                copies.append((self._source.planes(layer, head)[0], landing, shape))
-                fan_out += [(landing, other, shape) for other in others]
-        return _HeadCut(
+                copies.append((self._source.planes(layer, head)[0], landing, index))
+                fan_out += [(landing, other, index) for other in others]
+        return _SplitHeads(
             head_ranges=head_ranges,
-            shapes=shapes,
-            reads=tuple((source, shape) for source, _, shape in copies),
-            writes=tuple((destination, shape) for _, destination, shape in copies),
+            distinct=distinct,
+            reads=tuple((source, index) for source, _, index in copies),
+            writes=tuple((destination, index) for _, destination, index in copies),
             copies=tuple(copies),
             fan_out=tuple(fan_out),
         )
 
-    def _shape(self, head: int, count: int) -> _Shape:
-        return _Shape(
-            source=self._source.local_heads(head, count, self.unit),
-            destination=self._destination.local_heads(head, count, self.unit),
+    def _head_range(self, head: int, count: int) -> _HeadRange:
+        return _HeadRange(
+            source=self._source.local_heads(head, count, self.unit_tokens),
+            destination=self._destination.local_heads(head, count, self.unit_tokens),
         )

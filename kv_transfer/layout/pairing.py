@@ -42,19 +42,19 @@ class Pairing:
         self, held_tokens: int, first_block: int, blocks: tuple[BlockId, ...], pool_blocks: int
     ) -> PlacedCells:
         """Cells in some of a prompt's blocks at the source, beginning with the prompt's `first_block`."""
-        at = TokenBlocks(blocks=blocks, first_block=first_block, pool_blocks=pool_blocks)
-        return PlacedCells(mapping=self.mapping, held_tokens=held_tokens, at=at)
+        at = TokenBlocks(blocks=blocks, first_block=first_block, held_tokens=held_tokens, pool_blocks=pool_blocks)
+        return PlacedCells(mapping=self.mapping, at=at)
 
     def at_destination(self, held_tokens: int, blocks: tuple[BlockId, ...], pool_blocks: int) -> PlacedCells:
         """Cells in the blocks behind the held prefix at the destination."""
         first_block = held_tokens // self.destination.block_size
-        at = TokenBlocks(blocks=blocks, first_block=first_block, pool_blocks=pool_blocks)
-        return PlacedCells(mapping=self.mapping, held_tokens=held_tokens, at=at)
+        at = TokenBlocks(blocks=blocks, first_block=first_block, held_tokens=held_tokens, pool_blocks=pool_blocks)
+        return PlacedCells(mapping=self.mapping, at=at)
 
     @property
     def unit_layer_bytes(self) -> int:
-        """Of one unit in one layer, all heads of K and V, as they travel."""
-        vectors = 2 * self.mapping.unit * self.source.num_kv_heads
+        """Bytes of one unit in one layer, all heads of K and V, as they travel."""
+        vectors = 2 * self.mapping.unit_tokens * self.source.num_kv_heads
         return vectors * vector_bytes(self.wire_dtype, self.source.head_dim)
 
     def at_departure(self) -> Converter | None:

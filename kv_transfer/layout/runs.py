@@ -1,7 +1,7 @@
 """Runs of bytes that make up cells, in a form whose cost does not grow with the number of layers. Pure.
 
-A lane is one layer's share of one rank. The physical blocks of a prompt are the same in every layer, so the runs of a
-lane are a pattern, shared by many lanes, moved to where the lane's plane begins.
+A plane is one layer of one rank. The physical blocks of a prompt are the same in every layer, so the runs of a plane
+are worked out once, from the plane's beginning, and shared by all planes that are alike.
 """
 
 from collections.abc import Iterable, Iterator
@@ -9,62 +9,62 @@ from dataclasses import dataclass
 
 Run = tuple[int, int]
 """(offset, length) in bytes."""
-Copy = tuple[int, int, int]
-"""(source offset, destination offset, length) in bytes."""
+RunPair = tuple[int, int, int]
+"""(source offset, destination offset, length) in bytes: a run and where it is copied."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runs:
     """Runs of one region. Iterated over they are (offset, length), in the order of the wire."""
 
-    lanes: tuple[tuple[int, int], ...]
-    """(plane, index into `patterns`), equally many for each layer, and a layer's like the others' but for planes."""
+    planes: tuple[tuple[int, int], ...]
+    """(plane, index into `plane_runs`), equally many for each layer, and a layer's like the others' but for planes."""
     num_layers: int
-    patterns: tuple[tuple[Run, ...], ...]
+    plane_runs: tuple[tuple[Run, ...], ...]
     """Offsets from the beginning of a plane; no run continues the one before it."""
     plane_bytes: int
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all runs."""
-        sizes = [sum(length for _, length in pattern) for pattern in self.patterns]
-        return sum(sizes[pattern] for _, pattern in self.lanes)
+        sizes = [sum(length for _, length in runs) for runs in self.plane_runs]
+        return sum(sizes[index] for _, index in self.planes)
 
     def __len__(self) -> int:
-        return sum(len(self.patterns[pattern]) for _, pattern in self.lanes)
+        return sum(len(self.plane_runs[index]) for _, index in self.planes)
 
     def __iter__(self) -> Iterator[Run]:
-        for plane, pattern in self.lanes:
+        for plane, index in self.planes:
             base = plane * self.plane_bytes
-            for offset, length in self.patterns[pattern]:
+            for offset, length in self.plane_runs[index]:
                 yield base + offset, length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Copies:
-    """Copies between two regions, or within one. Iterated over they are (source offset, destination offset, length)."""
+class RunPairs:
+    """What is copied between two regions, or within one. Iterated over: (source offset, destination offset, length)."""
 
-    lanes: tuple[tuple[int, int, int], ...]
-    """(source plane, destination plane, index into `patterns`), as in `Runs`."""
+    planes: tuple[tuple[int, int, int], ...]
+    """(source plane, destination plane, index into `plane_pairs`), as in `Runs`."""
     num_layers: int
-    patterns: tuple[tuple[Copy, ...], ...]
-    """Offsets from the beginnings of the planes; no copy continues the one before it on both sides."""
+    plane_pairs: tuple[tuple[RunPair, ...], ...]
+    """Offsets from the beginnings of the planes; no pair continues the one before it on both sides."""
     source_plane_bytes: int
     destination_plane_bytes: int
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all copies."""
-        sizes = [sum(copy[2] for copy in pattern) for pattern in self.patterns]
-        return sum(sizes[pattern] for _, _, pattern in self.lanes)
+        """Bytes of all runs of one side."""
+        sizes = [sum(pair[2] for pair in pairs) for pairs in self.plane_pairs]
+        return sum(sizes[index] for _, _, index in self.planes)
 
     def __len__(self) -> int:
-        return sum(len(self.patterns[pattern]) for _, _, pattern in self.lanes)
+        return sum(len(self.plane_pairs[index]) for _, _, index in self.planes)
 
-    def __iter__(self) -> Iterator[Copy]:
-        for source, destination, pattern in self.lanes:
+    def __iter__(self) -> Iterator[RunPair]:
+        for source, destination, index in self.planes:
             here, there = source * self.source_plane_bytes, destination * self.destination_plane_bytes
-            for begin, end, length in self.patterns[pattern]:
+            for begin, end, length in self.plane_pairs[index]:
                 yield here + begin, there + end, length
 
 
@@ -82,9 +82,9 @@ def extend(runs: list[Run], more: Iterable[Run], base: int = 0) -> None:
         runs.append((begin, size))
 
 
-def paired(reads: Iterable[Run], writes: Iterable[Run]) -> tuple[Copy, ...]:
+def pair_runs(reads: Iterable[Run], writes: Iterable[Run]) -> tuple[RunPair, ...]:
     """The same bytes as runs of one side and of the other, cut where either is; equal total lengths."""
-    copies = []
+    pairs = []
     targets = iter(writes)
     there, room = 0, 0
     for start, length in reads:
@@ -93,6 +93,6 @@ def paired(reads: Iterable[Run], writes: Iterable[Run]) -> tuple[Copy, ...]:
             if not room:
                 there, room = next(targets)
             size = left if left < room else room
-            copies.append((here, there, size))
+            pairs.append((here, there, size))
             here, left, there, room = here + size, left - size, there + size, room - size
-    return tuple(copies)
+    return tuple(pairs)

@@ -1,6 +1,7 @@
-"""Lanes and shapes of one side as numbers in memory, for compiled code: csrc/walk.h reads them. Pure.
+"""One side's layout as numbers in memory, for compiled code: csrc/walk.h reads them. Pure.
 
-A table belongs to a pair of workers and knows no prompt; a place is a prompt's blocks in one pool, on top of a table.
+A table belongs to a pair of workers and knows no prompt; `StridedBlocks` are a prompt's blocks in one pool, on top of a
+table.
 """
 
 from array import array
@@ -8,35 +9,35 @@ from collections.abc import Sequence
 
 from kv_transfer.layout.runs import Run
 
-_PLACE_BYTES = 5 * 8
+_POOL_BLOCKS_BYTES = 5 * 8
 
 
 class StridedLayoutTable:
-    """One side of a range of heads: lanes as in `Runs`, and each shape's runs in a block, by unit of tokens."""
+    """One side of some heads: their planes as in `Runs`, and the runs of each range of heads in a block, by unit."""
 
     __slots__ = ("_arrays", "address", "units_per_block")
 
     def __init__(
         self,
-        lanes: Sequence[tuple[int, int]],
-        shapes: Sequence[Sequence[Sequence[Run]]],
+        planes: Sequence[tuple[int, int]],
+        unit_runs: Sequence[Sequence[Sequence[Run]]],
         *,
         num_layers: int,
         block_bytes: int,
     ) -> None:
-        """`shapes`: `[shape, unit, run]`; all have equally many units."""
-        units = [unit for shape in shapes for unit in shape]
+        """`unit_runs`: `[range of heads, unit, run]`; all ranges have equally many units."""
+        units = [unit for head_range in unit_runs for unit in head_range]
         starts = array("q", [0])
         for unit in units:
             starts.append(starts[-1] + len(unit))
         runs = array("q", [number for unit in units for run in unit for number in run])
-        flat = array("q", [number for lane in lanes for number in lane])
-        self.units_per_block = len(shapes[0])
-        # csrc/walk.h: LaneTable
+        flat = array("q", [number for plane in planes for number in plane])
+        self.units_per_block = len(unit_runs[0])
+        # csrc/walk.h: LayoutTable
         addresses = [numbers.buffer_info()[0] for numbers in (flat, starts, runs)]
-        lanes_per_layer = len(lanes) // num_layers
+        planes_per_layer = len(planes) // num_layers
         table = array(
-            "q", [addresses[0], lanes_per_layer, addresses[1], addresses[2], self.units_per_block, block_bytes]
+            "q", [addresses[0], planes_per_layer, addresses[1], addresses[2], self.units_per_block, block_bytes]
         )
         self._arrays = (flat, starts, runs, table)
         self.address = table.buffer_info()[0]
@@ -49,7 +50,7 @@ class StridedBlocks:
 
     def __init__(self, table: StridedLayoutTable, region: int, pool_blocks: int, blocks: Sequence[int]) -> None:
         self._table = table
-        # csrc/walk.h: Place, and behind it the blocks that it points to
+        # csrc/walk.h: PoolBlocks, and behind it the blocks that it points to
         self._numbers = numbers = array("q", (table.address, region, pool_blocks, 0, len(blocks), *blocks))
         self.address = numbers.buffer_info()[0]
-        numbers[3] = self.address + _PLACE_BYTES
+        numbers[3] = self.address + _POOL_BLOCKS_BYTES

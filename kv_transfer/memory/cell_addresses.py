@@ -10,32 +10,29 @@ from tandem.errors import TransferError
 class CellAddresses:
     """Cells of one prompt in this process's memory. Not for cells that a converter stands between."""
 
-    __slots__ = ("_cells", "_first_unit", "_is_source", "_num_heads", "_num_layers", "_place", "_region")
+    __slots__ = ("_blocks", "_cells", "_first_unit", "_is_source", "_num_heads", "_num_layers", "_region")
 
     def __init__(self, region: KVRegion, cells: PlacedCells, *, is_source: bool) -> None:
-        """Raises TransferError when the hand-off does not begin with a unit."""
+        """Raises TransferError when the held prefix does not end with a unit."""
         mapping = cells.mapping
-        self._region = region  # must outlive the place
+        self._region = region  # its memory is pointed to
         self._cells = cells
         self._is_source = is_source
         self._num_layers, self._num_heads = mapping.num_layers, mapping.num_heads
-        first_unit, rest = divmod(cells.held_tokens, mapping.unit)
-        if rest:
-            raise TransferError("a hand-off begins within a unit")
+        self._first_unit = (mapping.source_unit if is_source else mapping.destination_unit)(cells.at)
         table = self._table(0, mapping.num_heads)
-        self._first_unit = first_unit - cells.at.first_block * table.units_per_block
-        self._place = StridedBlocks(table, region.address, cells.at.pool_blocks, cells.at.blocks)
+        self._blocks = StridedBlocks(table, region.address, cells.at.pool_blocks, cells.at.blocks)
 
     def seek(self, cells: CellRange) -> tuple[StridedBlocks, int]:
         """Where to begin with these cells. Raises TransferError when they are not the model's."""
         if not 0 <= cells.first_layer < cells.first_layer + cells.num_layers <= self._num_layers:
             raise TransferError("cells outside the model")
-        place = self._place
+        blocks = self._blocks
         if cells.num_heads != self._num_heads or cells.first_head:
             at = self._cells.at
             table = self._table(cells.first_head, cells.num_heads)
-            place = StridedBlocks(table, self._region.address, at.pool_blocks, at.blocks)
-        return place, self._first_unit + cells.first_unit
+            blocks = StridedBlocks(table, self._region.address, at.pool_blocks, at.blocks)
+        return blocks, self._first_unit + cells.first_unit
 
     def _table(self, first_head: int, num_heads: int) -> StridedLayoutTable:
         mapping = self._cells.mapping

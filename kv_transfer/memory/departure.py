@@ -61,7 +61,7 @@ class Departure:
 
 
 def split_for_conversion(cells: CellRange, payload: Payload, num_bytes: int) -> Iterator[CellRange]:
-    """`cells` cut so that the slabs' payloads, one after another, are that of `cells` (see the order in mapping.py).
+    """`cells` cut so that the parts' payloads, one after another, are that of `cells` (see the order in mapping.py).
 
     At most MAX_CONVERTED_BYTES each, or the least that can be converted: one unit of one range of heads in one layer.
     """

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kv_transfer.layout.runs import Copies, Runs
+from kv_transfer.layout.runs import RunPairs, Runs
 from tandem.values.kv_layout import KVLayout
 
 Bytes = npt.NDArray[np.uint8]
@@ -44,7 +44,7 @@ class DevicePool(Protocol):
     def scatter(self, runs: Runs, payload: Bytes) -> None:
         """Copy host memory into what `runs` name of the pool."""
 
-    def copy(self, copies: Copies) -> None:
+    def copy(self, copies: RunPairs) -> None:
         """Copy within the pool."""
 
     @property
@@ -57,10 +57,10 @@ class DevicePool(Protocol):
     def blank(self, num_bytes: int) -> Any:
         """A tensor on the device, beside the pool, without waiting for anything."""
 
-    def take(self, runs: Runs) -> tuple[Any, int]:
+    def pack_summed(self, runs: Runs) -> tuple[Any, int]:
         """A copy on the device of what `runs` name, in their order, and its `sum32`."""
 
-    def put(self, runs: Runs, packed: Any) -> int:
+    def unpack_summed(self, runs: Runs, packed: Any) -> int:
         """Copy a tensor on the device into what `runs` name; its `sum32`."""
 
     def checksum(self, runs: Runs) -> int:

@@ -28,12 +28,12 @@ class Landing:
         self._converting = threading.Lock()
         self._device = region.device
         num_tokens = len(cells.at.blocks) * pairing.destination.block_size
-        num_units = num_tokens // pairing.mapping.unit
+        num_units = num_tokens // pairing.mapping.unit_tokens
         self._max_staged_bytes = num_units * pairing.destination.num_layers * pairing.unit_layer_bytes
         self._staged: dict[CellRange, Bytes] = {}
         self._checksums: dict[CellRange, int] = {}
         self._written: set[CellRange] = set()
-        self._bytes: CellAddresses | None = None
+        self._addresses: CellAddresses | None = None
 
     @property
     def is_on_device(self) -> bool:
@@ -70,12 +70,12 @@ class Landing:
         others = sum(staged.nbytes for of, staged in list(self._staged.items()) if of != cells)
         num_bytes = self.num_bytes(cells)
         if others + num_bytes > self._max_staged_bytes:
-            raise TransferError("more is on the way than was reserved")
+            raise TransferError("more bytes are in flight than were reserved")
         self._begin(cells)
         staged = self._staged[cells] = self._allocate(num_bytes) if spare is None else spare
         return [staged.data]
 
-    def place(self, cells: CellRange) -> CellAddresses | None:
+    def addresses(self, cells: CellRange) -> CellAddresses | None:
         """Where compiled code puts their payload itself; None when it has to go where `room` says.
 
         Raises TransferError as `room` does.
@@ -83,12 +83,12 @@ class Landing:
         if self._converter is not None or self._device is not None:
             return None
         self._begin(cells)
-        return self._placed_bytes()
+        return self._cell_addresses()
 
     def on_device(self, cells: CellRange) -> Runs:
         """Where their payload goes when it comes from device to device. Raises TransferError as `room` does."""
         if self._converter is not None or self._device is None:
-            raise TransferError("this pool takes no payload from a device")
+            raise TransferError("this pool accepts no payload from a device")
         runs = self.cells.writes(cells)
         self._begin(cells)
         return runs
@@ -96,7 +96,7 @@ class Landing:
     def _begin(self, cells: CellRange) -> None:
         """A second write would not be looked at: its damage would stand where verified cells stood."""
         if cells in self._written:
-            raise TransferError("these cells have been written")
+            raise TransferError("these cells were written already")
         self._written.add(cells)
         self._checksums.pop(cells, None)
 
@@ -123,21 +123,21 @@ class Landing:
         mover = load_mover()
         if mover is None:
             return checksum_of(self._region.views(self.cells.writes(cells)))
-        return mover.checksum(self._placed_bytes(), cells)
+        return mover.checksum(self._cell_addresses(), cells)
 
-    def _placed_bytes(self) -> CellAddresses:
-        if self._bytes is None:
-            self._bytes = CellAddresses(self._region, self.cells, is_source=False)
-        return self._bytes
+    def _cell_addresses(self) -> CellAddresses:
+        if self._addresses is None:
+            self._addresses = CellAddresses(self._region, self.cells, is_source=False)
+        return self._addresses
 
-    def num_pieces(self, cells: CellRange) -> int:
+    def num_settle_steps(self, cells: CellRange) -> int:
         """Steps in which verified cells are put into place, none of them long; 0 where they landed in it."""
-        if cells not in self._staged and not self.cells.fan_out(cells).lanes:
+        if cells not in self._staged and not self.cells.fan_out(cells).planes:
             return 0
         # A device copies all layers as fast as one.
         return cells.num_layers if self._device is None else 1
 
-    def settle(self, cells: CellRange, piece: int) -> None:
+    def settle(self, cells: CellRange, step: int) -> None:
         """Take one of these steps: convert what is staged, copy what several ranks hold.
 
         For other cells other threads may, at the same time, where a device does it.
@@ -148,10 +148,10 @@ class Landing:
                 self._device.scatter(self.cells.writes(cells), self._converted(cells, staged))
             self._device.copy(self.cells.fan_out(cells))
             return
-        layer = replace(cells, first_layer=cells.first_layer + piece, num_layers=1)
+        layer = replace(cells, first_layer=cells.first_layer + step, num_layers=1)
         pool = self._region.array()
         if staged is not None:
-            payload = self._converted(layer, staged.reshape(cells.num_layers, -1)[piece])
+            payload = self._converted(layer, staged.reshape(cells.num_layers, -1)[step])
             numpy_copy.scatter(self.cells.writes(layer), payload, pool)
         numpy_copy.copy(self.cells.fan_out(layer), pool, pool)
 

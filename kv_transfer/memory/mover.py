@@ -15,7 +15,7 @@ from pathlib import Path
 from kv_transfer.layout.cell_range import CellRange
 from kv_transfer.memory.cell_addresses import CellAddresses
 from kv_transfer.memory.socket_stream import CellStreams
-from kv_transfer.memory.write_stop_lock import PIECE_BYTES, WriteStopLock
+from kv_transfer.memory.write_stop_lock import BURST_BYTES, WriteStopLock
 from tandem.errors import InvariantError, TransferError
 from tandem.native.build import NativeUnavailable, Recipe, build
 from tandem.native.library import NativeLibrary
@@ -41,7 +41,7 @@ class Mover:
     """The compiled functions; any thread may use them, and none of them holds the GIL."""
 
     def __init__(self, library: NativeLibrary, level: Level | None = None) -> None:
-        """With the best instructions that the processor has, unless told which."""
+        """With the best instructions that the processor has, or with those of `level`."""
         best = Level(library.bind("tandem_mover_level", "", "i")())
         self.level = int(best if level is None else min(level, best))
         self._move = library.bind("tandem_move", "p", "i")
@@ -62,8 +62,8 @@ class Mover:
     ) -> tuple[int, int]:
         """Copy `cells`; returns (their checksum, bytes).
 
-        The gate is passed for a piece or more: as soon as somebody wants one of its locks, the piece under way is the
-        last one before it is passed again. Raises TransferError for cells that are not there, and as the gate does.
+        The gate is entered for a burst or more: as soon as somebody wants one of its locks, the burst under way is the
+        last one before it is entered again. Raises TransferError for cells that are not there, and as the gate does.
         """
         here, here_unit = source.seek(cells)
         there, there_unit = target.seek(cells)
@@ -79,7 +79,7 @@ class Mover:
                 cells.first_layer,
                 cells.num_layers,
                 cells.num_units,
-                PIECE_BYTES,
+                BURST_BYTES,
                 gate.wanted,
                 gate.also_wanted,
                 with_checksum,
@@ -96,26 +96,25 @@ class Mover:
             raise _refusal(result)
         return move[-1], move[-2]
 
-    def checksum(self, place: CellAddresses, cells: CellRange) -> int:
-        """Of `cells` where they lie. Raises TransferError for cells that are not there."""
-        at, unit = place.seek(cells)
+    def checksum(self, addresses: CellAddresses, cells: CellRange) -> int:
+        """CRC-32 of `cells` where they lie. Raises TransferError for cells that are not there."""
+        blocks, unit = addresses.seek(cells)
         # csrc/mover.cpp: Sum
-        box = (cells.first_layer, cells.num_layers, cells.num_units)
-        asked = array("q", (self.level, at.address, unit, *box))
-        result: int = self._checksum(asked.buffer_info()[0])
+        numbers = array("q", (self.level, blocks.address, unit, cells.first_layer, cells.num_layers, cells.num_units))
+        result: int = self._checksum(numbers.buffer_info()[0])
         if result < 0:
             raise _refusal(result)
         return result
 
-    def runs(self, place: CellAddresses, cells: CellRange) -> list[tuple[int, int]]:
+    def runs(self, addresses: CellAddresses, cells: CellRange) -> list[tuple[int, int]]:
         """(offset, length) in the order of the wire; no run continues the one before it. Raises TransferError."""
-        at, unit = place.seek(cells)
-        box = (cells.first_layer, cells.num_layers, cells.num_units)
-        count: int = self._runs(at.address, unit, *box, None, 0)
+        blocks, unit = addresses.seek(cells)
+        counts = (cells.first_layer, cells.num_layers, cells.num_units)
+        count: int = self._runs(blocks.address, unit, *counts, None, 0)
         if count < 0:
             raise _refusal(count)
         found = (ctypes.c_int64 * (2 * count))()
-        self._runs(at.address, unit, *box, found, count)
+        self._runs(blocks.address, unit, *counts, found, count)
         return list(zip(found[::2], found[1::2], strict=True))
 
     def crc32(self, address: int, num_bytes: int, value: int = 0) -> int:
@@ -125,7 +124,7 @@ class Mover:
 
 @functools.cache
 def load_mover() -> Mover | None:
-    """This process's, built the first time (seconds); None, and a line in the log, where none can be built."""
+    """This process's mover, built the first time (seconds); None, and a line in the log, where none can be built."""
     try:
         return Mover(NativeLibrary(build(RECIPE)))
     except NativeUnavailable as unavailable:

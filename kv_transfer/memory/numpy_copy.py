@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from kv_transfer.layout.runs import Copies, Runs
+from kv_transfer.layout.runs import RunPairs, Runs
 from tandem.errors import TransferError
 
 Bytes = npt.NDArray[np.uint8]
@@ -31,25 +31,25 @@ def scatter(runs: Runs, payload: Bytes, region: Bytes) -> None:
         planes[rows] = part
 
 
-def copy(copies: Copies, source: Bytes, destination: Bytes) -> None:
+def copy(copies: RunPairs, source: Bytes, destination: Bytes) -> None:
     """Carry out `copies` between two regions or within one. Raises TransferError when sizes disagree."""
-    if not copies.lanes:
+    if not copies.planes:
         return
     here, there = _planes(source, copies.source_plane_bytes), _planes(destination, copies.destination_plane_bytes)
-    per_layer = len(copies.lanes) // copies.num_layers
-    for i, (_, _, pattern) in enumerate(copies.lanes[:per_layer]):
-        lanes = copies.lanes[i::per_layer]
-        sources, targets = _steps([lane[0] for lane in lanes]), _steps([lane[1] for lane in lanes])
-        for begin, end, length in copies.patterns[pattern]:
+    per_layer = len(copies.planes) // copies.num_layers
+    for i, (_, _, index) in enumerate(copies.planes[:per_layer]):
+        alike = copies.planes[i::per_layer]
+        sources, targets = _steps([plane[0] for plane in alike]), _steps([plane[1] for plane in alike])
+        for begin, end, length in copies.plane_pairs[index]:
             there[targets, end : end + length] = here[sources, begin : begin + length]
 
 
 def rows_of(runs: Runs) -> Iterator[tuple[_Rows, slice]]:
     """Each run of a layer in all layers: (its planes and columns in the region, its columns in a layer's payload)."""
-    per_layer, begin = len(runs.lanes) // runs.num_layers, 0
-    for i, (_, pattern) in enumerate(runs.lanes[:per_layer]):
-        planes = _steps([plane for plane, _ in runs.lanes[i::per_layer]])
-        for offset, length in runs.patterns[pattern]:
+    per_layer, begin = len(runs.planes) // runs.num_layers, 0
+    for i, (_, index) in enumerate(runs.planes[:per_layer]):
+        planes = _steps([plane for plane, _ in runs.planes[i::per_layer]])
+        for offset, length in runs.plane_runs[index]:
             yield (planes, slice(offset, offset + length)), slice(begin, begin + length)
             begin += length
 

@@ -21,9 +21,9 @@ class KVRegion:
     num_blocks: int
     layout: KVLayout
     fd: int | None = None
-    """Of the memory itself when it can be mapped by another process (see transports/shared_pool.py)."""
+    """Descriptor of the memory when another process can map it (see memory/shared_memory.py)."""
     address: int = 0
-    """Of the first byte, in this process; 0 where that is not in host memory."""
+    """Address of the first byte in this process; 0 where that is not in host memory."""
     device: DevicePool | None = None
     """Where the blocks are when they are not in host memory; then `buffer` is empty."""
 
@@ -49,10 +49,10 @@ class KVRegion:
         """
         buffer = self._host_bytes()
         views: list[memoryview] = []
-        parts = [[slice(offset, offset + length) for offset, length in pattern] for pattern in runs.patterns]
-        for plane, pattern in runs.lanes:
-            lane = buffer[plane * runs.plane_bytes : (plane + 1) * runs.plane_bytes]
-            views += [lane[part] for part in parts[pattern]]
+        slices = [[slice(offset, offset + length) for offset, length in one] for one in runs.plane_runs]
+        for plane, index in runs.planes:
+            plane_bytes = buffer[plane * runs.plane_bytes : (plane + 1) * runs.plane_bytes]
+            views += [plane_bytes[run] for run in slices[index]]
         return views
 
     def array(self) -> Bytes:

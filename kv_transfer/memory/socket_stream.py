@@ -7,15 +7,15 @@ from enum import IntEnum
 
 from kv_transfer.layout.cell_range import CellRange
 from kv_transfer.memory.cell_addresses import CellAddresses
-from kv_transfer.memory.write_stop_lock import PieceLock
+from kv_transfer.memory.write_stop_lock import BurstLock
 from tandem.errors import TransferError
 from tandem.native.library import NativeLibrary
 
-PIECE_BYTES = 256 << 10
-"""Moved in one system call: what a second-level cache still has when it is checksummed."""
+BURST_BYTES = 256 << 10
+"""Moved in one system call: few enough to be in a second-level cache still when they are checksummed."""
 
 
-class StreamProgress(IntEnum):
+class StreamStep(IntEnum):
     """How a step along a stream ended."""
 
     PAUSED = 0
@@ -30,15 +30,15 @@ class StreamProgress(IntEnum):
 class CellStream:
     """One chunk on its way out of a pool or into it. `advance` does not wait; one thread, under `lock`."""
 
-    __slots__ = ("_advance", "_numbers", "_place", "address", "num_bytes")
+    __slots__ = ("_advance", "_blocks", "_numbers", "address", "num_bytes")
 
-    def __init__(self, numbers: "array[int]", place: object, advance: Callable[[int], int], num_bytes: int) -> None:
+    def __init__(self, numbers: "array[int]", blocks: object, advance: Callable[[int], int], num_bytes: int) -> None:
         self._numbers = numbers
-        self._place = place  # its memory is pointed to
+        self._blocks = blocks  # its memory is pointed to
         self._advance = advance
         self.address = numbers.buffer_info()[0]
         self.num_bytes = num_bytes
-        """Of the whole chunk."""
+        """Payload of the whole chunk."""
 
     @property
     def num_moved(self) -> int:
@@ -49,17 +49,17 @@ class CellStream:
     def checksum(self) -> int:
         return self._numbers[-2]
 
-    def advance(self) -> StreamProgress:
+    def advance(self) -> StreamStep:
         """Move what can be moved. Raises OSError."""
         result = self._advance(self.address)
         if result < 0:
             error = self._numbers[-1]
             raise OSError(error, os.strerror(error))
-        return StreamProgress(result)
+        return StreamStep(result)
 
 
 class CellStreams:
-    """Opens streams; any thread may."""
+    """Opens streams, from any thread."""
 
     def __init__(self, library: NativeLibrary, level: int) -> None:
         self._level = level
@@ -68,21 +68,21 @@ class CellStreams:
 
     def open(
         self,
-        place: CellAddresses,
+        addresses: CellAddresses,
         cells: CellRange,
         socket: int,
-        lock: PieceLock,
+        lock: BurstLock,
         *,
         is_sending: bool,
         with_checksum: bool = True,
     ) -> CellStream:
-        """Of `cells`, through a connected socket's descriptor. Raises TransferError for cells that are not there."""
-        at, unit = place.seek(cells)
+        """A stream of `cells` through a connected socket; raises TransferError for cells that are not there."""
+        blocks, unit = addresses.seek(cells)
         # csrc/stream.cpp: Stream
-        box = (cells.first_layer, cells.num_layers, cells.num_units)
-        asked = (self._level, socket, is_sending, at.address, unit, *box, PIECE_BYTES, lock.wanted, 0, with_checksum)
-        numbers = array("q", (*asked, 0, 0, 0, 0))
+        counts = (cells.first_layer, cells.num_layers, cells.num_units)
+        given = (self._level, socket, is_sending, blocks.address, unit, *counts, BURST_BYTES, lock.wanted, 0)
+        numbers = array("q", (*given, with_checksum, 0, 0, 0, 0))
         num_bytes: int = self._open(numbers.buffer_info()[0])
         if num_bytes < 0:
             raise TransferError("cells outside the blocks of their prompt, or blocks outside the KV region")
-        return CellStream(numbers, at, self._advance, num_bytes)
+        return CellStream(numbers, blocks, self._advance, num_bytes)

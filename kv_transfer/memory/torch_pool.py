@@ -35,7 +35,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from kv_transfer.layout.runs import Copies, Runs
+from kv_transfer.layout.runs import RunPairs, Runs
 from kv_transfer.memory.device_pool import Bytes
 from kv_transfer.memory.numpy_copy import rows_of
 from tandem.errors import TransferError
@@ -133,14 +133,14 @@ class TorchPool:
         with self.working():
             self.unpack(runs, self._torch.from_numpy(payload).to(self._memory.device, non_blocking=True))
 
-    def copy(self, copies: Copies) -> None:
-        if not copies.lanes:
+    def copy(self, copies: RunPairs) -> None:
+        if not copies.planes:
             return
         with self.working():
-            for source, target, pattern in copies.lanes:
-                for begin, end, length in copies.patterns[pattern]:
-                    piece = self._planes[source, begin : begin + length]
-                    self._planes[target, end : end + length].copy_(piece)
+            for source, target, index in copies.planes:
+                for begin, end, length in copies.plane_pairs[index]:
+                    run = self._planes[source, begin : begin + length]
+                    self._planes[target, end : end + length].copy_(run)
 
     def send(self, reads: Runs, target: "TorchPool", writes: Runs) -> int:
         """All of it runs on one of this pool's streams."""
@@ -154,12 +154,12 @@ class TorchPool:
         with self._on_stream():
             return self._torch.empty(num_bytes, dtype=self._torch.uint8, device=self._memory.device)
 
-    def take(self, runs: Runs) -> tuple[Any, int]:
+    def pack_summed(self, runs: Runs) -> tuple[Any, int]:
         with self.working():
             packed = self.pack(runs)
             return packed, self._number(self.sum_of(packed))
 
-    def put(self, runs: Runs, packed: Any) -> int:
+    def unpack_summed(self, runs: Runs, packed: Any) -> int:
         with self.working():
             total = self.sum_of(packed)
             self.unpack(runs, packed)
@@ -227,4 +227,4 @@ class TorchPool:
             with self._streams.one() as stream:
                 yield stream
         except self._torch.OutOfMemoryError:
-            raise TransferError("the device has no memory left beside the pool") from None
+            raise TransferError("the device has no memory left besides the pool") from None

@@ -1,4 +1,4 @@
-"""What stands between threads that move bytes and those that stop them: locks handed over within one piece."""
+"""What stands between threads that move bytes and those that stop them: locks handed over within one burst."""
 
 import ctypes
 import threading
@@ -6,21 +6,21 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-PIECE_BYTES = 1 << 20
-"""Moved before it is looked whether somebody wants the lock: bounds how long a cancel or a revocation waits."""
+BURST_BYTES = 1 << 20
+"""Moved before checking whether somebody wants the lock: bounds how long a cancel or a revocation waits."""
 
 
-class PieceLock:
+class BurstLock:
     """A lock whose holder can see that it is wanted, and cannot take it again before whoever waited.
 
     A plain lock lets its holder release and take it again for as long as it likes; whoever waits then waits for all
-    pieces of everything that is queued.
+    bursts of everything that is queued.
     """
 
-    __slots__ = ("_door", "_lock", "_wanted", "release", "wanted")
+    __slots__ = ("_entrance", "_lock", "_wanted", "release", "wanted")
 
     def __init__(self) -> None:
-        self._door = threading.Lock()
+        self._entrance = threading.Lock()
         self._lock = threading.Lock()
         self._wanted = ctypes.c_int32()
         self.wanted = ctypes.addressof(self._wanted)
@@ -28,8 +28,8 @@ class PieceLock:
         self.release = self._lock.release
 
     def acquire(self) -> None:
-        """Wait for the lock; whoever waits stands in the door, so the last holder comes after them."""
-        with self._door:
+        """Wait for the lock; whoever waits holds the entrance, so the last holder comes after them."""
+        with self._entrance:
             if not self._lock.acquire(False):
                 self._wanted.value = 1
                 self._lock.acquire()
@@ -45,14 +45,14 @@ class PieceLock:
 
 
 class WriteStopLock:
-    """Entered around every piece, or several while nobody wants in: takes one or two locks, then asks `check`.
+    """Entered around every burst, or several while nobody wants in: takes one or two locks, then asks `check`.
 
     `check` raises TransferError when nothing may be moved any more; what it looks at changes only under those locks.
     """
 
     __slots__ = ("_check", "_lock", "_other", "also_wanted", "wanted")
 
-    def __init__(self, check: Callable[[], object], lock: PieceLock, other: PieceLock | None = None) -> None:
+    def __init__(self, check: Callable[[], object], lock: BurstLock, other: BurstLock | None = None) -> None:
         self._check = check
         self._lock, self._other = lock, other
         self.wanted = lock.wanted

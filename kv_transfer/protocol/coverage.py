@@ -8,7 +8,7 @@ from kv_transfer.layout.cell_range import CellRange
 
 
 class Coverage:
-    """Bookkeeping of one reservation; knows shapes, not bytes."""
+    """Bookkeeping of one reservation; knows counts, not bytes."""
 
     __slots__ = ("_claimed", "_full", "_landed", "_num_heads", "_num_layers", "num_units")
 
@@ -31,7 +31,7 @@ class Coverage:
         return all(mask == self._full for mask in self._landed)
 
     def contains(self, cells: CellRange) -> bool:
-        """Whether `cells` is a non-empty box inside the reservation."""
+        """Whether `cells` are some, and all of them in the reservation."""
         return (
             cells.num_layers > 0
             and cells.num_units > 0

@@ -39,7 +39,7 @@ class Quiet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Committed:
-    """Answer to Commit."""
+    """The blocks belong to the request: the answer to Commit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class PeerFaulted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submitted:
-    """Answer to SubmitPrefill."""
+    """The engine has queued the prefill: the answer to SubmitPrefill."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,7 @@ class PrefillScheduled:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillProgress:
+class KVComputed:
     """KV of the first `num_computed_tokens` tokens is in `blocks` (the whole table, held prefix included).
 
     While a step is under way that will have computed `coming_tokens` tokens, what it has done of them is in the blocks
@@ -139,7 +139,7 @@ class WriteFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WritesQuiet:
-    """Answer to CancelWrites."""
+    """No write moves a byte any more: the answer to CancelWrites."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +154,7 @@ SenderEvent = (
     Submitted
     | SubmitRefused
     | PrefillScheduled
-    | PrefillProgress
+    | KVComputed
     | FirstTokenSampled
     | PrefillFinished
     | PrefillFailed

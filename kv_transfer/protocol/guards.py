@@ -93,7 +93,7 @@ def repeated_first_token(known: FirstToken | None, resume: bool) -> bool:
 
 
 def wrong_identity(sent: BlockHash | None, expected: BlockHash | None) -> bool:
-    """The sender computed other tokens than were asked for: a stale reference on its side."""
+    """The sender computed other tokens than requested: a stale reference on its side."""
     return expected is not None and sent != expected
 
 

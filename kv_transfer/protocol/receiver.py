@@ -206,14 +206,14 @@ class Receiver:
         job, most = self.plan.job, self._coverage.num_units
         if job.fetch:
             if guards.impossible_fetch(offer, most, self._units_per_block):
-                return self._violation(f"offers {offer.num_units} units of at most {most}", now)
+                return self._violation(f"offers {offer.num_units} units, at most {most} were requested", now)
             self._num_blocks = offer.num_units // self._units_per_block
             self._coverage = self._nothing_covered(offer.num_units)
         elif guards.unexpected_size(offer, most):
-            return self._violation(f"offers {offer.num_units} units, {most} travel", now)
+            return self._violation(f"offers {offer.num_units} units, expected {most}", now)
         # Before anything is bound: what lands in an attempt that fails later is kept under these tokens' names.
         if guards.wrong_identity(offer.tail_hash, self._expected_tail()):
-            return self._violation("computes other tokens than were asked for", now)
+            return self._violation("computes other tokens than requested", now)
         self._move(HandoffState.OFFERED)
         self._progress = Lease(self.plan.stall_s, now)
         self._binding = True
@@ -227,7 +227,7 @@ class Receiver:
         if self.state is not HandoffState.OFFERED:
             return self._close()
         if guards.wrong_binding(len(blocks), self._num_blocks):
-            return self._violation(f"{len(blocks)} blocks bound, {self._num_blocks} travel", now)
+            return self._violation(f"{len(blocks)} blocks bound, expected {self._num_blocks}", now)
         self._granted = True
         self._move(HandoffState.RESERVED)
         return (OpenGrant(blocks=blocks),)
@@ -303,7 +303,7 @@ class Receiver:
         if not 0 < seal.num_chunks <= self._coverage.num_cells or max(self._landings, default=-1) >= seal.num_chunks:
             return self._violation(f"seal of {seal.num_chunks} chunks contradicts those announced", now)
         if guards.wrong_identity(seal.tail_hash, self._expected_tail()):
-            return self._violation("computed other tokens than were asked for", now, keep=False)
+            return self._violation("computed other tokens than requested", now, keep=False)
         self._seal = seal
         self._sealed_at = now
         self._move(HandoffState.SEALED)

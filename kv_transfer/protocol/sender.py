@@ -23,11 +23,11 @@ from kv_transfer.protocol.actions import (
 from kv_transfer.protocol.events import (
     FirstTokenSampled,
     HandoffCancelled,
+    KVComputed,
     LinkLost,
     PeerFaulted,
     PrefillFailed,
     PrefillFinished,
-    PrefillProgress,
     PrefillScheduled,
     SenderEvent,
     SubmitRefused,
@@ -186,13 +186,13 @@ class Sender:
             return ()
         if not isinstance(event, HandoffCancelled | LinkLost | PeerFaulted):
             self._progress.renew(now)
-        return self._on_news(event, now)
+        return self._on_engine_event(event, now)
 
-    def _on_news(self, event: SenderEvent, now: float) -> Actions:
+    def _on_engine_event(self, event: SenderEvent, now: float) -> Actions:
         match event:
             case PrefillScheduled():
                 return self._on_scheduled(event, now)
-            case PrefillProgress():
+            case KVComputed():
                 return self._on_progress(event)
             case FirstTokenSampled():
                 return () if self.plan.job.resume else (SendMessage(body=event.first_token),)
@@ -269,20 +269,20 @@ class Sender:
         if self.state is not HandoffState.OFFERED:
             return ()
         if guards.unexpected_size(reserve, self._num_units):
-            return self._fail(f"{reserve.num_units} units reserved, {self._num_units} travel")
+            return self._fail(f"{reserve.num_units} units reserved, expected {self._num_units}")
         self._reserve = reserve
         self._move(HandoffState.RESERVED)
         return self._advance()
 
-    def _on_progress(self, event: PrefillProgress) -> Actions:
+    def _on_progress(self, event: KVComputed) -> Actions:
         # A preempted prompt is computed again into other blocks: those told first are pinned, whole and equal.
-        ready = self._told_blocks(event.num_computed_tokens, event.blocks)
-        coming = max(ready, self._told_blocks(event.coming_tokens, event.blocks))
+        ready = self._note_sources(event.num_computed_tokens, event.blocks)
+        coming = max(ready, self._note_sources(event.coming_tokens, event.blocks))
         self._sources.extend(event.blocks[self._held_blocks + len(self._sources) : coming])
         self._num_ready = max(self._num_ready, self._units_in(ready))
         return self._advance(coming=self._units_in(coming), num_layers=event.num_layers)
 
-    def _told_blocks(self, num_tokens: int, blocks: Sequence[BlockId]) -> int:
+    def _note_sources(self, num_tokens: int, blocks: Sequence[BlockId]) -> int:
         """Of the table's blocks those that these tokens fill, and with the last token all."""
         if num_tokens >= self._end_tokens:
             return min(self._held_blocks + self._num_blocks, len(blocks))
@@ -295,7 +295,7 @@ class Sender:
 
     def _on_finished(self, event: PrefillFinished) -> Actions:
         if len(self._sources) != self._num_blocks:
-            return self._fail(f"{len(self._sources)} blocks computed, {self._num_blocks} travel")
+            return self._fail(f"{len(self._sources)} blocks computed, expected {self._num_blocks}")
         self._finished = event
         return self._advance()
 
@@ -376,12 +376,12 @@ class Sender:
             return self._fail(failure.message, stop_engine=stop_engine)
         return (SendMessage(body=Reject(failure=failure)), *self._fail(None, stop_engine=stop_engine))
 
-    def _fail(self, tell: str | None, *, stop_engine: bool = True) -> Actions:
-        """Stop everything; `tell` is what the peer should hear, None when it knows or cannot."""
+    def _fail(self, reason: str | None, *, stop_engine: bool = True) -> Actions:
+        """Stop everything; `reason` is what the peer should hear, None when it knows or cannot."""
         self._move(HandoffState.ABORTING)
         actions: list[Action] = []
-        if tell is not None:
-            actions.append(SendMessage(body=Abort(reason=tell)))
+        if reason is not None:
+            actions.append(SendMessage(body=Abort(reason=reason)))
         if self._submitted and self._finished is None and stop_engine:
             actions.append(AbortPrefill())
         if self._reserve is not None:

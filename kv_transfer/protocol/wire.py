@@ -82,7 +82,7 @@ def decode(message: pb.HandoffMessage) -> HandoffEnvelope:
     kind = message.WhichOneof("kind")
     key = _key(message) if message.transfer_id else None
     if kind is None:
-        raise WireError("message of no known kind", key)
+        raise WireError("unknown kind of message", key)
     if (kind in ("hello", "renew")) != (key is None) and kind != "reject":
         raise WireError(f"{kind} with a transfer_id, or another kind without", key)
     try:

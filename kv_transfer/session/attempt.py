@@ -124,8 +124,8 @@ class Attempt(ABC, Generic[MachineT, EventT]):
         if outcome is AttemptOutcome.COMMITTED:
             return
         job = self.machine.plan.job
-        told = "fetch" if job.fetch else "hand-off", self.key.transfer_id, self.key.attempt, outcome.value
-        log.info("%s %s, attempt %d, %s: %s", *told, end_reason(cause), extra=about(job.request_id))
+        details = "fetch" if job.fetch else "hand-off", self.key.transfer_id, self.key.attempt, outcome.value
+        log.info("%s %s, attempt %d, %s: %s", *details, end_reason(cause), extra=about(job.request_id))
 
     def _on_given_up(self) -> None:
         """The machine is live no more: nothing but the end of what is under way is of interest; called once."""
@@ -140,7 +140,7 @@ class Attempt(ABC, Generic[MachineT, EventT]):
 
     @abstractmethod
     def _begin(self) -> Actions:
-        """Start the machine."""
+        """The machine's first actions."""
 
     @abstractmethod
     def _execute(self, action: Action) -> EventT | None:

@@ -103,7 +103,7 @@ async def _read(
 async def _write(stream: Any, outbox: LinkOutbox) -> None:
     while (envelope := await outbox.get()) is not None:
         await write_message(stream, envelope)
-    raise LinkBroken("closed here")
+    raise LinkBroken("closed by this side")
 
 
 async def read_message(stream: Any) -> pb.HandoffMessage:

@@ -54,14 +54,14 @@ class FadingRate:
 class _Estimate:
     """A rate and when it was measured."""
 
-    __slots__ = ("asked_s", "incarnation", "rate", "seen_s", "transport")
+    __slots__ = ("incarnation", "rate", "requested_s", "seen_s", "transport")
 
     def __init__(self, transport: str = "", incarnation: Incarnation | None = None) -> None:
         self.transport = transport
         self.incarnation = incarnation
         self.rate = FadingRate()
         self.seen_s = 0.0
-        self.asked_s = 0.0
+        self.requested_s = 0.0
 
     def after(self, idle_s: float, otherwise: float) -> float:
         """The rate when nothing was heard for so long; `otherwise`: what is expected of its like, 0 if nothing is."""
@@ -105,18 +105,18 @@ class PeerRates:
         self._by_transport.setdefault(transport, _Estimate()).observe(num_bytes, seconds, now, 0.0)
         self._overall.observe(num_bytes, seconds, now, 0.0)
 
-    def asked(self, peer: str, incarnation: Incarnation, now: float) -> None:
+    def on_request(self, peer: str, incarnation: Incarnation, now: float) -> None:
         """Something is awaited from the peer: until it comes what was measured counts again, or many would ask."""
         own = self._by_peer.get(peer)
         if own is not None and own.incarnation == incarnation:
-            own.asked_s = now
+            own.requested_s = now
 
     def bytes_per_s(self, peer: str, incarnation: Incarnation, transport: str = "", *, now: float) -> float:
         """From this peer; else of its transport; else, when that is not known either, of all; 0 before any came."""
         own = self._by_peer.get(peer)
         if own is None or own.incarnation != incarnation:
             return self._of_transport(transport, now)
-        return own.after(now - max(own.seen_s, own.asked_s), self._of_transport(own.transport, now))
+        return own.after(now - max(own.seen_s, own.requested_s), self._of_transport(own.transport, now))
 
     def _of_transport(self, transport: str, now: float) -> float:
         through = self._by_transport.get(transport) if transport else self._overall

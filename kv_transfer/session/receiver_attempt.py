@@ -128,7 +128,7 @@ class ReceiverAttempt(Attempt[Receiver, ReceiverEvent]):
         self._num_quarantined = 0
 
     def _begin(self) -> Actions:
-        return self.machine.start(self.link.pairing.mapping.unit)
+        return self.machine.start(self.link.pairing.mapping.unit_tokens)
 
     def _on_closed(self) -> None:
         self._user.closed(self)
@@ -201,7 +201,7 @@ class ReceiverAttempt(Attempt[Receiver, ReceiverEvent]):
     async def _verify(self, action: Verify) -> None:
         chunk, landing = action.chunk, self._landing
         if landing is None:
-            raise InvariantError(f"{self.key}: a chunk is verified that nothing was granted for")
+            raise InvariantError(f"{self.key}: a chunk was verified without a grant")
         verify = partial(self._context.receivers[self._transport].verify, self.key, chunk.cells, chunk.checksum)
         started_s = self._now()
         intact = await asyncio.get_running_loop().run_in_executor(self._context.executor, verify)

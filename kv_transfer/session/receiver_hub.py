@@ -79,7 +79,7 @@ class ReceiverHub:
         self._stack = AsyncExitStack()
         self._links: dict[str, ReceiverLink] = {}
         self._link_tasks: set[asyncio.Task[None]] = set()
-        self._ladders: dict[TransferId, HandoffRetry] = {}
+        self._retries: dict[TransferId, HandoffRetry] = {}
         self._attempts: dict[TransferKey, ReceiverAttempt] = {}
         self._empty = asyncio.Event()
         self._empty.set()
@@ -115,7 +115,7 @@ class ReceiverHub:
         self, _kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
     ) -> None:
         try:
-            for transfer_id in list(self._ladders):
+            for transfer_id in list(self._retries):
                 self.cancel(transfer_id, "decode worker stops")
             for link in self._links.values():
                 link.close()
@@ -134,40 +134,40 @@ class ReceiverHub:
 
     def start(self, job: PrefillJob, route: Route) -> None:
         """Ask the route's prefill worker for a prompt's KV. Raises Overloaded, or TransferError for a known id."""
-        if len(self._ladders) >= self._settings.max_transfers:
-            raise Overloaded(f"{len(self._ladders)} hand-offs are under way", retry_after_s=1.0)
-        if job.transfer_id in self._ladders or job.held_tokens % self._local.layout.block_size:
+        if len(self._retries) >= self._settings.max_transfers:
+            raise Overloaded(f"{len(self._retries)} hand-offs are under way", retry_after_s=1.0)
+        if job.transfer_id in self._retries or job.held_tokens % self._local.layout.block_size:
             raise TransferError("hand-off exists already, or holds part of a block")
         own, layout = self._local.incarnation, self._local.layout
-        ladder = HandoffRetry(job, own=own, layout=layout, settings=self._settings)
-        self._begin(ladder, route)
-        self._ladders[job.transfer_id] = ladder
+        retry = HandoffRetry(job, own=own, layout=layout, settings=self._settings)
+        self._begin(retry, route)
+        self._retries[job.transfer_id] = retry
 
     def reroute(self, transfer_id: TransferId, route: Route, holder: PrefixHolder | None = None) -> None:
         """Try again, with what has landed. Raises TransferError when it is over or an attempt is under way.
 
         `holder`: who is thought to hold more of the prefix than the route's worker.
         """
-        ladder = self._ladders.get(transfer_id)
-        if ladder is None:
+        retry = self._retries.get(transfer_id)
+        if retry is None:
             raise TransferError("hand-off is over")
-        ladder.job = replace(ladder.job, holder=holder)
-        self._begin(ladder, route)
+        retry.job = replace(retry.job, holder=holder)
+        self._begin(retry, route)
 
     def give_up(self, transfer_id: TransferId, reason: str) -> None:
         """Fail the attempt under way, if there is one, as if its peer had: the owner gets what has landed."""
-        ladder = self._ladders.get(transfer_id)
-        attempt = None if ladder is None else self._current(ladder)
+        retry = self._retries.get(transfer_id)
+        attempt = None if retry is None else self._current(retry)
         if attempt is not None:
             attempt.on_event(PeerFaulted(reason=reason))
 
     def cancel(self, transfer_id: TransferId, reason: str = "cancelled") -> None:
         """End a hand-off, known or not; the prefill worker learns it at once."""
-        ladder = self._ladders.pop(transfer_id, None)
-        if ladder is None:
+        retry = self._retries.pop(transfer_id, None)
+        if retry is None:
             return
-        attempt = self._current(ladder)
-        ladder.end()
+        attempt = self._current(retry)
+        retry.end()
         if attempt is not None:
             attempt.on_event(HandoffCancelled(reason=reason))
 
@@ -178,7 +178,7 @@ class ReceiverHub:
     @property
     def num_transfers(self) -> int:
         """Hand-offs that may still commit."""
-        return len(self._ladders)
+        return len(self._retries)
 
     @property
     def num_leased_blocks(self) -> int:
@@ -191,10 +191,10 @@ class ReceiverHub:
         transport = "" if link is None else link.transport
         return self._rates.bytes_per_s(address, incarnation, transport, now=self._reaper.now())
 
-    def _begin(self, ladder: HandoffRetry, route: Route) -> None:
+    def _begin(self, retry: HandoffRetry, route: Route) -> None:
         now = self._reaper.now()
-        self._rates.asked(route.address, route.incarnation, now)
-        machine = ladder.begin(route.attempt, route.incarnation, now)
+        self._rates.on_request(route.address, route.incarnation, now)
+        machine = retry.begin(route.attempt, route.incarnation, now)
         trace = begin_trace(self._tracer, "tandem.handoff", machine.plan.key, machine.plan.job)
         attempt = ReceiverAttempt(machine, self._link(route.address), self._context, self, trace)
         self._attempts[attempt.key] = attempt
@@ -245,10 +245,10 @@ class ReceiverHub:
     def _on(self, link: ReceiverLink) -> list[ReceiverAttempt]:
         return [attempt for attempt in self._attempts.values() if attempt.link is link]
 
-    def _current(self, ladder: HandoffRetry) -> ReceiverAttempt | None:
-        if ladder.newest_attempt is None:
+    def _current(self, retry: HandoffRetry) -> ReceiverAttempt | None:
+        if retry.newest_attempt is None:
             return None
-        key = TransferKey(transfer_id=ladder.job.transfer_id, attempt=ladder.newest_attempt)
+        key = TransferKey(transfer_id=retry.job.transfer_id, attempt=retry.newest_attempt)
         return self._attempts.get(key)
 
     # LinkUser
@@ -295,20 +295,20 @@ class ReceiverHub:
 
     def first_token(self, attempt: ReceiverAttempt, first_token: FirstToken) -> None:
         """Forward it, and never let it be sampled again."""
-        self._ladder(attempt).first_token_known()
+        self._retry_of(attempt).first_token_known()
         self._owner.first_token(attempt.key.transfer_id, first_token)
 
     def failed(self, attempt: ReceiverAttempt, landed: tuple[BlockId, ...], failure: Failure) -> None:
         """Keep what landed under a lease and tell the owner."""
-        self._ladder(attempt).failed(len(landed), self._reaper.now())
+        self._retry_of(attempt).failed(len(landed), self._reaper.now())
         self._owner.failed(attempt.key.transfer_id, landed, failure.to_error())
 
     def committing(self, attempt: ReceiverAttempt) -> bool:
         """No other attempt will follow; False when a cancel came first."""
-        ladder = self._ladders.pop(attempt.key.transfer_id, None)
-        if ladder is None:
+        retry = self._retries.pop(attempt.key.transfer_id, None)
+        if retry is None:
             return False
-        ladder.end()
+        retry.end()
         return True
 
     def closed(self, attempt: ReceiverAttempt) -> None:
@@ -317,11 +317,11 @@ class ReceiverHub:
         if not self._attempts:
             self._empty.set()
 
-    def _ladder(self, attempt: ReceiverAttempt) -> HandoffRetry:
-        ladder = self._ladders.get(attempt.key.transfer_id)
-        if ladder is None or ladder.newest_attempt != attempt.key.attempt:
-            raise InvariantError(f"{attempt.key} reports, but its hand-off has moved on")
-        return ladder
+    def _retry_of(self, attempt: ReceiverAttempt) -> HandoffRetry:
+        retry = self._retries.get(attempt.key.transfer_id)
+        if retry is None or retry.newest_attempt != attempt.key.attempt:
+            raise InvariantError(f"{attempt.key} reported after its hand-off had moved on")
+        return retry
 
     # Timers and proofs
 
@@ -336,10 +336,10 @@ class ReceiverHub:
     def _sweep(self, now: float) -> None:
         for attempt in list(self._attempts.values()):
             attempt.on_timer(now)
-        for transfer_id, ladder in list(self._ladders.items()):
-            if ladder.expired(now):
-                del self._ladders[transfer_id]
-                ladder.end()
+        for transfer_id, retry in list(self._retries.items()):
+            if retry.expired(now):
+                del self._retries[transfer_id]
+                retry.end()
                 self._owner.expired(transfer_id)
         if now - self._renewed_s >= self._settings.renew_s:
             self._renewed_s = now

@@ -136,7 +136,7 @@ class ReceiverLink:
         try:
             stub = HandoffStub(channel)  # type: ignore[no-untyped-call]
             stream = stub.Connect(metadata=tuple(self._dialer.metadata))
-            await self._greet(stream)
+            await self._handshake(stream)
             was_up = True
             self._user.link_up(self)
             await carry(
@@ -152,7 +152,7 @@ class ReceiverLink:
             await channel.close()
         return "closed", was_up
 
-    async def _greet(self, stream: Any) -> None:
+    async def _handshake(self, stream: Any) -> None:
         try:
             async with asyncio.timeout(self._settings.connect_s):
                 hello = HandoffEnvelope(
@@ -172,13 +172,13 @@ class ReceiverLink:
         if answer.addressee != self._local.incarnation:
             raise LinkBroken("the answer to HELLO is meant for another process")
         if refusal := refuses(source=body, destination=self._hello):
-            raise LinkBroken(f"refused here: {refusal}")
+            raise LinkBroken(f"rejected by this worker: {refusal}")
         try:
             self._pairing = Pairing.from_layouts(
                 body.layout, self._local.layout, wire_dtype=body.wire_dtype, head_scales=self._local.head_scales
             )
         except TransferError as error:
-            raise LinkBroken(f"refused here: {error.message}") from None
+            raise LinkBroken(f"rejected by this worker: {error.message}") from None
         offered = {offer.name for offer in self._hello.transports}
         chosen = [offer.name for offer in body.transports if offer.name in offered]
         if len(chosen) != 1:

@@ -151,7 +151,7 @@ class SenderAttempt(Attempt[Sender, SenderEvent]):
     async def _submit(self, job: PrefillJob) -> None:
         try:
             if not self._live:  # given up before this task's first step: its owner could not have heard of it
-                raise Unavailable("nobody asks for it any longer")
+                raise Unavailable("it was cancelled")
             await self._context.owner.submit(job)
         except ServingError as error:
             self.on_event(SubmitRefused(failure=Failure.from_error(error)))

@@ -19,11 +19,11 @@ from kv_transfer.protocol import guards
 from kv_transfer.protocol.events import (
     FirstTokenSampled,
     HandoffCancelled,
+    KVComputed,
     LinkLost,
     PeerFaulted,
     PrefillFailed,
     PrefillFinished,
-    PrefillProgress,
     PrefillScheduled,
     SenderEvent,
 )
@@ -176,7 +176,7 @@ class SenderHub:
 
     def scheduled(self, transfer_id: TransferId, queue_s: float, tail_hash: BlockHash | None = None) -> None:
         """The prompt has left the queue; `tail_hash` names its last full hash block."""
-        self._tell(transfer_id, PrefillScheduled(queue_s=queue_s, tail_hash=tail_hash))
+        self._post_event(transfer_id, PrefillScheduled(queue_s=queue_s, tail_hash=tail_hash))
 
     def lent(self, transfer_id: TransferId, names: Sequence[BlockHash], block_ids: Sequence[BlockId]) -> None:
         """Answer to a fetch: the prefix's full blocks that are held here, and the names of their hash blocks.
@@ -190,7 +190,7 @@ class SenderHub:
         num_tokens = len(block_ids) * self._local.layout.block_size // whole * whole
         tail_hash = names[num_tokens // HASH_BLOCK_TOKENS - 1] if num_tokens else None
         attempt.on_event(PrefillScheduled(queue_s=0.0, tail_hash=tail_hash, num_tokens=num_tokens))
-        attempt.on_event(PrefillProgress(num_computed_tokens=num_tokens, blocks=tuple(block_ids)))
+        attempt.on_event(KVComputed(num_computed_tokens=num_tokens, blocks=tuple(block_ids)))
         attempt.on_event(PrefillFinished(cached_tokens=num_tokens, times=PhaseTimes(), tail_hash=tail_hash))
 
     def progress(
@@ -206,20 +206,20 @@ class SenderHub:
 
         While a step is under way that will have computed `coming_tokens`, those are there in the first `num_layers`.
         """
-        progress = PrefillProgress(
+        progress = KVComputed(
             num_computed_tokens=num_computed_tokens,
             blocks=tuple(block_ids),
             coming_tokens=coming_tokens,
             num_layers=num_layers,
         )
-        self._tell(transfer_id, progress)
+        self._post_event(transfer_id, progress)
 
     def first_token(
         self, transfer_id: TransferId, token: SampledToken, cached_tokens: int, cached: CachedTokens = NO_CACHED_TOKENS
     ) -> None:
         """Sampled: it goes out at once. `cached`: the cached tokens by source."""
         first_token = FirstToken(token=token, cached_tokens=cached_tokens, cached=cached)
-        self._tell(transfer_id, FirstTokenSampled(first_token=first_token))
+        self._post_event(transfer_id, FirstTokenSampled(first_token=first_token))
 
     def finished(
         self,
@@ -238,9 +238,9 @@ class SenderHub:
 
     def failed(self, transfer_id: TransferId, error: ServingError) -> None:
         """The engine gave the request up."""
-        self._tell(transfer_id, PrefillFailed(failure=Failure.from_error(error)))
+        self._post_event(transfer_id, PrefillFailed(failure=Failure.from_error(error)))
 
-    def _tell(self, transfer_id: TransferId, event: SenderEvent) -> None:
+    def _post_event(self, transfer_id: TransferId, event: SenderEvent) -> None:
         attempt = self._attempts.get(transfer_id)
         if attempt is not None:
             attempt.on_event(event)
@@ -331,7 +331,7 @@ class SenderHub:
         if len(self._attempts) >= self._settings.max_transfers:
             return Overloaded(f"{len(self._attempts)} hand-offs are under way", retry_after_s=1.0)
         if body.job.held_tokens % link.pairing.destination.block_size:
-            return InvalidRequest("held_tokens is not a number of whole blocks", param="held_tokens")
+            return InvalidRequest("held_tokens must be a multiple of the block size", param="held_tokens")
         return None
 
     def _plan(self, link: SenderLink, key: TransferKey, body: Prefill) -> SenderPlan:
@@ -342,7 +342,7 @@ class SenderHub:
             peer=link.peer,
             job=body.job,
             block_size=layout.block_size,
-            unit_tokens=pairing.mapping.unit,
+            unit_tokens=pairing.mapping.unit_tokens,
             whole_tokens=max(layout.block_size, pairing.destination.block_size),
             cells=HandoffSize(
                 num_layers=layout.num_layers,

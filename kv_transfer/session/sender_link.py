@@ -75,7 +75,7 @@ class SenderLink:
     ) -> None:
         """The link's whole life."""
         try:
-            greeting = await self._greet()
+            greeting = await self._handshake()
             await write_message(self._stream, greeting)
             if isinstance(greeting.body, Hello):
                 await carry(self._stream, self._outbox, deliver=deliver, misbehaved=misbehaved)
@@ -86,7 +86,7 @@ class SenderLink:
         finally:
             self._ended = True
 
-    async def _greet(self) -> HandoffEnvelope:
+    async def _handshake(self) -> HandoffEnvelope:
         """Our answer to the peer's HELLO, with the byte connection made."""
         async with asyncio.timeout(self._settings.connect_s):
             envelope = wire.decode(await read_message(self._stream))

@@ -185,7 +185,7 @@ def _chosen(choice: str, place: TransportSite) -> list[str]:
     if choice == AUTO:
         return [name for name, one in _TRANSPORTS.items() if one.unasked(place) and one.obstacle(place) is None]
     if choice not in _TRANSPORTS:
-        raise ConfigError(f"transfer.transport is {choice!r:.40}: it is none of {', '.join((AUTO, *NAMES))}")
+        raise ConfigError(f"transfer.transport must be one of {', '.join((AUTO, *NAMES))}, not {choice!r:.40}")
     if (obstacle := _TRANSPORTS[choice].obstacle(place)) is not None:
         raise _useless(choice, obstacle)
     return [choice]

@@ -1,6 +1,6 @@
 """Grants of a receiving end: unguessable tokens, each naming where one attempt's cells land.
 
-Host memory is written under a grant's lock, a piece at a time, so a revocation, which takes it on the event loop, is
+Host memory is written under a grant's lock, a burst at a time, so a revocation, which takes it on the event loop, is
 proven at once. A device is not waited for under a lock: what it is writing then ends by itself, and is told.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from kv_transfer.layout.cell_range import CellRange
 from kv_transfer.memory.landing import Landing
-from kv_transfer.memory.write_stop_lock import PieceLock
+from kv_transfer.memory.write_stop_lock import BurstLock
 from kv_transfer.protocol.messages import TransferKey
 from tandem.errors import InvariantError, TransferError
 
@@ -31,7 +31,7 @@ class WriteGrant:
     landing: Landing
     quieted: Callable[["WriteGrant"], None]
     """Told, without the lock, when a device has ended what it was writing as the grant was revoked."""
-    lock: PieceLock = field(default_factory=PieceLock)
+    lock: BurstLock = field(default_factory=BurstLock)
     revoked: bool = False
     num_moving: int = 0
 
@@ -101,16 +101,16 @@ class GrantTable:
     def _settle(self, grant: WriteGrant, cells: CellRange) -> bool:
         """Layer by layer, so that a revocation waits for no more than one; False once there was one."""
         landing = grant.landing
-        for piece in range(landing.num_pieces(cells)):
+        for step in range(landing.num_settle_steps(cells)):
             if landing.is_on_device:
                 with grant.moving() as begun:
                     if begun:
-                        landing.settle(cells, piece)
+                        landing.settle(cells, step)
             else:
                 with grant.lock:
                     if grant.revoked:
                         return False
-                    landing.settle(cells, piece)
+                    landing.settle(cells, step)
         return not grant.revoked
 
     def is_quiet(self, key: TransferKey) -> bool:

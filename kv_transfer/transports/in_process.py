@@ -50,7 +50,7 @@ class MemoryReceiver:
         return self.grants.verify(key, cells, checksum)
 
     def revoke(self, key: TransferKey) -> bool:
-        """Always proven: pieces land under the grant's lock."""
+        """Always proven: bursts land under the grant's lock."""
         self.grants.revoke(key)
         return True
 

@@ -4,7 +4,7 @@ A receiving end lets peers write into granted blocks of its region; a sending en
 through such a grant. Frames name indices in the receiver's reservation, never addresses. Both ends can prove that they
 are quiet: after that no byte of an attempt lands in, or is read from, this process's memory.
 
-Ends are used from an event loop but move bytes on their own threads. No call here blocks longer than one piece of a
+Ends are used from an event loop but move bytes on their own threads. No call here blocks longer than one burst of a
 copy, `connect` and `close` excepted.
 """
 

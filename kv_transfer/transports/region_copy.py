@@ -1,4 +1,4 @@
-"""Moving cells between two mapped pools, in pieces small enough to be stopped."""
+"""Moving cells between two mapped pools, in bursts small enough to be stopped."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -8,13 +8,13 @@ import numpy as np
 
 from kv_transfer.layout.pairing import Pairing
 from kv_transfer.layout.placed_cells import PlacedCells
-from kv_transfer.layout.runs import Copy
+from kv_transfer.layout.runs import RunPair
 from kv_transfer.memory import checksum, numpy_copy
 from kv_transfer.memory.cell_addresses import CellAddresses
 from kv_transfer.memory.departure import Departure
 from kv_transfer.memory.mover import Mover
 from kv_transfer.memory.region import KVRegion
-from kv_transfer.memory.write_stop_lock import PIECE_BYTES, WriteStopLock
+from kv_transfer.memory.write_stop_lock import BURST_BYTES, WriteStopLock
 from kv_transfer.transports.interface import WriteOrder
 from tandem.errors import TransferError
 
@@ -45,7 +45,7 @@ class RegionCopier:
         if self._converts:
             return self._convert(order, target, gate, reading)
         if self._mover is None:
-            return self._copy(order.source.copies_to(target, order.cells), gate)
+            return self._copy(order.source.run_pairs_to(target, order.cells), gate)
         source = CellAddresses(self._source, order.source, is_source=True)
         return self._mover.move(source, self._bytes_of(target), order.cells, gate)
 
@@ -82,12 +82,12 @@ class RegionCopier:
             self._last_target = target, CellAddresses(self._target, target, is_source=False)
         return self._last_target[1]
 
-    def _copy(self, copies: Iterable[Copy], gate: WriteStopLock) -> tuple[int, int]:
+    def _copy(self, copies: Iterable[RunPair], gate: WriteStopLock) -> tuple[int, int]:
         value = total = 0
         buffer, here_bytes, there_bytes = self._source.buffer, self._source.array(), self._to
-        for piece in pieces(copies):
+        for burst in bursts(copies):
             with gate:
-                for here, there, size in piece:
+                for here, there, size in burst:
                     # numpy lets go of the GIL while it copies; slices of memoryviews would not.
                     np.copyto(there_bytes[there : there + size], here_bytes[here : here + size])
                     value = checksum.crc32(buffer[here : here + size], value)
@@ -95,18 +95,18 @@ class RegionCopier:
         return value, total
 
 
-def pieces(copies: Iterable[Copy], piece_bytes: int = PIECE_BYTES) -> Iterator[list[Copy]]:
-    """The same copies in groups of at most `piece_bytes`."""
-    piece: list[Copy] = []
-    room = piece_bytes
+def bursts(copies: Iterable[RunPair], burst_bytes: int = BURST_BYTES) -> Iterator[list[RunPair]]:
+    """The same copies in groups of at most `burst_bytes`."""
+    burst: list[RunPair] = []
+    room = burst_bytes
     for start, target, length in copies:
         here, there, left = start, target, length
         while left:
             size = min(left, room)
-            piece.append((here, there, size))
+            burst.append((here, there, size))
             here, there, left, room = here + size, there + size, left - size, room - size
             if not room:
-                yield piece
-                piece, room = [], piece_bytes
-    if piece:
-        yield piece
+                yield burst
+                burst, room = [], burst_bytes
+    if burst:
+        yield burst

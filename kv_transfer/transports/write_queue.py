@@ -10,7 +10,7 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-from kv_transfer.memory.write_stop_lock import PieceLock
+from kv_transfer.memory.write_stop_lock import BurstLock
 from kv_transfer.protocol.messages import TransferKey
 from kv_transfer.transports.interface import WriteOrder, WriteResult
 from tandem.errors import TransferError
@@ -60,7 +60,7 @@ class WriteQueue:
     """
 
     def __init__(self, name: str, perform: Callable[[WriteJob], None]) -> None:
-        self.lock = PieceLock()
+        self.lock = BurstLock()
         self._perform = perform
         self._queue: queue.SimpleQueue[WriteJob | None] = queue.SimpleQueue()
         self._jobs: dict[TransferKey, set[WriteJob]] = {}

@@ -1,4 +1,4 @@
-"""What both doors share of their locks: the keys that are good now, their certificates, and the audit log."""
+"""Access control of both servers: the API keys in force, their certificates, and the audit log."""
 
 import asyncio
 import logging
@@ -16,7 +16,7 @@ from router.access.audit_file import AuditFile
 from router.access.audit_log import NO_AUDIT, AuditLog
 from router.access.tls import ServerIdentity, ServerTlsState, read_identity
 from router.access.watched_files import FileWatcher, WatchedFile
-from router.tenants.shared_rate_limits import SharedRateLimits
+from router.admission.shared_rate_limits import SharedRateLimits
 from tandem.config.access import read_keys
 from tandem.config.cluster import RouterConfig
 
@@ -25,7 +25,7 @@ _KEYS = "api_keys"
 
 
 class AccessControl:
-    """Without being entered it knows the configured keys and nothing else. Entering reads files, and follows them."""
+    """Knows the configured keys; once entered, it reads keys and certificates from files, and follows them."""
 
     def __init__(
         self,
@@ -67,16 +67,16 @@ class AccessControl:
         await self._stack.aclose()
 
     def check_files(self) -> None:
-        """Its files may have changed: they are looked at at once, rather than within a second."""
+        """Look at its files at once, rather than within a second."""
         if self._live is not None:
             self._live.check_now()
 
     def not_ready_reason(self) -> str | None:
-        """Why nobody is let in, if so."""
+        """Why no key is accepted, if so."""
         return self.keys.lapsed()
 
     def register_metrics(self, registry: CollectorRegistry) -> None:
-        """Its figures from now on."""
+        """Collect its metrics from now on."""
         for collector in self._collectors:
             registry.register(collector)
 

@@ -1,4 +1,4 @@
-"""API keys of the public doors, and whom a key stands for."""
+"""API keys of the public servers, and the tenant that a key stands for."""
 
 import hmac
 from collections.abc import Callable, Iterable, Mapping
@@ -17,11 +17,11 @@ _BARE_HEADERS = ("x-api-key", "x-goog-api-key")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiCaller:
-    """Who asks."""
+    """Who sends a request."""
 
     tenant: str
     key_id: str | None
-    """What logs call the key; None where none was asked for."""
+    """What logs call the key; None where no key is required."""
     operator: bool
     """May see what other tenants use."""
 
@@ -45,20 +45,20 @@ class ApiKeyStore:
         self.replace(keys)
 
     def replace(self, keys: Iterable[ApiKey]) -> None:
-        """These and no others from now on."""
+        """Accept these keys and no others from now on."""
         # Of entries of the same key the first counts.
         known = {one.kept: one for one in reversed(list(keys))}
         self._known = {kept: (kept, _caller(one)) for kept, one in known.items()}
         self._nameless |= {_caller(one).tenant for one in known.values() if one.tenant is None}
 
     @property
-    def are_asked_for(self) -> bool:
-        """Whether there are any."""
+    def are_required(self) -> bool:
+        """Whether a key is required, because there are any."""
         return bool(self._known)
 
     @property
     def tenants(self) -> frozenset[str]:
-        """All that there are."""
+        """Tenants of the keys in force."""
         return frozenset(caller.tenant for _, caller in self._known.values()) or frozenset({""})
 
     def is_nameless(self, tenant: str) -> bool:
@@ -66,16 +66,16 @@ class ApiKeyStore:
         return tenant in self._nameless
 
     def tenant(self, authorization: str | None) -> str:
-        """The tenant that an Authorization value proves, "" when no key is asked for. Raises Unauthenticated."""
+        """The tenant that an Authorization value proves, "" when no key is required. Raises Unauthenticated."""
         return self.caller({} if authorization is None else {"authorization": authorization}).tenant
 
     def caller(self, headers: Mapping[str, str]) -> ApiCaller:
-        """Whom headers, by their names in small letters, prove.
+        """The caller that headers, by their names in small letters, prove.
 
         Raises Unauthenticated; Unavailable while no key is good.
         """
         if (reason := self.lapsed()) is not None:
-            # The client's key may well be good: it is not told to throw it away.
+            # The client's key may well be good, so it must not read that it is not.
             raise Unavailable(reason, retry_after_s=_LAPSED_RETRY_S)
         if not self._known:
             return NOBODY
@@ -92,7 +92,7 @@ class ApiKeyStore:
 
 
 def _credential(headers: Mapping[str, str]) -> bytes:
-    """The key that was sent; empty when there is none."""
+    """Return the key that was sent; empty when there is none."""
     if (authorization := headers.get("authorization")) is not None:
         scheme, _, key = authorization.partition(" ")
         sent = key if scheme.lower() == _SCHEME else ""

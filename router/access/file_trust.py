@@ -1,4 +1,4 @@
-"""How far what was read of a file may still be relied on. Pure: whoever watches the file tells what it finds."""
+"""How far what was read of a file may still be relied on. Pure: `router.access.watched_files` reports what it finds."""
 
 QUIET_S = 10.0
 """A look that takes longer is taken for one that hangs."""

@@ -1,4 +1,4 @@
-"""What the doors show in TLS, and whom they believe. Tried out by a handshake with oneself before it is used."""
+"""Certificates of the public servers, and the clients they trust; tried in a handshake with itself before use."""
 
 import ssl
 import time
@@ -20,7 +20,7 @@ class ServerIdentity:
     """One state of the files."""
 
     context: ssl.SSLContext
-    """Of the HTTP door."""
+    """Of the HTTP server."""
     cert: str
     key: str
     client_ca: str | None
@@ -76,7 +76,7 @@ def _texts(config: RouterTls) -> tuple[str, str, str | None]:
 
 
 class ServerTlsState:
-    """What the doors use now. The event loop replaces it; gRPC's threads read it at each handshake."""
+    """What the servers use now. The event loop replaces it; gRPC's threads read it at each handshake."""
 
     def __init__(self, identity: ServerIdentity) -> None:
         self.identity = identity

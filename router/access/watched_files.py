@@ -127,7 +127,7 @@ class _Watch:
 
 
 class FileWatcher:
-    """Looks at files once a second while entered, and tells in metrics what became of each change."""
+    """Looks at files once a second while entered, and counts in metrics what became of each change."""
 
     def __init__(
         self, files: Sequence[WatchedFile], *, check_s: float = _CHECK_S, clock: Callable[[], float] = time.monotonic
@@ -137,14 +137,14 @@ class FileWatcher:
         self._tasks: list[asyncio.Task[None]] = []
 
     def check_now(self) -> None:
-        """Somebody says that one has changed."""
+        """Look at all files now: one has changed."""
         for watch in self._watches.values():
             watch.wake.set()
 
     def distrust(self, what: str) -> str | None:
         """Why what was read of these files is not to be relied on any more, if so: they could not be read for so long.
 
-        Told by the clock and not by whoever watches, so that it holds if that should end.
+        Decided by the clock and not by the task that watches, so that it holds if that should end.
         """
         return self._watches[what].trust.distrust(self._clock())
 
@@ -168,7 +168,6 @@ class FileWatcher:
             await watch.check()
 
     def collect(self) -> Iterator[Metric]:
-        """For the registry."""
         reloads = CounterMetricFamily(
             "tandem_file_reloads", "Changed files that were read again", labels=("file", "result")
         )

@@ -256,7 +256,7 @@ class DrainMeter:
         self._now_s = now_s
 
     def since(self, now_s: float) -> float:
-        """Seconds that have gone by and are not told yet."""
+        """Seconds since the last call of `passed`."""
         return max(0.0, now_s - self._now_s)
 
     def served(self, cost: float) -> None:

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 from router.admission.fair_queue import Ticket
 from router.admission.fair_share import VirtualCounters
+from router.admission.rate_limits import RateLimiter
 from router.admission.types import AdmissionEntry, AdmissionRequest
-from router.tenants.rate_limits import RateLimiter
 
 _SMOOTHING = 0.1
 _USUAL_OUTPUT_TOKENS = 128.0

@@ -1,7 +1,7 @@
-"""Who waits for a turn, and whose turn it is: by priority, then the tenant that had least, then by deadline.
+"""The queue of requests that wait for their turn: by priority, then the tenant served least, then by deadline.
 
-Pure. Deadlines come first in another way: whoever cannot make its own any more is taken out by its owner
-(`router/admission/fair_admission.py`), so that everybody here can still be served in time.
+Pure. Deadlines come first in another way: a request that can no longer meet its own is removed by the queue's owner
+(`router/admission/fair_admission.py`), so that every request here can still be served in time.
 """
 
 from bisect import bisect_left, insort
@@ -14,12 +14,12 @@ from router.admission.fair_share import VirtualCounters
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Ticket:
-    """One request that waits, or has waited."""
+    """A request that waits, or has waited."""
 
     tenant: str
     priority: int
     num_tokens: int
-    """Prompt tokens."""
+    """Tokens of its prompt."""
     work_tokens: float
     """Those of them that are expected to be computed."""
     output_tokens: float
@@ -34,12 +34,12 @@ class Ticket:
 
     @property
     def rank(self) -> tuple[float, int]:
-        """Within its tenant and priority."""
+        """Its order within its tenant and priority."""
         return (float("inf") if self.deadline_s is None else self.deadline_s, self.number)
 
 
 class Ahead(NamedTuple):
-    """What is served before somebody."""
+    """What is served before a request."""
 
     cost: float
     work_tokens: float
@@ -68,7 +68,7 @@ class _Line:
         self.cost += ticket.cost
         self.work_tokens += ticket.work_tokens
 
-    def take(self, ticket: Ticket) -> None:
+    def remove(self, ticket: Ticket) -> None:
         del self.tickets[bisect_left(self.tickets, ticket.rank, key=_rank)]
         self.cost -= ticket.cost
         self.work_tokens -= ticket.work_tokens
@@ -85,7 +85,7 @@ def _rank(ticket: Ticket) -> tuple[float, int]:
 
 
 class FairQueue:
-    """All that wait. Its owner keeps its bounds."""
+    """All requests that wait. Its owner keeps its bounds."""
 
     def __init__(self, counters: VirtualCounters) -> None:
         self._counters = counters
@@ -122,7 +122,7 @@ class FairQueue:
 
     def remove(self, ticket: Ticket) -> None:
         lines = self._classes[ticket.priority]
-        lines[ticket.tenant].take(ticket)
+        lines[ticket.tenant].remove(ticket)
         if not lines[ticket.tenant].tickets:
             del lines[ticket.tenant]
             if not lines:

@@ -1,28 +1,124 @@
-"""Who gives way when the queue is full: of the worst priority the end of the longest line. Pure."""
+"""Bounds of what is prepared, what runs and what waits, and how a request beyond them is refused. Pure.
 
+429 when the queue is full, and when too many prompts wait for the tokenizer; 503 when a request would come too late or
+the router drains. Each says when to come back. A tenant's own limits are in `router.admission.rate_limits`.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from router.admission.cluster_capacity import ClusterCapacity
+from router.admission.counts import AdmissionCounts, Rejection
 from router.admission.fair_queue import FairQueue, Ticket
 from router.admission.fair_share import VirtualCounters
 from router.admission.types import AdmissionPolicy
+from router.admission.wait_forecast import WaitForecast
+from tandem.errors import DeadlineExceeded, Overloaded, ServingError, Unavailable
+
+_DRAINING_RETRY_S = 1.0
+"""Another router, or this one's successor, answers by then."""
+_PREPARATION_RETRY_S = 1.0
 
 
-def select_victims(
-    ticket: Ticket, queue: FairQueue, counters: VirtualCounters, policy: AdmissionPolicy
-) -> list[Ticket] | None:
-    """Those that must give way so that it may wait; None: they would not suffice, or come before it."""
-    num_waiting, num_tokens = len(queue), queue.num_tokens + ticket.num_tokens
-    found: list[Ticket] = []
-    for victim, line_cost in queue.given_up():
-        if num_waiting < policy.max_requests and num_tokens <= policy.max_tokens:
-            break
-        if not _displaces(ticket, victim, line_cost, queue, counters):
-            return None
-        found.append(victim)
-        num_waiting, num_tokens = num_waiting - 1, num_tokens - victim.num_tokens
-    return found
+class PreparationLimit:
+    """Bounds the requests whose prompts wait for the tokenizer, before admission knows how long they are."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._num_preparing = 0
+
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Count one in while inside. Raises Overloaded."""
+        if self._num_preparing >= self._most:
+            message = f"{self._num_preparing} requests wait to be tokenized"
+            raise Overloaded(message, retry_after_s=_PREPARATION_RETRY_S)
+        self._num_preparing += 1
+        try:
+            yield
+        finally:
+            self._num_preparing -= 1
 
 
-def _displaces(ticket: Ticket, victim: Ticket, line_cost: float, queue: FairQueue, counters: VirtualCounters) -> bool:
-    if victim.priority != ticket.priority:
-        return victim.priority > ticket.priority
-    own = queue.line_cost(ticket.tenant, ticket.priority) + ticket.cost / counters.weight(ticket.tenant)
-    return ticket.tenant != victim.tenant and own < line_cost
+class InflightLimit:
+    """Bounds the requests that a router runs at once, `router.max_inflight_requests`; those beyond it wait.
+
+    Requests of positive priority (later than normal) fill a share of the places only.
+    """
+
+    def __init__(self, policy: AdmissionPolicy, num_running: Callable[[], int]) -> None:
+        self._max_inflight = policy.max_inflight
+        self._max_background = max(1, int(policy.max_inflight * policy.background_share))
+        self._num_running = num_running
+
+    def num_free(self, priority: int) -> int:
+        """Places that requests of a priority could have now; below 0 when others hold its share."""
+        return (self._max_background if priority > 0 else self._max_inflight) - self._num_running()
+
+
+class QueueLimits:
+    """Bounds of the queue of one router: who gives way when it is full, and what those hear who are refused."""
+
+    def __init__(
+        self,
+        queue: FairQueue,
+        counters: VirtualCounters,
+        forecast: WaitForecast,
+        *,
+        policy: AdmissionPolicy,
+        counts: AdmissionCounts,
+        clock: Callable[[], float],
+    ) -> None:
+        self._queue = queue
+        self._counters = counters
+        self._forecast = forecast
+        self._policy = policy
+        self._counts = counts
+        self._clock = clock
+
+    def draining(self, tenant: str, num_requests: int) -> Unavailable:
+        """The refusal of a whole call by a router that ends."""
+        self._counts.rejected(Rejection.DRAINING, tenant, num_requests)
+        return Unavailable("the router is draining", retry_after_s=_DRAINING_RETRY_S)
+
+    def victims(self, ticket: Ticket, room: ClusterCapacity) -> list[Ticket]:
+        """Those that give way to `ticket`: of the worst priority the end of the longest line.
+
+        Raises Overloaded if they would not suffice, or come before it.
+        """
+        num_waiting, num_tokens = len(self._queue), self._queue.num_tokens + ticket.num_tokens
+        found: list[Ticket] = []
+        for victim, line_cost in self._queue.given_up():
+            if num_waiting < self._policy.max_requests and num_tokens <= self._policy.max_tokens:
+                break
+            if not self._displaces(ticket, victim, line_cost):
+                raise self.queue_full(ticket, room)
+            found.append(victim)
+            num_waiting, num_tokens = num_waiting - 1, num_tokens - victim.num_tokens
+        return found
+
+    def queue_full(self, ticket: Ticket, room: ClusterCapacity) -> Overloaded:
+        """The refusal of a request that there is no place for in the queue."""
+        wait_s = ticket.cost / self._forecast.rate(room)
+        self._counts.rejected(Rejection.QUEUE_FULL, ticket.tenant)
+        retry_s = self._forecast.retry_after_s(ticket, wait_s, room)
+        return Overloaded(f"{len(self._queue)} requests wait", retry_after_s=retry_s)
+
+    def too_late(
+        self, ticket: Ticket, why: Rejection, over_s: float, room: ClusterCapacity, *, waited: bool = False
+    ) -> ServingError:
+        """The refusal of a request that would come `over_s` too late; `waited`: it was let in before."""
+        self._counts.rejected(Rejection.HOPELESS if waited else why, ticket.tenant)
+        if why is Rejection.DEADLINE and ticket.deadline_s is not None and ticket.deadline_s <= self._clock():
+            return DeadlineExceeded("the request's time ran out before its turn came")
+        retry_s = self._forecast.retry_after_s(ticket, over_s, room)
+        why_late = "no decode worker takes requests" if room.awaited else "the cluster is overloaded"
+        bound = "its deadline" if why is Rejection.DEADLINE else f"{self._policy.max_queue_s:g} s"
+        return Unavailable(f"{why_late}: the wait would be longer than {bound}", retry_after_s=retry_s)
+
+    def _displaces(self, ticket: Ticket, victim: Ticket, line_cost: float) -> bool:
+        if victim.priority != ticket.priority:
+            return victim.priority > ticket.priority
+        weight = self._counters.weight(ticket.tenant)
+        own = self._queue.line_cost(ticket.tenant, ticket.priority) + ticket.cost / weight
+        return ticket.tenant != victim.tenant and own < line_cost

@@ -1,4 +1,4 @@
-"""Who may run now: what a request lacks of the cluster, and who need not wait for the first one in line. Pure."""
+"""Who may run now: what a request lacks of the cluster, and which may pass the first one in the queue. Pure."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,14 +20,14 @@ class CapacityWatch:
         clock: Callable[[], float],
         is_due: Callable[[], bool],
     ) -> None:
-        """`is_due`: whether a decode worker is expected, asked while none takes requests."""
+        """`is_due`: whether a decode worker is expected; called while none takes requests."""
         self._view = view
         self._policy = policy
         self._clock = clock
         self._is_due = is_due
         self._transit: set[AdmissionEntry] = set()
         self.awaited = False
-        """At the last look: nobody serves, and somebody is expected to."""
+        """When it was last measured: no worker served, and one was expected to."""
 
     @property
     def num_in_transit(self) -> int:
@@ -44,7 +44,7 @@ class CapacityWatch:
         entry.in_transit = False
         self._transit.discard(entry)
 
-    def look(self) -> ClusterCapacity:
+    def measure(self) -> ClusterCapacity:
         """The cluster at this moment."""
         transit = InTransit(
             num_requests=len(self._transit),
@@ -57,7 +57,7 @@ class CapacityWatch:
 
 
 class TurnRule:
-    """Whether one may run in a room that was looked at."""
+    """Decides who may run, given what the cluster has room for."""
 
     def __init__(
         self, queue: FairQueue, watch: CapacityWatch, *, places: Callable[[int], int], num_refused: Callable[[], int]

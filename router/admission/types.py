@@ -1,18 +1,22 @@
-"""What admission is told of a request, what it says of it, and its bounds."""
+"""What admission knows of a request, what it answers, and its bounds."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from router.admission.cluster_capacity import CapacityPolicy
 from router.admission.fair_queue import Ticket
-from router.tenants.rate_limits import RateLimitGrant
+from router.admission.rate_limits import RateLimitGrant
 from tandem.errors import ServingError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionPolicy:
-    """Bounds of the queue."""
+    """Bounds of what runs and what waits."""
 
+    max_inflight: int = 1024
+    """Requests that run at once; those beyond it wait."""
+    background_share: float = 0.75
+    """Of those: what requests of positive priority may fill."""
     max_requests: int = 512
     max_tokens: int = 4_000_000
     max_queue_s: float = 60.0
@@ -33,14 +37,14 @@ class AdmissionPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionRequest:
-    """What of a request matters here."""
+    """The part of a request that admission decides by."""
 
     tenant: str
     priority: int
     num_tokens: int
-    """Of its prompt."""
+    """Tokens of its prompt."""
     max_output_tokens: int
-    """Over all choices."""
+    """Tokens that its answer may have, over all choices."""
     deadline_s: float | None
     promised: bool = False
     """A stream that goes on: it is counted, and does not wait."""

@@ -1,4 +1,4 @@
-"""How long a request would wait for its turn, whether it comes too late by that, and when to come back. Pure.
+"""How long a request would wait for its turn, whether that is too late, and its Retry-After if so. Pure.
 
 The prediction is the wait in line, by what is served before it in fair order at the rate at which the queue drains,
 then the backlog of the worker that is done first, then its own prompt.
@@ -18,12 +18,12 @@ _SHORTEST_S = 0.1
 
 class RetryAfterEstimator:
     def __init__(self, *, now_s: float) -> None:
-        # What was turned away and told to come back, and has not had the time to.
+        # What was refused with a time to come back that has not passed yet.
         self._owed_cost = 0.0
         self._since_s = now_s
 
     def retry_after_s(self, cost: float, over_s: float, *, rate: float, now_s: float) -> float:
-        """Seconds until there is room for one that comes `over_s` too early, behind all who were told so before it.
+        """Seconds until there is room for one that comes `over_s` too early, behind all that were refused before it.
 
         `rate`: the cost that is served per second.
         """
@@ -35,7 +35,7 @@ class RetryAfterEstimator:
 
 
 class WaitForecast:
-    """Of one router's queue."""
+    """Predicts waiting times in the queue of one router."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class WaitForecast:
         self.meter = DrainMeter(now_s=clock())
 
     def seen(self, tenant: str, at_s: float) -> None:
-        """It had a request here then."""
+        """Note when a tenant last had a request here."""
         self._seen_s[tenant] = at_s
 
     def credit(self, ticket: Ticket, room: ClusterCapacity) -> float:
@@ -70,11 +70,11 @@ class WaitForecast:
         return self.meter.rate(room.prefill_tokens_per_s * self._policy.input_weight)
 
     def whole_s(self, room: ClusterCapacity) -> float:
-        """It takes to serve everybody in line: nobody waits longer."""
+        """Seconds until all that wait have been served: none waits longer."""
         return sum(ticket.cost for ticket in self._queue) / self.rate(room) + room.least_wait_s
 
     def wait_s(self, ticket: Ticket, room: ClusterCapacity) -> float:
-        """Until whoever reads its prompt begins with it."""
+        """Seconds until a worker begins with its prompt."""
         local, first = room.awaits_reading(ticket.num_tokens), self._queue.first()
         # Whoever cannot pass the first one waits as long as that one.
         if (
@@ -101,7 +101,7 @@ class WaitForecast:
         return (Rejection.QUEUE_TIME, over_s) if over_s > 0.0 else None
 
     def left_s(self, ticket: Ticket, room: ClusterCapacity, patience: float) -> float:
-        """It may still wait."""
+        """Seconds that it may still wait."""
         now_s = self._clock()
         left_s = ticket.arrived_s + patience * self._policy.max_queue_s - now_s
         if ticket.deadline_s is None:
@@ -109,5 +109,5 @@ class WaitForecast:
         return min(left_s, ticket.deadline_s - now_s - room.compute_s(ticket.work_tokens))
 
     def retry_after_s(self, ticket: Ticket, over_s: float, room: ClusterCapacity) -> float:
-        """When it is to come back, being so much too early now."""
+        """Retry-After of a request that comes `over_s` too early."""
         return self._retry.retry_after_s(ticket.cost, over_s, rate=self.rate(room), now_s=self._clock())

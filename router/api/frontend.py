@@ -7,11 +7,11 @@ of stop strings in `router.text.stop_strings`.
 
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
+from router.admission.queue_limits import PreparationLimit
 from router.api.prompts import PromptReader
 from router.api.request.beam_search_options import with_beams
 from router.api.request.client_request import ClientRequest, ModelInfo, PreparedRequest
@@ -29,7 +29,7 @@ from router.text.tool_parsers.request_calls import ToolCallReading
 from router.types.requests import MAX_PRIORITY, ResumePoint, RoutedRequest
 from router.types.stream_ids import StreamIds
 from tandem.config.cluster import RouterConfig
-from tandem.errors import InvalidRequest, ModelNotFound, Overloaded
+from tandem.errors import InvalidRequest, ModelNotFound
 from tandem.telemetry.tracing import NoTracer, Tracer
 from tandem.values.block_hash import root_hash
 from tandem.values.ids import BlockHash
@@ -70,7 +70,7 @@ class Frontend:
         """Set before the doors open; without it no structure is promised."""
         self.kept: CachedPrompts | None = None
         """The same; without it nothing is kept by name."""
-        self._preparing = 0
+        self._limit = PreparationLimit(config.max_inflight_requests)
         self.thinking = ThinkingSupport(tokenizer, config.reasoning_parser)
         marks = self.thinking.marks
         self.tooling = ToolCallSupport(tokenizer, config.tool_parser, None if marks is None else marks.begin)
@@ -82,7 +82,7 @@ class Frontend:
         started_s = self.clock()
         fields, calling = self._calling(fields)
         self.check_fields(fields)
-        with self._preparation():
+        with self._limit.preparing():
             fields = await self._structured(fields)
             ids = await self.prompts.encode_chat(
                 messages,
@@ -110,7 +110,7 @@ class Frontend:
         """Plain prompts, each text or token ids. Raises as `prepare_chat`."""
         self.check_fields(fields)
         prepared = []
-        with self._preparation():
+        with self._limit.preparing():
             fields = await self._structured(fields)
             for prompt in prompts:
                 started_s = self.clock()
@@ -202,17 +202,6 @@ class Frontend:
             for text in (word, f" {word.lstrip(' ')}"):
                 found[tuple(self.tokenizer.encode(text, add_special_tokens=False))] = None
         return tuple(found)
-
-    @contextmanager
-    def _preparation(self) -> Iterator[None]:
-        """Dispatch bounds what it accepts; this bounds the texts that wait for the tokenizer before it."""
-        if self._preparing >= self._config.max_inflight_requests:
-            raise Overloaded(f"{self._preparing} requests wait to be tokenized", retry_after_s=1.0)
-        self._preparing += 1
-        try:
-            yield
-        finally:
-            self._preparing -= 1
 
     def _finish(
         self,

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TypeVar
 
+from router.admission.shared_rate_limits import SharedRateLimits
 from router.cluster_state.log_follower import ClusterStateCounts
 from router.cluster_state.worker_directory import MAX_ADDRESSES, RedisDirectory
-from router.tenants.shared_rate_limits import SharedRateLimits
 from router.workers.log_positions import LogPositions
 from router.workers.peer_load import PeerLoads
 from tandem.cluster_state.entries import (

@@ -12,10 +12,10 @@ from random import SystemRandom
 from types import TracebackType
 from typing import Self
 
+from router.admission.shared_rate_limits import SharedRateLimits
 from router.cluster_state.log_follower import CacheLogFollower, ClusterStateCounts
 from router.cluster_state.redis_poll import EntryReader, LoadExchange, RegistryPoll
 from router.cluster_state.worker_directory import KnownAddresses, RedisDirectory
-from router.tenants.shared_rate_limits import SharedRateLimits
 from router.workers.log_positions import LogPositions
 from router.workers.peer_load import PeerLoads
 from router.workers.registry import WorkerRegistry

@@ -127,6 +127,7 @@ class AdmissionQueue:
                 while self.admission.num_inflight:
                     self._ended.clear()
                     await self._ended.wait()
+        self.admission.ended = True
 
     @contextlib.asynccontextmanager
     async def turn(self, request: RoutedRequest) -> AsyncIterator[AdmittedRequest]:

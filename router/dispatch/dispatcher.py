@@ -9,7 +9,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, S
 from dataclasses import replace
 from random import Random
 
-from router.admission.concurrency_limit import Admission
 from router.dispatch.admission_queue import AdmissionQueue, AdmittedRequest, CountedSink
 from router.dispatch.beam_run import BeamRun
 from router.dispatch.choices.context import DispatchContext, DispatchSettings
@@ -34,14 +33,12 @@ class Dispatcher:
         self,
         *,
         placer: Placer,
-        admission: Admission,
         hasher: BlockHasher,
         settings: DispatchSettings,
         clock: Callable[[], float],
         rng: Random,
         observer: DispatchObserver | None = None,
     ) -> None:
-        self._admission = admission
         asked = settings.hedging
         self.hedging = None if asked is None else Hedging(quantile=asked.quantile, budget=asked.budget)
         self.health = WorkerHealth(clock=clock)
@@ -67,13 +64,10 @@ class Dispatcher:
         self._reads = PromptScorer(self._context)
         self._runs: dict[RequestId, RequestRun] = {}
         self.queue: AdmissionQueue | None = None
-        """Where requests have their turns; without one they run at once, within `admission`."""
+        """Where requests have their turns; without one they run at once."""
+        self.num_inflight = 0
+        """Requests begun and not yet ended: zero when a drain is complete."""
         self._ended = asyncio.Event()
-
-    @property
-    def num_inflight(self) -> int:
-        """Requests accepted and not yet ended: zero when a drain is complete."""
-        return self._admission.num_inflight
 
     @property
     def num_waiting_for_room(self) -> int:
@@ -85,7 +79,6 @@ class Dispatcher:
         ends_s = self._context.clock() + most_s
         if self.queue is not None:
             await self.queue.drain(most_s=most_s)
-        self._admission.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, ends_s - self._context.clock())):
                 while self.num_inflight:
@@ -142,26 +135,26 @@ class Dispatcher:
 
     @contextlib.asynccontextmanager
     async def _admitted(self, request: RoutedRequest) -> AsyncIterator[tuple[RoutedRequest, AdmittedRequest | None]]:
-        """Has had its turn, and a place, while inside. Probes are no requests of clients: they wait for no turn."""
+        """Has had its turn, and is in flight, while inside. Probes wait for no turn: they are no client's."""
         if self.queue is None or request.only_worker is not None:
-            with self._placed(request):
+            with self._counted(request):
                 yield request, None
             return
         async with self.queue.turn(request) as visit:
             if visit.entry.is_local or visit.priority != request.priority:
                 request = replace(request, is_local=visit.entry.is_local, priority=visit.priority)
-            with self._placed(request):
+            with self._counted(request):
                 yield request, visit
 
     @contextlib.contextmanager
-    def _placed(self, request: RoutedRequest) -> Iterator[None]:
-        """Has a place while inside."""
+    def _counted(self, request: RoutedRequest) -> Iterator[None]:
+        """In flight while inside."""
         self.health.check(request)
+        self.num_inflight += 1
         try:
-            with self._admission.admit(request.priority, promised=bool(request.resume)):
-                yield
+            yield
         finally:
-            # Last, when its place is free again.
+            self.num_inflight -= 1
             self._ended.set()
 
     @contextlib.contextmanager

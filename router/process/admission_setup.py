@@ -1,28 +1,28 @@
-"""From the configuration to a gate before dispatch."""
+"""Admission from the configuration: limits, policy, and the queue before dispatch."""
 
 from collections.abc import Callable
 
 from router.access.api_keys import ApiKeyStore
 from router.admission.cluster_capacity import CapacityPolicy
-from router.admission.concurrency_limit import Admission
 from router.admission.continuations import Continuations
 from router.admission.fair_admission import FairAdmission
+from router.admission.rate_limits import RateLimiter
+from router.admission.shared_rate_limits import SharedRateLimits, tenant_tags
 from router.admission.types import AdmissionPolicy
 from router.dispatch.admission_queue import AdmissionQueue
 from router.dispatch.choices.context import HedgingSettings
 from router.dispatch.dispatcher import Dispatcher
+from router.host_peers.rate_limits import RateLimitFile
 from router.metrics.admission import AdmissionMetrics
 from router.metrics.router_metrics import RouterMetrics
 from router.metrics.worker_health import HealthMetrics
 from router.placement.costs import CostModel
-from router.tenants.rate_limits import RateLimiter
-from router.tenants.shared_rate_limits import SharedRateLimits, tenant_tags
 from router.workers.registry import WorkerRegistry
 from tandem.config.cluster import ClusterConfig, RouterConfig
 
 
 def cost_model(config: RouterConfig) -> CostModel:
-    """What placement predicts with, and the gate by what it will do."""
+    """Costs by which placement decides, and admission predicts what placement will do."""
     return CostModel(
         local_prefill_tokens=config.local_prefill_tokens, max_local_prefill_tokens=config.max_local_prefill_tokens
     )
@@ -32,6 +32,7 @@ def admission_policy(config: RouterConfig, *, max_running: int) -> AdmissionPoli
     """`max_running`: what a worker runs at once where the router's own bound is left open."""
     queue = config.queue
     return AdmissionPolicy(
+        max_inflight=config.max_inflight_requests,
         max_requests=queue.max_requests,
         max_tokens=queue.max_tokens,
         max_queue_s=config.max_queue_s,
@@ -47,34 +48,34 @@ def admission_policy(config: RouterConfig, *, max_running: int) -> AdmissionPoli
 
 
 def hedging_settings(config: RouterConfig) -> HedgingSettings | None:
-    """None: off."""
-    asked = config.hedging
-    return None if asked is None else HedgingSettings(quantile=asked.quantile, budget=asked.budget)
+    """Settings of hedging; None when it is off."""
+    hedging = config.hedging
+    return None if hedging is None else HedgingSettings(quantile=hedging.quantile, budget=hedging.budget)
 
 
-def make_limits(config: RouterConfig, secret: bytes, clock: Callable[[], float]) -> SharedRateLimits:
-    """The accounts of all tenants that there are."""
-    limiter = RateLimiter(config.limits, clock=clock)
-    return SharedRateLimits(limiter, tenants=ApiKeyStore(config.api_keys).tenants, tag_of=tenant_tags(secret))
+def make_limits(
+    config: RouterConfig, secret: bytes, clock: Callable[[], float], account: RateLimitFile | None = None
+) -> SharedRateLimits:
+    """Limits of all tenants; `account`: that of the router processes of this host, None for a router that is alone."""
+    tag_of, tenants = tenant_tags(secret), ApiKeyStore(config.api_keys).tenants
+    if account is None:
+        return SharedRateLimits(RateLimiter(config.limits, clock=clock), tenants=tenants, tag_of=tag_of)
+    limiter = RateLimiter(config.limits, clock=clock, usage_of=lambda tenant: account.usage_of(tag_of(tenant)))
+    return SharedRateLimits(limiter, tenants=tenants, tag_of=tag_of, host=account)
 
 
-def make_gate(
+def make_admission_queue(
     config: ClusterConfig,
     dispatcher: Dispatcher,
-    admission: Admission,
     registry: WorkerRegistry,
     clock: Callable[[], float],
     limiter: RateLimiter,
     metrics: RouterMetrics,
 ) -> AdmissionQueue:
-    """The queue before `dispatcher`, which has it from now on; `admission`: its own, whose places bound what runs.
-
-    What it and `dispatcher` know is shown in `metrics` from now on.
-    """
-
+    """The queue before `dispatcher`, which has it from now on. What both know is shown in `metrics` from now on."""
     fair = FairAdmission(
         view=registry.view,
-        places=admission.num_free,
+        num_running=lambda: dispatcher.num_inflight,
         num_refused=lambda: dispatcher.num_waiting_for_room,
         limiter=limiter,
         policy=admission_policy(config.router, max_running=config.engine.max_running_requests),

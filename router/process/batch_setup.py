@@ -21,10 +21,10 @@ from tandem.config.cluster import RouterConfig
 
 
 class IdleCapacity(Protocol):
-    """What of admission matters here."""
+    """The part of admission that batches wait for."""
 
     def has_idle_room(self) -> bool:
-        """Whether a batch may begin a request; see `router.admission.fair_admission.FairAdmission`."""
+        """Whether a request that came now would be run at once (`router.admission.fair_admission`)."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""How a router ends: what is new goes to whoever has its doors next, what was accepted is finished."""
+"""How a router ends: new connections go to whichever process has its ports next, accepted requests are finished."""
 
 import asyncio
 import time
@@ -10,21 +10,21 @@ from router.http.server.http_server import HttpServer
 from router.process.port_steering import steer_to_last
 
 _HAND_OVER_S = 1.0
-"""After it a client that is connected to a process that leaves its doors to others is thought to ask nothing more."""
+"""A connection that was silent for so long is closed by a process that leaves its ports to others."""
 _QUEUE_S = 0.1
-"""For gRPC to take what is in its queue."""
+"""Seconds for gRPC to accept what is in its queue."""
 
 
 class PortTakeover(Enum):
-    """Who has the doors when this process has left them."""
+    """Who listens at the ports when this process has left them."""
 
     NOBODY = "nobody"
     OTHERS = "others"
-    """They listen at the same ports."""
+    """Other processes that listen at the same ports."""
     LAST_OF_TWO = "last of two"
-    """One process does that, and it came later."""
+    """One process that listens there, and came later."""
     SUCCESSOR = "successor"
-    """It has the very socket of the HTTP door, and listens at the same gRPC port."""
+    """A process that has the very HTTP socket, and listens at the same gRPC port."""
 
 
 async def drain(
@@ -35,10 +35,11 @@ async def drain(
     drain_s: float,
     leaves_to: PortTakeover = PortTakeover.NOBODY,
 ) -> None:
-    """Refuse what is new at both doors, let what was accepted end, close both: all within one bound.
+    """Refuse new requests at both servers, let accepted ones end, close both: all within one bound.
 
-    The doors of a router that is alone listen until then, so that a client is told to go elsewhere rather than find
-    nobody. Where others share them they have what is new at once, and who is connected has a moment to be served.
+    The servers of a router that is alone listen until then, so that clients get a refusal with a time to come back
+    rather than no connection. Where others share the ports they get new connections at once, and clients that are
+    connected have a moment to be served.
     """
     ends_s, is_alone = time.monotonic() + drain_s, leaves_to is PortTakeover.NOBODY
     await rpc.set_serving(False)
@@ -57,7 +58,7 @@ async def drain(
 
 
 async def _steer(http: HttpServer, rpc: GrpcServer, leaves_to: PortTakeover) -> None:
-    """Have the kernel bring what is new to the other listener, where there is one and it is the last."""
+    """Have the kernel bring new connections to the other listener, where there is one and it is the last."""
     if leaves_to is PortTakeover.OTHERS:
         return
     steer_to_last(rpc.port)

@@ -10,9 +10,9 @@ from router.cluster_state.redis_tasks import RouterClusterState
 from router.dispatch.admission_queue import AdmissionQueue
 from router.dispatch.dispatcher import Dispatcher
 from router.fleet.readiness import ReadinessCheck
+from router.host_peers.exchange import HostPeerExchange
 from router.metrics.router_metrics import RouterMetrics
 from router.placement.decision_log import DecisionLog
-from router.siblings.exchange import SiblingExchange
 from router.status.feed import StatusFeed
 from router.status.snapshot.part import StatusSources
 from router.tenants.prices import PriceTable
@@ -43,9 +43,9 @@ async def open_status(
         clock=time.monotonic,
     )
     feed = StatusFeed(sources)
-    if place.siblings is not None:
-        siblings = SiblingExchange(place.siblings, index=place.index, render=feed.part, name="status")
-        feed.merge_with((await stack.enter_async_context(siblings)).others)
+    if place.shared_folder is not None:
+        peers = HostPeerExchange(place.shared_folder, index=place.index, render=feed.part, name="status")
+        feed.merge_with((await stack.enter_async_context(peers)).others)
     return await stack.enter_async_context(feed)
 
 

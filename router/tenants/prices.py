@@ -25,7 +25,6 @@ class Spent:
     kv_byte_s: float = 0.0
 
     def plus(self, other: "Spent") -> "Spent":
-        """Both together."""
         return Spent(
             requests=self.requests + other.requests,
             prompt_tokens=self.prompt_tokens + other.prompt_tokens,
@@ -69,7 +68,7 @@ class PriceTable:
         self.currency = self._prices.currency
 
     def amount(self, spent: Spent) -> float:
-        """What it costs."""
+        """Price of what was spent."""
         prices = self._prices
         paid_prompt = spent.prompt_tokens - spent.cached_tokens * prices.cached_discount
         tokens = paid_prompt * prices.prompt_per_million + spent.completion_tokens * prices.completion_per_million

@@ -45,13 +45,13 @@ class TenantUsage:
         return self.render() if self._others is None else merge([self.render(), *await self._others()])
 
     def render(self) -> bytes:
-        """For `merge`."""
+        """Serialise the book, for `merge` and `object`."""
         return orjson.dumps({"since_s": self.since_s, "tenants": {name: asdict(s) for name, s in self._spent.items()}})
 
     def object(self, text: bytes, *, only: str | None) -> dict[str, Any]:
         """A rendered or merged book as clients see it. `only`: the one tenant that is shown; None: all."""
-        told = orjson.loads(text)
-        books = {name: Spent(**spent) for name, spent in told["tenants"].items() if only in (None, name)}
+        book = orjson.loads(text)
+        books = {name: Spent(**spent) for name, spent in book["tenants"].items() if only in (None, name)}
         if only is not None:
             books.setdefault(only, Spent())
         total = Spent()
@@ -59,7 +59,7 @@ class TenantUsage:
             total = total.plus(spent)
         return {
             "object": "usage",
-            "since": int(told["since_s"]),
+            "since": int(book["since_s"]),
             "currency": self.prices.currency,
             "data": [{"tenant": name, **self._shown(spent)} for name, spent in sorted(books.items())],
             "total": self._shown(total),
@@ -76,9 +76,9 @@ class TenantUsage:
 
 def merge(texts: Iterable[bytes]) -> bytes:
     """Several processes' books as one, of all their tenants. Raises ValueError for what is none."""
-    told = [orjson.loads(text) for text in texts]
-    whole = TenantUsage(since_s=min(book["since_s"] for book in told))
-    for book in told:
+    books = [orjson.loads(text) for text in texts]
+    whole = TenantUsage(since_s=min(book["since_s"] for book in books))
+    for book in books:
         for name, spent in book["tenants"].items():
             whole.add(name, _spent(spent))
     return whole.render()

@@ -5,7 +5,7 @@ it and what the client has. A client whose stream broke sends the same body agai
 (HTML Living Standard, "Server-sent events"), or over gRPC as `last_stream_id`. The signature also covers a digest of
 the request, so that an id cannot be used with another body, tenant or salt. An id is good for as long as the request
 that it belongs to could last; what a continuation costs its tenant, and how often it may be asked for, is
-`router.admission.continuations`' and `router.tenants.rate_limits`' to say.
+`router.admission.continuations`' and `router.admission.rate_limits`' to say.
 """
 
 import base64

@@ -97,7 +97,7 @@ class RouterConfig(RouterAccess):
     """gRPC port; 0: any free one."""
     processes: int = Field(default=1, ge=1, le=64)
     """Router processes of one host that share its ports, for more cores. Each keeps a session to every worker; bounds
-    such as `max_inflight_requests` are of each."""
+    such as `max_inflight_requests` are of each, limits of API keys are of all together."""
     connections: ConnectionsConfig = ConnectionsConfig()
     max_body_bytes: PositiveInt = 8 << 20
     """Largest request body, over HTTP and gRPC; files have a bound of their own, `batches.max_file_bytes`."""

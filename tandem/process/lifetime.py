@@ -167,7 +167,7 @@ class RouterPlace:
 
     ready_fd: int | None = None
     index: int = 0
-    siblings: Path | None = None
+    shared_folder: Path | None = None
     """Folder where they find each other; None of one that is alone."""
     config_path: Path | None = None
     """Where the configuration stands, to be read again."""
@@ -178,11 +178,11 @@ def router_main(serve: Callable[["ClusterConfig", RouterPlace, Lifetime], Awaita
     parser = _parser("router", "the front doors of a cluster")
     parser.add_argument("--index", type=int, default=0, help="which of the processes that share the doors this is")
     parser.add_argument(
-        "--siblings", type=Path, help="folder where those find each other; without it this one is alone"
+        "--siblings", type=Path, help="folder that the router processes of one host share; without it there are none"
     )
     args = parser.parse_args()
-    place = RouterPlace(ready_fd=args.ready_fd, index=args.index, siblings=args.siblings, config_path=args.config)
-    name = "router" if place.siblings is None else f"router-{place.index}"
+    place = RouterPlace(ready_fd=args.ready_fd, index=args.index, shared_folder=args.siblings, config_path=args.config)
+    name = "router" if place.shared_folder is None else f"router-{place.index}"
     return _run(args.config, name, lambda config, lifetime: serve(config, place, lifetime))
 
 

@@ -168,7 +168,7 @@ async def _serve(options: argparse.Namespace) -> None:
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(sessions.tell_load())
+        tasks.create_task(sessions.send_loads())
         tasks.create_task(worker.run())
 
 

@@ -49,7 +49,7 @@ from tandem.values.kv_layout import KVLayout
 from tandem.values.roles import WorkerRole
 from tandem_bench.errors import CannotMeasure
 from tandem_bench.report import Row, figure, print_table
-from worker.cluster_state.publisher import BoardPublisher
+from worker.cluster_state.publisher import ClusterStatePublisher
 
 NUM_WORKERS = 16
 NUM_BLOCKS = 10_000
@@ -127,7 +127,7 @@ class _Worker:
         self._number = number
         self.newest = NUM_BLOCKS
         self._sequence = 0
-        self.publisher = BoardPublisher(
+        self.publisher = ClusterStatePublisher(
             Notice(process=_process(number), role=WorkerRole.DECODE, address="127.0.0.1:1"),
             settings,
             ClusterStateCodec(_SECRET, settings.cluster),

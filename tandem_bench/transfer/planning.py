@@ -9,7 +9,7 @@ from typing import Any
 
 from kv_transfer.memory.cell_addresses import CellAddresses
 from kv_transfer.memory.mover import RECIPE, Mover
-from kv_transfer.memory.write_stop_lock import PieceLock, WriteStopLock
+from kv_transfer.memory.write_stop_lock import BurstLock, WriteStopLock
 from kv_transfer.transports.grants import TOKEN_BYTES
 from kv_transfer.transports.interface import WriteOrder
 from kv_transfer.transports.region_copy import RegionCopier
@@ -45,15 +45,15 @@ def _over_tcp(case: Mapping[str, Any], source: memoryview, target: memoryview, s
     pairing, grant = pairing_of(case), bytes(TOKEN_BYTES)
     here = region_of(case, source, None)
     landing = landing_of(case, pairing, region_of(case, target, None))
-    streams, lock = _mover(NativeLibrary).streams, PieceLock()
+    streams, lock = _mover(NativeLibrary).streams, BurstLock()
 
     def describe() -> None:
         for order in orders_of(case, pairing, grant):
-            place = CellAddresses(here, order.source, is_source=True)
+            addresses = CellAddresses(here, order.source, is_source=True)
             # It receives as well, or it would send.
-            outgoing = streams.open(place, order.cells, silent, lock, is_sending=False)
+            outgoing = streams.open(addresses, order.cells, silent, lock, is_sending=False)
             header = tcp_frames.unpack_header(tcp_frames.pack_header(_header(order, outgoing.num_bytes)))
-            there = landing.place(header.cells)
+            there = landing.addresses(header.cells)
             if there is None:
                 raise CannotMeasure("tcp without compiled code plans nothing ahead")
             for side in (outgoing, streams.open(there, header.cells, silent, lock, is_sending=False)):
@@ -76,7 +76,7 @@ def _over_shm(case: Mapping[str, Any], source: memoryview, target: memoryview) -
     there = region_of(case, target, None)
     landing = landing_of(case, pairing, there)
     placed = CellAddresses(there, landing.cells, is_source=False)
-    mover, lock = _mover(_Idle), PieceLock()
+    mover, lock = _mover(_Idle), BurstLock()
     copier = RegionCopier(region_of(case, source, None), there, pairing, mover)
 
     def check() -> None:

@@ -25,7 +25,7 @@ CELLS = CellRange(
     first_layer=0,
     num_layers=KV.num_layers,
     first_unit=0,
-    num_units=len(HERE) * KV.block_size // PAIRING.mapping.unit,
+    num_units=len(HERE) * KV.block_size // PAIRING.mapping.unit_tokens,
     first_head=0,
     num_heads=KV.num_kv_heads,
 )
@@ -60,9 +60,9 @@ WORK: dict[str, Callable[[TorchPool], object]] = {
     "checksum": lambda pool: pool.checksum(READS),
     "gather": lambda pool: pool.gather(READS, pool.allocate(READS.num_bytes)),
     "scatter": lambda pool: pool.scatter(WRITES, pool.allocate(READS.num_bytes)),
-    "copy": lambda pool: pool.copy(SOURCE.copies_to(TARGET, CELLS)),
+    "copy": lambda pool: pool.copy(SOURCE.run_pairs_to(TARGET, CELLS)),
     "send": lambda pool: pool.send(READS, pool, WRITES),
-    "take and put": lambda pool: pool.put(WRITES, pool.take(READS)[0]),
+    "pack and unpack": lambda pool: pool.unpack_summed(WRITES, pool.pack_summed(READS)[0]),
 }
 
 

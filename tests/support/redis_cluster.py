@@ -15,7 +15,7 @@ from typing import Any
 
 import grpc.aio
 
-from router.admission.concurrency_limit import Admission
+from router.admission.shared_rate_limits import SharedRateLimits
 from router.cluster_state.redis_tasks import RouterClusterState
 from router.dispatch.choices.context import DispatchSettings
 from router.dispatch.dispatcher import Dispatcher
@@ -24,7 +24,6 @@ from router.fleet.worker_session import SessionSettings
 from router.placement.costs import CostModel
 from router.placement.placer import Placer
 from router.process.admission_setup import make_limits
-from router.tenants.shared_rate_limits import SharedRateLimits
 from router.workers.prefix_map import PrefixMap
 from router.workers.registry import WorkerRegistry
 from tandem.backoff import Backoff
@@ -42,7 +41,7 @@ from tandem.values.roles import WorkerRole
 from tests.support.fake_worker import SECRET, FakeWorker, Submission
 from tests.support.redis_server import RedisServer, until
 from tests.support.router.cluster import ROOT, collect, routed
-from worker.cluster_state.publisher import BoardPublisher
+from worker.cluster_state.publisher import ClusterStatePublisher
 from worker.session_port import orders_of
 
 CAPACITY = 64
@@ -74,7 +73,7 @@ class PublishingWorker(FakeWorker):
         self._settings = settings
         self._stack = AsyncExitStack()
         self._queues: set[asyncio.Queue[pb.WorkerMessage]] = set()
-        self.publisher: BoardPublisher | None = None
+        self.publisher: ClusterStatePublisher | None = None
 
     @property
     def process(self) -> Process:
@@ -82,7 +81,7 @@ class PublishingWorker(FakeWorker):
 
     async def __aenter__(self) -> "PublishingWorker":
         await self.start()
-        self.publisher = BoardPublisher(
+        self.publisher = ClusterStatePublisher(
             Notice(process=self.process, role=WorkerRole.DECODE, address=self.address),
             self._settings,
             ClusterStateCodec(SECRET, self._settings.cluster),
@@ -239,7 +238,6 @@ async def router(
         placer = Placer(registry=registry, model=CostModel(), rng=Random(number), clock=time.monotonic)
         dispatcher = Dispatcher(
             placer=placer,
-            admission=Admission(max_inflight=1000, clock=time.monotonic),
             hasher=BlockHasher(SECRET),
             settings=DispatchSettings(),
             clock=time.monotonic,

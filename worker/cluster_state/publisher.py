@@ -1,8 +1,8 @@
-"""A worker's hand on the board: keeps its lease there, and tells of its cache.
+"""Publishes a worker to Redis: renews its lease there, and writes its prefix cache.
 
-Whatever happens to Redis happens here, in one task, while the worker goes on: events only touch the journal. Each
-second the lease is renewed, and what the board holds of this worker is compared with what it should hold; whatever
-was lost (flushed, restored, evicted, tampered with) is written again whole.
+One task talks to Redis while the worker goes on; engine events only touch the journal. Each second the lease is
+renewed, and what Redis holds of this worker is compared with what it should hold; anything lost (flushed, restored,
+evicted, tampered with) is written again as a whole.
 """
 
 import asyncio
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 GATHER_S = 0.01
-"""Between two writes: changes of several steps become one entry."""
+"""Pause before a write, so that changes of several steps become one entry."""
 CHECK_S = 1.0
 KEEP_LEASES = 20
-"""How many leases a dead worker's cache stays readable: nobody believes in it, but it takes room."""
+"""Leases after which the cache of a dead worker expires in Redis; readers ignore it as soon as its own lease ends."""
 
 
-class BoardPublisher:
-    """Of one worker process; an async context manager. Hears events like a session's port does."""
+class ClusterStatePublisher:
+    """Publishes one worker process; an async context manager, and an EventSink like a session's port."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class BoardPublisher:
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
     ) -> None:
-        """`wall_clock`: seconds since the epoch, only to let long forgotten ids of workers go."""
+        """`wall_clock`: seconds since the epoch, used only to drop long expired worker ids."""
         self._notice = notice
         self._settings = settings
         self._codec = codec
@@ -66,7 +66,7 @@ class BoardPublisher:
         self._num_entries = self._num_states = 0
 
     async def __aenter__(self) -> Self:
-        # A group: a fault of ours ends the worker, rather than its publishing in silence.
+        # A task group: a bug in publishing ends the worker instead of silently ending its publishing.
         tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
         self._task = tasks.create_task(self._run())
         return self
@@ -76,11 +76,11 @@ class BoardPublisher:
     ) -> None:
         if self._task is not None:
             self._task.cancel()
-        # Not told of `error`: the task group would wrap it in a group of its own.
+        # Without `error`, which the task group would wrap in an exception group.
         await self._stack.aclose()
         await self._leave()
 
-    # A session's port, as the engine's host sees it
+    # EventSink
 
     def send_snapshot(self, next_event: int, stored: Sequence[pb.KVEvent]) -> None:
         """The whole prefix cache; later events count from `next_event`."""
@@ -94,7 +94,6 @@ class BoardPublisher:
         return taken
 
     def report(self) -> pb.BoardReport:
-        """How publishing fares."""
         since_s = self._behind_since_s
         return pb.BoardReport(
             up=self._link.health.is_up,
@@ -151,8 +150,8 @@ class BoardPublisher:
         *kept, head, state_bytes, num_entries = await self._link.ask(commands, vital=1)
         if isinstance(kept[1], Refusal):  # somebody put something else there
             await self._link.ask([("DEL", keys.workers), commands[1]])
-        if not journal.seen(self._found(head, state_bytes, num_entries)) and self._num_states:
-            _log.info("what Redis holds of this worker's cache is not what was written: all of it is written again")
+        if not journal.on_read(self._found(head, state_bytes, num_entries)) and self._num_states:
+            _log.info("this worker's cache in Redis is not what was written: writing all of it again")
 
     def _found(self, head: Reply, state_bytes: Reply, num_entries: Reply) -> Footprint | None:
         """What is there, if it holds together."""
@@ -188,40 +187,40 @@ class BoardPublisher:
         return commands
 
     async def _leave(self) -> None:
-        """Take everything down, if Redis answers."""
+        """Delete this worker's entries, if Redis answers."""
         process, keys = self._notice.process, self._keys
         taken = (keys.notice(process), keys.head(process), keys.state(process), keys.log(process))
         try:
             if self._link.health.is_up:
                 await self._link.ask([("DEL", *taken), ("ZREM", keys.workers, process.mark)])
         except RedisDown:
-            _log.info("Redis does not answer: this worker's entries there end with their lease")
+            _log.info("Redis does not answer: this worker's entries will expire with their lease")
         finally:
             await self._link.close()
 
 
 class SnapshotSource(Protocol):
-    """Who knows the whole cache (`EngineHost`)."""
+    """Knows the whole prefix cache (`EngineHost`)."""
 
     def send_snapshot(self, sink: EventSink) -> None:
         """Call `sink.send_snapshot` soon, in order with the events."""
         ...
 
 
-async def publish(stack: AsyncExitStack, publisher: BoardPublisher | None, source: SnapshotSource) -> None:
-    """Put the worker on the board, until `stack` is left; no-op without Redis."""
+async def publish(stack: AsyncExitStack, publisher: ClusterStatePublisher | None, source: SnapshotSource) -> None:
+    """Publish the worker until `stack` is left; no-op without Redis."""
     if publisher is not None:
         source.send_snapshot(publisher)
         await stack.enter_async_context(publisher)
 
 
-def make_publisher(config: "RedisConfig", secret: bytes, identity: WorkerIdentity) -> BoardPublisher | None:
+def make_publisher(config: "RedisConfig", secret: bytes, identity: WorkerIdentity) -> ClusterStatePublisher | None:
     """A worker's publisher; None without Redis. Raises ConfigError when its client is not installed."""
     settings = config.redis_settings()
     if settings is None:
         return None
     process = Process(identity.worker_id, identity.incarnation)
-    return BoardPublisher(
+    return ClusterStatePublisher(
         Notice(process=process, role=identity.role, address=identity.address),
         settings,
         ClusterStateCodec(secret, settings.cluster),

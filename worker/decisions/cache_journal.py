@@ -1,12 +1,11 @@
-"""What a worker has to write so that the board tells the truth about its cache. Pure.
+"""What a worker has to write to Redis so that routers read its cache correctly. Pure.
 
 The journal mirrors the worker's names, queues changes, and plans one transaction at a time: changes become entries of
 the log; when the log since the state has grown past a bound, the state is written again with them, and what lies
 before the state's predecessor is trimmed, so that a reader who is a little behind need not load everything. Whatever
-is in doubt (a write whose answer never came, a board that holds something else) is settled by what the board is seen
-to hold; what cannot be settled, or would be too much to catch up with, is replaced by one fresh state. If little
-happened since the last write that arrived, it stands in the log beside the fresh state: whoever had read up to there
-reads on, and nobody loads what he knows already.
+is in doubt (a write without an answer, other content in Redis) is settled by reading what Redis holds; what cannot be
+settled, or would be too much to catch up with, is replaced by one fresh state. If little happened since the last write
+that arrived, those changes go into the log beside the fresh state, so readers that were up to date need not load it.
 """
 
 from collections import deque
@@ -22,7 +21,7 @@ _CHANGES_AT_ONCE = 8 * MAX_CHANGES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Write:
-    """One transaction."""
+    """What one transaction writes to Redis."""
 
     entries: tuple[Changes, ...]
     """Appended to the log."""
@@ -37,7 +36,7 @@ class Write:
 
 
 class CacheJournal:
-    """Of one worker process."""
+    """What one worker process has written to Redis, and what it still has to."""
 
     def __init__(self, *, max_pending: int = 65_536, min_log: int = 4096) -> None:
         """`max_pending`: changes that wait to be written; more become a fresh state.
@@ -48,10 +47,10 @@ class CacheJournal:
         self._min_log = min_log
         self._names: dict[BlockHash, None] | None = None
         self._next = 0
-        self._there: Footprint | None = None
-        """What the board is known to hold; None: unknown, or of no use."""
+        self._known: Footprint | None = None
+        """What Redis is known to hold; None: unknown, or of no use."""
         self._planned: Write | None = None
-        """Given out and neither written nor given up."""
+        """Handed out, and neither written nor given up."""
         self._is_in_doubt = False
         self._pending: deque[tuple[BlockHash, bool]] | None = None
         """What lies between the last write and the mirror, in order; None: that is not known, or was too much."""
@@ -60,12 +59,12 @@ class CacheJournal:
 
     @property
     def is_behind(self) -> bool:
-        """Whether the board lacks something."""
-        return self._names is not None and (self._there is None or bool(self._pending))
+        """Whether Redis lacks something."""
+        return self._names is not None and (self._known is None or bool(self._pending))
 
     @property
     def is_in_doubt(self) -> bool:
-        """Whether nothing can be written before it was `seen` what the board holds."""
+        """Whether nothing can be written before `on_read` has reported what Redis holds."""
         return self._is_in_doubt
 
     def restart(self, next_sequence: int, names: Sequence[BlockHash]) -> None:
@@ -100,7 +99,7 @@ class CacheJournal:
         """What to write now; None when nothing is missing, or the last one is neither `written` nor settled."""
         if self._names is None or self._planned is not None:
             return None
-        there, pending = self._there, self._pending
+        there, pending = self._known, self._pending
         if pending is None or (there is None and len(pending) > _CHANGES_AT_ONCE):
             self._pending = pending = deque()
         if there is None:
@@ -110,7 +109,7 @@ class CacheJournal:
         return self._planned
 
     def written(self, write: Write) -> None:
-        """The board has it."""
+        """Note that Redis has `write`."""
         if self._planned is not write or self._pending is None:
             return  # given up meanwhile
         self._planned, self._is_in_doubt = None, False
@@ -122,20 +121,20 @@ class CacheJournal:
             self._log.append(entry.next_sequence)
         while write.keep_from is not None and self._log and self._log[0] <= write.keep_from:
             self._log.popleft()
-        self._there = write.after
+        self._known = write.after
 
     def doubt(self) -> None:
-        """Something failed: nobody said whether the board has the last write."""
+        """Note a failure after which it is unknown whether Redis has the last write."""
         self._is_in_doubt = True
 
-    def seen(self, board: Footprint | None) -> bool:
-        """What the board was found to hold of this process; None: nothing that holds together. False: it is lost."""
+    def on_read(self, found: Footprint | None) -> bool:
+        """Compare with what Redis holds of this process, None if that is inconsistent; False when it is lost."""
         write = self._planned
         self._is_in_doubt = False
-        if write is not None and board == write.after:
+        if write is not None and found == write.after:
             self.written(write)
-        elif board is None or board != self._there:
-            self._there = self._planned = None
+        elif found is None or found != self._known:
+            self._known = self._planned = None
             return False
         self._planned = None
         return True
@@ -163,4 +162,4 @@ class CacheJournal:
         return Write(entries=entries, state=state, keep_from=keep_from, is_fresh=False, after=after)
 
     def _give_up(self) -> None:
-        self._there = self._planned = self._pending = None
+        self._known = self._planned = self._pending = None

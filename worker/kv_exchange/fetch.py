@@ -21,7 +21,7 @@ from worker.decisions.fetch_cost import FetchRates
 
 @dataclass(slots=True, kw_only=True)
 class FetchStats:
-    """Totals since start."""
+    """Counts of fetches since the worker started."""
 
     started: int = 0
     completed: int = 0
@@ -131,5 +131,4 @@ def job_of(fetch: PrefixFetch) -> PrefillJob:
 
 
 def route_to(holder: PrefixHolder) -> Route:
-    """The way there."""
     return Route(worker_id=holder.worker_id, incarnation=holder.incarnation, address=holder.address, attempt=1)

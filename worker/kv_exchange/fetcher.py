@@ -1,8 +1,8 @@
 """Bringing prefixes from peers into this worker's cache, when that beats computing them.
 
 Life of a fetch: hint → looked up here → priced → reservation → hand-off of what the peer holds → blocks in the prefix
-index, found by whoever schedules the request next. Whatever goes wrong, what has landed is kept and the rest is
-computed: a fetch never fails a request. It goes on as long as somebody waits for it, though no longer than it is worth.
+index, where the scheduler finds them. If a fetch fails, what has landed is kept and the rest is computed: a fetch never
+fails a request. It goes on while a request waits for it, but no longer than computing would take.
 """
 
 import asyncio
@@ -31,11 +31,11 @@ from worker.kv_exchange.fetch import Declined, FetchOrder, FetchStats, PrefixFet
 _log = logging.getLogger(__name__)
 
 _SHORTEST_WAIT_S = 0.5
-"""However fast this worker computes: a peer may be in the middle of a step."""
+"""Least time that a fetch may take: the peer may be in the middle of a step."""
 _PATIENCE = 4.0
-"""Times what a fetch should take."""
+"""Multiple of a fetch's expected time after which it is given up."""
 _MAX_FETCHES = 8
-"""Under way at once: each holds a reservation that hand-offs and prompts compete for."""
+"""Most fetches at once: each holds a reservation, for which hand-offs and prompts compete."""
 
 
 class Fetcher:
@@ -52,14 +52,14 @@ class Fetcher:
         """`name`: unlike any other process's, for the names of its fetches."""
         self.hub: ReceiverHub | None = None
         self.stats = FetchStats()
-        """Of prompts' prefixes; what no prompt waits for is counted by whoever wants it."""
+        """Of prompts' prefixes; `adopt` leaves counting to its caller."""
         self._host = host
         self._name = name
         self._spawn = spawn
         self._tracer = tracer or NoTracer()
         self._serial = count(1)
         self._fetches: dict[TransferId, PrefixFetch] = {}
-        self._askers: dict[RequestId, asyncio.Future[None]] = {}
+        self._waiting: dict[RequestId, asyncio.Future[None]] = {}
         self._destinations = Destinations()
 
     def owns(self, transfer_id: TransferId) -> bool:
@@ -71,23 +71,23 @@ class Fetcher:
 
         The request is neither queued nor changed, but for the names of its blocks. `trace`: of the span that waits.
         """
-        gone = self._askers[request.request_id] = asyncio.get_running_loop().create_future()
+        cancelled = self._waiting[request.request_id] = asyncio.get_running_loop().create_future()
         span = self._tracer.span("tandem.fetch", trace)
         try:
-            gained = await self._bring(request, holder, None if span is None else span.context, gone)
+            gained = await self._bring(request, holder, None if span is None else span.context, cancelled)
             if span is not None:
                 span.attributes.update({"tandem.fetch.holder": holder.worker_id, "tandem.fetch.tokens": gained})
         finally:
-            self._askers.pop(request.request_id, None)
+            self._waiting.pop(request.request_id, None)
             if span is not None:
                 span.end()
         return gained
 
     def abandon(self, request_id: RequestId) -> None:
-        """The request is not wanted any more: its `bring` returns, and so ends a fetch that nobody else waits for."""
-        gone = self._askers.get(request_id)
-        if gone is not None and not gone.done():
-            gone.set_result(None)
+        """Cancel a request's `bring`; its fetch ends too, if no other request waits for it."""
+        cancelled = self._waiting.get(request_id)
+        if cancelled is not None and not cancelled.done():
+            cancelled.set_result(None)
 
     async def adopt(
         self,
@@ -98,9 +98,9 @@ class Fetcher:
         prefill_tokens_per_s: float,
         spare_blocks: int,
     ) -> int | Declined:
-        """Bring a prefix for which no prompt waits; the blocks gained, or why it was not begun.
+        """Fetch a prefix for which no prompt waits; returns the blocks gained, or why it was not begun.
 
-        It is judged by the given rate of computing and leaves so many blocks available. Never raises for a peer.
+        Priced at `prefill_tokens_per_s`; leaves `spare_blocks` available. Never raises for a peer.
         """
         if self.hub is None or not names:
             return Declined.HELD
@@ -111,7 +111,7 @@ class Fetcher:
         return fetch.declined or num_tokens // self._host.parts.layout.block_size
 
     async def _bring(
-        self, request: Request, holder: PrefixHolder, trace: TraceContext | None, gone: "asyncio.Future[None]"
+        self, request: Request, holder: PrefixHolder, trace: TraceContext | None, cancelled: "asyncio.Future[None]"
     ) -> int:
         num_tokens = min(holder.num_tokens, request.num_tokens - 1)
         if self.hub is None or num_tokens <= 0:
@@ -122,17 +122,17 @@ class Fetcher:
         self._host.parts.hasher.extend(request.hash_root, request.block_hashes, request.token_ids)
         names = request.block_hashes[: num_tokens // HASH_BLOCK_TOKENS]
         if (same := self._same(names)) is not None:
-            await self._wait(same, rates, gone)  # it is found here all the same
-            if same.declined is None or gone.done():
+            await self._wait(same, rates, cancelled)  # it is found here all the same
+            if same.declined is None or cancelled.done():
                 return 0
             same = self._same(names)  # declined for another's reasons: this one's own count once
         wanted = self._wanted(request.hash_root, names, holder, rates, trace=trace, asker=request.request_id)
         fetch = same or self._begin(wanted, self.stats)
-        gained = await self._wait(fetch, rates, gone)
+        gained = await self._wait(fetch, rates, cancelled)
         if fetch.declined is not None:
             self.stats.declined += 1
-            told = request.request_id, holder.worker_id, fetch.declined.value
-            _log.debug("%s: what %s holds is not fetched: %s", *told, extra=wanted.about)
+            details = request.request_id, holder.worker_id, fetch.declined.value
+            _log.debug("%s: not fetching from %s: %s", *details, extra=wanted.about)
         return 0 if fetch is same else gained
 
     def _bytes_per_s(self, holder: PrefixHolder) -> float:
@@ -187,7 +187,7 @@ class Fetcher:
         if isinstance(held, Declined):
             del self._fetches[transfer_id]
             if isinstance(error, ServingError):
-                _log.info("%s: no room for what a peer holds: %s", transfer_id, error.message, extra=wanted.about)
+                _log.info("%s: no room to fetch a peer's prefix: %s", transfer_id, error.message, extra=wanted.about)
             elif error is not None:
                 fetch.reserved.set_exception(error)  # whoever waits raises it
             fetch.decline(held)
@@ -195,30 +195,30 @@ class Fetcher:
         fetch.num_held_tokens = held
         fetch.reserved.set_result(None)
         fetch.stats.started += 1
-        fetch.ended.add_done_callback(partial(self._tell_end, fetch, time.monotonic()))
+        fetch.ended.add_done_callback(partial(self._record_end, fetch, time.monotonic()))
         try:
             hub.start(job_of(fetch), route_to(wanted.holder))
         except ServingError as refusal:
             self._not_begun(fetch, refusal)
 
-    def _tell_end(self, fetch: PrefixFetch, started_s: float, ended: "asyncio.Future[int]") -> None:
+    def _record_end(self, fetch: PrefixFetch, started_s: float, ended: "asyncio.Future[int]") -> None:
         wanted, gained = fetch.wanted, ended.result()
         fetch.stats.num_tokens += gained
         _log.info(
-            "%s: %d of %d tokens came from %s in %.1f ms",
+            "%s: fetched %d of %d tokens from %s in %.1f ms",
             wanted.transfer_id, gained, wanted.probe.num_tokens - 1 - fetch.num_held_tokens, wanted.holder.worker_id,
             1e3 * (time.monotonic() - started_s), extra=wanted.about,
         )  # fmt: skip
 
     async def _wait(
-        self, fetch: PrefixFetch, rates: FetchRates | None = None, gone: "asyncio.Future[None] | None" = None
+        self, fetch: PrefixFetch, rates: FetchRates | None = None, cancelled: "asyncio.Future[None] | None" = None
     ) -> int:
-        """Until it has ended, or whoever waits here has gone or, by these rates, waited so long; the tokens gained.
+        """Wait until it ends, `cancelled` is set or, by `rates`, waiting is not worth it; returns the tokens gained.
 
-        With the last who waits it ends.
+        The fetch ends with the last that waits for it.
         """
         fetch.num_waiting += 1
-        ends = () if gone is None else (gone,)
+        ends = () if cancelled is None else (cancelled,)
         try:
             await asyncio.wait((fetch.reserved, *ends), return_when=asyncio.FIRST_COMPLETED)
             if fetch.reserved.done():
@@ -229,7 +229,7 @@ class Fetcher:
             fetch.num_waiting -= 1
             if not fetch.num_waiting:
                 self._stop(fetch, "nobody waits for it any longer")
-        if not fetch.ended.done() and (fetch.num_waiting or (gone is not None and gone.done())):
+        if not fetch.ended.done() and (fetch.num_waiting or (cancelled is not None and cancelled.done())):
             return 0
         return await asyncio.shield(fetch.ended)  # soon: what landed is being kept
 
@@ -291,7 +291,7 @@ class Fetcher:
         """Nobody was let in."""
         transfer_id = fetch.wanted.transfer_id
         del self._fetches[transfer_id]
-        _log.info("%s: not begun: %s", transfer_id, error.message, extra=fetch.wanted.about)
+        _log.info("%s: the fetch was not started: %s", transfer_id, error.message, extra=fetch.wanted.about)
         fetch.stats.failed += 1
         self._host.post(lambda scheduler: scheduler.reservations.cancel(transfer_id))
         fetch.end(0)
@@ -330,8 +330,8 @@ class Fetcher:
         if fetch is None:
             self.released(transfer_id, landed)
             return
-        told = transfer_id, len(landed), error.message
-        _log.info("%s failed with %d blocks landed: %s", *told, extra=fetch.wanted.about)
+        details = transfer_id, len(landed), error.message
+        _log.info("%s failed with %d blocks landed: %s", *details, extra=fetch.wanted.about)
         fetch.stats.failed += 1
         self._destinations.settle(landed)
         quiet = len(landed) == fetch.num_destinations
@@ -351,7 +351,12 @@ class Fetcher:
         try:
             await keeping
         except ServingError as error:
-            _log.info("%s: nothing kept: %s", fetch.wanted.transfer_id, error.message, extra=fetch.wanted.about)
+            _log.info(
+                "%s: nothing that landed was kept: %s",
+                fetch.wanted.transfer_id,
+                error.message,
+                extra=fetch.wanted.about,
+            )
             gained = 0
         fetch.end(gained)
 
@@ -360,7 +365,7 @@ class Fetcher:
 
     def quarantine(self, transfer_id: TransferId, blocks: tuple[BlockId, ...]) -> None:
         """The engine keeps them out of circulation already; say so."""
-        _log.warning("%s: %d blocks quarantined, their writer may be alive", transfer_id, len(blocks))
+        _log.warning("%s: quarantined %d blocks, their writer may still be running", transfer_id, len(blocks))
 
     def released(self, transfer_id: TransferId, blocks: tuple[BlockId, ...]) -> None:
         """Nothing writes there any more."""

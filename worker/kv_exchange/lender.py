@@ -1,6 +1,6 @@
-"""What a worker lends to its peers: prefixes in its cache, held still while they are read.
+"""Cached prefixes that peers fetch from this worker, pinned while they are read.
 
-What is below the pool comes up first, a little between each two steps: routers name this worker as holder of it, too.
+Blocks in lower tiers are promoted first, a few between each two steps: routers name this worker as their holder, too.
 """
 
 import asyncio
@@ -18,9 +18,9 @@ from tandem.values.ids import RequestId, TransferId
 from worker.engine_host import EngineHost
 
 _PROMOTE_BYTES = 32 << 20
-"""Brought up at once: some milliseconds between two steps."""
+"""Promoted at once: some milliseconds between two steps."""
 _PROMOTE_S = 1.0
-"""Then what has come up is lent: whoever asked would rather compute the rest."""
+"""Limit of promoting; then what has been promoted is lent, and the peer computes the rest."""
 
 
 class Lender:
@@ -29,11 +29,11 @@ class Lender:
     def __init__(self, host: EngineHost) -> None:
         self.hub: SenderHub | None = None
         self.num_lent_tokens = 0
-        """Of all fetches that were answered, held prefixes of the askers included."""
+        """Tokens of all fetches that were served, including the prefixes that the peers held already."""
         self._host = host
         self._loans: dict[TransferId, Request] = {}
         self._submitting: dict[TransferId, asyncio.Event] = {}
-        """Set when nobody wants it any longer."""
+        """Set when the fetch is cancelled."""
 
     @property
     def num_loans(self) -> int:
@@ -47,7 +47,7 @@ class Lender:
     async def submit(self, job: PrefillJob) -> None:
         """Find the prefix and hold it.
 
-        Raises Unavailable when no more of it is here than the asker has, or nobody asks for it any longer.
+        Raises Unavailable when this worker has no more of it than the peer, or the fetch was cancelled.
         """
         loan = Request(
             request_id=RequestId(f"loan/{job.transfer_id}"),
@@ -60,17 +60,17 @@ class Lender:
             prefill_only=True,
         )
         self._loans[job.transfer_id] = loan
-        gone = self._submitting[job.transfer_id] = asyncio.Event()
+        cancelled = self._submitting[job.transfer_id] = asyncio.Event()
         try:
-            await self._host.call(partial(_take, loan))
-            await self._promote(loan, gone)
+            await self._host.call(partial(_hold_prefix, loan))
+            await self._promote(loan, cancelled)
             # What a step under way brings up for somebody else has its name already, but not its content.
-            while not gone.is_set() and await self._host.call(partial(_is_arriving, loan)):
+            while not cancelled.is_set() and await self._host.call(partial(_is_arriving, loan)):
                 pass
-            if gone.is_set():
-                raise Unavailable("nobody asks for it any longer")
+            if cancelled.is_set():
+                raise Unavailable("it was cancelled")
             if loan.num_computed_tokens <= job.held_tokens:
-                raise Unavailable("no more of the prefix is held here")
+                raise Unavailable("no more of the prefix is cached here")
             await self._host.bring(tuple(loan.block_table))
         except BaseException:
             del self._loans[job.transfer_id]
@@ -79,33 +79,33 @@ class Lender:
         finally:
             del self._submitting[job.transfer_id]
         self.num_lent_tokens += loan.num_computed_tokens
-        # A turn later: the hub learns first that the job was taken.
-        asyncio.get_running_loop().call_soon(self._tell, job.transfer_id, loan)
+        # A turn later: the hub must see first that the job was accepted.
+        asyncio.get_running_loop().call_soon(self._report_lent, job.transfer_id, loan)
 
     def unwanted(self, transfer_id: TransferId) -> None:
-        """Whoever asked has given up: bring nothing more up for it."""
-        if (gone := self._submitting.get(transfer_id)) is not None:
-            gone.set()
+        """Cancel: the peer has given up, so promote nothing more for it."""
+        if (cancelled := self._submitting.get(transfer_id)) is not None:
+            cancelled.set()
 
-    async def _promote(self, loan: Request, gone: asyncio.Event) -> None:
-        """Bring up what is below, and hold it like the rest; ends after a while, or with who asked."""
+    async def _promote(self, loan: Request, cancelled: asyncio.Event) -> None:
+        """Promote blocks of lower tiers and pin them like the rest, until _PROMOTE_S or a cancel."""
         if self._host.parts.scheduler.tiers is None:
             return
         max_blocks = max(1, _PROMOTE_BYTES // self._host.parts.layout.worker_block_bytes)
         try:
             async with asyncio.timeout(_PROMOTE_S):
-                while not gone.is_set():
+                while not cancelled.is_set():
                     read = self._host.next_read()  # before: what is read meanwhile counts
                     promoted = await self._host.call(partial(_promote, loan, max_blocks))
                     if promoted is Promotion.DONE:
                         return
                     if promoted is Promotion.WAIT:
-                        await _either(read, gone)
+                        await _either(read, cancelled)
         except TimeoutError:
-            # In its place among the calls: one that lifts may be under way.
+            # In order with the other calls: a promotion may be queued.
             await self._host.call(partial(_stop_waiting, loan))
 
-    def _tell(self, transfer_id: TransferId, loan: Request) -> None:
+    def _report_lent(self, transfer_id: TransferId, loan: Request) -> None:
         if self.hub is not None and self.owns(transfer_id):
             self.hub.lent(transfer_id, loan.block_hashes, tuple(loan.block_table))
 
@@ -124,7 +124,7 @@ async def _either(one: asyncio.Event, other: asyncio.Event) -> None:
             task.cancel()
 
 
-def _take(loan: Request, scheduler: Scheduler) -> None:
+def _hold_prefix(loan: Request, scheduler: Scheduler) -> None:
     scheduler.blocks.take_prefix(loan, scheduler.blocks.match(loan))
 
 

@@ -1,7 +1,7 @@
 """The receiving side of a cache migration: a worker that stops offers its cache; this one fetches what it can use.
 
-Hottest blocks first, a few runs at a time, into room that nobody needs: free blocks, and the half of what is cached
-here that was not used for longest. Each run is priced as any fetch is. No request waits; whatever goes wrong ends it.
+Hottest blocks first, a few chains at a time, into spare room: free blocks, and the least recently used half of this
+cache. Each chain is priced as any fetch is. No request waits for it; repeated failures end it.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from typing import Any
 from engine.scheduler.scheduler import Scheduler
 from tandem.errors import InvalidRequest
 from tandem.v1 import session_pb2 as pb
-from worker.decisions.migration_plan import MigrationPlan, plan_migration
+from worker.decisions.migration_plan import FetchPlan, plan_fetch
 from worker.engine_host import EngineHost
 from worker.kv_exchange.fetch import Declined
 from worker.kv_exchange.fetcher import Fetcher
@@ -23,15 +23,15 @@ from worker.session_port import SessionPort
 _log = logging.getLogger(__name__)
 
 _MAX_FETCHES = 2
-"""At once: the other places are for prompts that wait."""
+"""Most fetches at once; the rest of the fetcher's limit is left to waiting prompts."""
 _MAX_FAILURES = 2
-"""In a row: then the worker that leaves has left."""
+"""Failures in a row after which the leaving worker counts as gone."""
 
 MOVED, FAILED, NO_TIME = "moved", "failed", "no_time"
 HELD, NO_ROOM = Declined.HELD.value, Declined.NO_ROOM.value
 
 Leaver = tuple[str, int]
-"""Its worker_id and incarnation."""
+"""worker_id and incarnation of a leaving worker."""
 
 
 class MigrationTarget:
@@ -41,39 +41,39 @@ class MigrationTarget:
         self, host: EngineHost, fetcher: Fetcher, *, spawn: Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
     ) -> None:
         self.num_blocks: Counter[str] = Counter()
-        """Of what was offered, by what became of it, in blocks of this worker's pool."""
+        """Blocks offered so far by outcome, in blocks of this worker's pool."""
         self._host = host
         self._fetcher = fetcher
         self._spawn = spawn
         self._turn = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._askers: dict[Leaver, set[SessionPort]] = {}
+        self._waiting_ports: dict[Leaver, set[SessionPort]] = {}
         self._closed = False
 
     def migrate(self, port: SessionPort, order: pb.Inherit) -> None:
-        """A router names this worker successor of another; it is told when nothing more is fetched.
+        """Fetch the cache of a leaving worker, as a router orders; answer on `port` when nothing more is fetched.
 
-        One order about a worker is carried out at a time. Whoever sends another, as a router does that the leaving
-        worker asked because the first is gone, hears of the end of that one.
+        An order about a worker whose migration is under way joins it: the leaving worker asks a second router when
+        the first has gone.
         """
         leaver = order.holder.worker_id, order.holder.incarnation
-        if (askers := self._askers.get(leaver)) is not None:
-            askers.add(port)
+        if (ports := self._waiting_ports.get(leaver)) is not None:
+            ports.add(port)
             return
-        self._askers[leaver] = {port}
+        self._waiting_ports[leaver] = {port}
         plan = None if self._closed else self._plan_of(order)
         if plan is None:
             self._answer(leaver)
             return
         now_s = asyncio.get_running_loop().time()
-        taking = _Migration(self._host, self._fetcher, plan)
-        task = self._spawn(self._take(taking, ends_s=now_s + order.within_s))
+        migration = _Migration(self._host, self._fetcher, plan)
+        task = self._spawn(self._run(migration, ends_s=now_s + order.within_s))
         self._tasks.add(task)
-        # Not within the task, which may be cancelled before it has begun.
-        task.add_done_callback(lambda task: self._over(task, leaver, taking, now_s))
+        # Not within the task, which may be cancelled before it starts.
+        task.add_done_callback(lambda task: self._over(task, leaver, migration, now_s))
 
     def report(self) -> list[pb.InheritedBlocks]:
-        """What became of what was offered so far."""
+        """Blocks offered so far, by outcome."""
         block_bytes = self._host.parts.layout.worker_block_bytes
         return [
             pb.InheritedBlocks(outcome=outcome, blocks=count, num_bytes=count * block_bytes)
@@ -81,31 +81,31 @@ class MigrationTarget:
         ]
 
     def close(self) -> None:
-        """This worker leaves, too: fetch nothing more."""
+        """Fetch nothing more: this worker is leaving too."""
         self._closed = True
         for task in self._tasks:
             task.cancel()
 
-    def _plan_of(self, order: pb.Inherit) -> MigrationPlan | None:
+    def _plan_of(self, order: pb.Inherit) -> FetchPlan | None:
         try:
-            return plan_migration(
+            return plan_fetch(
                 order,
                 own_block_size=self._host.parts.layout.block_size,
                 own_max_tokens=self._host.parts.config.max_model_len - 1,
                 own_prefill_tokens_per_s=self._host.rates.prefill_tokens_per_s,
             )
         except InvalidRequest as error:
-            _log.warning("a cache migration is declined: %s", error.message)
+            _log.warning("declined a cache migration: %s", error.message)
             return None
 
-    async def _take(self, taking: "_Migration", *, ends_s: float) -> None:
+    async def _run(self, migration: "_Migration", *, ends_s: float) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout_at(ends_s), self._turn:
-                await taking.run(await self._host.call(_room))
+                await migration.run(await self._host.call(_room))
 
-    def _over(self, task: "asyncio.Task[None]", leaver: Leaver, taking: "_Migration", began_s: float) -> None:
+    def _over(self, task: "asyncio.Task[None]", leaver: Leaver, migration: "_Migration", began_s: float) -> None:
         self._tasks.discard(task)
-        counts = taking.counts()
+        counts = migration.counts()
         self.num_blocks.update(counts)
         _log.info(
             "cache migrated from %s in %.3f s: %s blocks",
@@ -117,28 +117,28 @@ class MigrationTarget:
 
     def _answer(self, leaver: Leaver) -> None:
         worker_id, incarnation = leaver
-        for port in self._askers.pop(leaver):
+        for port in self._waiting_ports.pop(leaver):
             port.send(pb.WorkerMessage(inherited=pb.Inherited(worker_id=worker_id, incarnation=incarnation)))
 
 
 class _Migration:
     """Fetches what one plan offers."""
 
-    def __init__(self, host: EngineHost, fetcher: Fetcher, plan: MigrationPlan) -> None:
+    def __init__(self, host: EngineHost, fetcher: Fetcher, plan: FetchPlan) -> None:
         self._fetcher = fetcher
         self._plan = plan
         self._spare_blocks = host.parts.config.num_blocks // 4
         self._room = 0
         """Blocks that may still be taken."""
-        self._runs: list[asyncio.Task[str]] = []
+        self._fetches: list[asyncio.Task[str]] = []
         self._num_names: list[int] = []
-        """Of each run so far, those that are fetched, or left for other reasons than room."""
+        """For each chain so far, names that are fetched, or skipped for another reason than room."""
         self._num_failures = 0
         self._counts: Counter[str] = Counter()
 
     def counts(self) -> Counter[str]:
-        """Blocks by outcome; of what was not come to, too."""
-        rest = range(len(self._num_names), len(self._plan.runs))
+        """Blocks by outcome, including those not reached in time."""
+        rest = range(len(self._num_names), len(self._plan.chains))
         num_left = sum(self._plan.num_blocks(index) for index in rest)
         return self._counts + Counter({FAILED if self._has_failed else NO_TIME: num_left})
 
@@ -147,19 +147,19 @@ class _Migration:
         return self._num_failures >= _MAX_FAILURES
 
     async def run(self, room: int) -> None:
-        """Fetch in order, at most so many blocks; when cancelled, what has landed stays."""
+        """Fetch in order, at most `room` blocks; when cancelled, what has landed stays."""
         self._room = room
         gate = asyncio.Semaphore(_MAX_FETCHES)
         async with asyncio.TaskGroup() as group:
-            for index in range(len(self._plan.runs)):
+            for index in range(len(self._plan.chains)):
                 await gate.acquire()
                 if self._has_failed:
                     return
-                self._runs.append(group.create_task(self._fetch(index)))
-                self._runs[-1].add_done_callback(lambda _: gate.release())
+                self._fetches.append(group.create_task(self._fetch(index)))
+                self._fetches[-1].add_done_callback(lambda _: gate.release())
 
     async def _fetch(self, index: int) -> str:
-        """What became of a run of blocks, or of most of it."""
+        """Fetch one chain; returns the outcome of most of its blocks."""
         num_offered = self._plan.num_blocks(index)
         num_wanted = min(self._plan.num_usable(index), self._room)
         self._room -= num_wanted
@@ -173,10 +173,10 @@ class _Migration:
             elif num_wanted:
                 outcome, num_moved = await self._adopt(index, num_wanted)
             else:
-                # Too short for a block: then what follows may yet be fetched together with it.
+                # Too short for a block: the chains that continue it may still be fetched together with it.
                 outcome = NO_ROOM if num_offered else before
         finally:
-            num_moved = min(num_moved, num_wanted)  # what another run was to bring may have come with it
+            num_moved = min(num_moved, num_wanted)  # blocks of its parent may have come with it
             self._counts[MOVED] += num_moved
             self._counts[FAILED if outcome == MOVED else outcome] += num_wanted - num_moved
             if not num_moved:
@@ -184,15 +184,15 @@ class _Migration:
         return outcome
 
     async def _before(self, index: int) -> str:
-        """What became of the blocks that a run follows, which were begun earlier: this cannot go in circles."""
-        run = self._plan.runs[index]
-        if run.parent is None:
+        """Outcome of the chain that this one continues; parents come earlier in the plan, so this cannot deadlock."""
+        chain = self._plan.chains[index]
+        if chain.parent is None:
             return HELD
-        outcome = await self._runs[run.parent]
-        return NO_ROOM if run.position > self._num_names[run.parent] else outcome
+        outcome = await self._fetches[chain.parent]
+        return NO_ROOM if chain.position > self._num_names[chain.parent] else outcome
 
     async def _adopt(self, index: int, num_blocks: int) -> tuple[str, int]:
-        """What became of the first blocks of a run, and how many came."""
+        """Fetch the first blocks of a chain; returns the outcome and how many came."""
         root, names = self._plan.path(index, num_blocks)
         result = await self._fetcher.adopt(
             root,
@@ -208,6 +208,6 @@ class _Migration:
 
 
 def _room(scheduler: Scheduler) -> int:
-    """Blocks to spend: what is free, and the colder half of what is cached."""
+    """Blocks that may be used: those free, and the colder half of those cached."""
     blocks = scheduler.blocks
     return max(0, blocks.pool.num_free - blocks.num_promised) + blocks.index.num_parked // 2

@@ -22,31 +22,24 @@ class IncomingTransfers:
         return self._fetcher if self._fetcher.owns(transfer_id) else self._handoffs
 
     async def bind(self, transfer_id: TransferId, num_blocks: int) -> tuple[BlockId, ...]:
-        """See ReceiverOwner."""
         return await self._owner(transfer_id).bind(transfer_id, num_blocks)
 
     def first_token(self, transfer_id: TransferId, first_token: FirstToken) -> None:
-        """See ReceiverOwner."""
         self._owner(transfer_id).first_token(transfer_id, first_token)
 
     async def commit(self, transfer_id: TransferId, info: CommitInfo) -> None:
-        """See ReceiverOwner."""
         await self._owner(transfer_id).commit(transfer_id, info)
 
     def failed(self, transfer_id: TransferId, landed: tuple[BlockId, ...], error: ServingError) -> None:
-        """See ReceiverOwner."""
         self._owner(transfer_id).failed(transfer_id, landed, error)
 
     def expired(self, transfer_id: TransferId) -> None:
-        """See ReceiverOwner."""
         self._owner(transfer_id).expired(transfer_id)
 
     def quarantine(self, transfer_id: TransferId, blocks: tuple[BlockId, ...]) -> None:
-        """See ReceiverOwner."""
         self._owner(transfer_id).quarantine(transfer_id, blocks)
 
     def released(self, transfer_id: TransferId, blocks: tuple[BlockId, ...]) -> None:
-        """See ReceiverOwner."""
         self._owner(transfer_id).released(transfer_id, blocks)
 
 
@@ -60,13 +53,12 @@ class OutgoingTransfers:
         self._fetcher = fetcher
 
     async def submit(self, job: PrefillJob) -> None:
-        """See SenderOwner."""
         if job.fetch:
             await self._lender.submit(job)
         elif self._prompts is not None:
             await self._prompts.submit(job)
         else:
-            raise InvalidRequest("this worker computes no prompts for others: it only lends what it holds")
+            raise InvalidRequest("this worker computes no prompts for others: it only serves fetches from its cache")
 
     def unwanted(self, transfer_id: TransferId) -> None:
         """Its `submit` may hurry: what it fetches, or brings up from below the pool, nobody waits for any more."""
@@ -80,7 +72,6 @@ class OutgoingTransfers:
             self._prompts.abort(transfer_id)
 
     def release(self, transfer_id: TransferId) -> None:
-        """See SenderOwner."""
         if self._lender.owns(transfer_id):
             self._lender.release(transfer_id)
         elif self._prompts is not None:

@@ -1,7 +1,6 @@
 """One request of a simulation: what it wants, what it has got so far, and when."""
 
 from array import array
-from contextlib import AbstractContextManager
 
 from cluster.simulator.inputs.block_names import SpacedNames, own_name
 from cluster.simulator.inputs.trace import TraceRequest
@@ -20,7 +19,6 @@ class SimRequest:
     """Mutable; touched by the simulated router and by workers' news of it."""
 
     __slots__ = (
-        "admitted",
         "arrived_s",
         "assignment",
         "cached_tokens",
@@ -28,6 +26,7 @@ class SimRequest:
         "entry",
         "first_token_s",
         "is_fresh",
+        "is_running",
         "key",
         "last_token_s",
         "num_output_tokens",
@@ -44,8 +43,8 @@ class SimRequest:
         self.wanted = wanted
         self.entry: AdmissionEntry | None = None
         """Of admission, while it is there."""
-        self.admitted: AbstractContextManager[None] | None = None
-        """Its place among those that run, once it had its turn."""
+        self.is_running = False
+        """Whether it had its turn and has not ended."""
         self.progress = ChoiceProgress(
             prompt_length=wanted.num_prompt_tokens,
             max_tokens=wanted.num_output_tokens,

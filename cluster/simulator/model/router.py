@@ -14,14 +14,13 @@ from cluster.simulator.model.admission import SimGate
 from cluster.simulator.model.event_queue import EventQueue
 from cluster.simulator.model.finished import FinishedRequests
 from cluster.simulator.model.request import SimRequest
-from router.admission.concurrency_limit import Admission
 from router.admission.fair_admission import FairAdmission
+from router.admission.rate_limits import RateLimiter
 from router.admission.types import AdmissionPolicy
 from router.dispatch.choices.retry import RetryBudget, RetryReason, is_full
 from router.dispatch.choices.waiting_choices import WaitingChoices
 from router.placement.place import NoDecodeWorker
 from router.placement.placer import Placer
-from router.tenants.rate_limits import RateLimiter
 from router.types.worker_view import WorkerSnapshot
 from router.workers.registry import FAILURE_PENALTY_S
 from tandem.config.admission import LimitsConfig
@@ -56,7 +55,6 @@ class SimRouter:
         self,
         events: EventQueue,
         placer: Placer,
-        admission: Admission,
         policy: AdmissionPolicy,
         rng: Random,
         block_tokens: int,
@@ -70,14 +68,14 @@ class SimRouter:
         """Called when a request has ended, however."""
         self._events = events
         self._placer = placer
-        self._admission = admission
+        self._num_running = 0
         self._rng = rng
         self._budget = RetryBudget()
         self._block_tokens = block_tokens
         self._send = submit
         fair = FairAdmission(
             view=placer.registry.view,
-            places=admission.num_free,
+            num_running=lambda: self._num_running,
             num_refused=lambda: len(self.room),
             limiter=RateLimiter(LimitsConfig(), clock=events.clock),
             policy=policy,
@@ -92,8 +90,8 @@ class SimRouter:
 
     def _run(self, request: SimRequest) -> None:
         """It is its turn. Its place is sure: the gate bounds the turns."""
-        request.admitted = self._admission.admit(0)
-        request.admitted.__enter__()
+        request.is_running = True
+        self._num_running += 1
         self._budget.earn()
         self.submit(request)
 
@@ -151,8 +149,8 @@ class SimRouter:
         self._leave(request, request.num_output_tokens)
 
     def _leave(self, request: SimRequest, num_tokens: int) -> None:
-        if request.admitted is not None:
-            request.admitted.__exit__(None, None, None)
+        self._num_running -= request.is_running
+        request.is_running = False
         self.gate.end(request, num_tokens=num_tokens)
         self.on_end()
 

@@ -16,7 +16,6 @@ from cluster.simulator.model.router import Outcomes, SimRouter
 from cluster.simulator.model.settings import ClusterSpec, PoolSpec
 from cluster.simulator.model.worker import SimWorker
 from cluster.simulator.model.workers import SimWorkers
-from router.admission.concurrency_limit import Admission
 from router.placement.place import CostModel
 from router.placement.placer import Placer
 from router.types.session_events import WorkerPort
@@ -86,12 +85,11 @@ class Simulation:
         self.workers = SimWorkers(self.events, self.registry, spec.network, has_decode=spec.decode is not None)
         rng = Random(seed)
         placer = self._placer(choosing, Random(rng.random()))
-        admission = Admission(max_inflight=spec.max_inflight, clock=self.events.clock)
-        door = spec.door
+        door = replace(spec.door, max_inflight=spec.max_inflight)
         if choosing.policy == OURS:
             door = replace(door, room=replace(door.room, costs=choosing.model))
         self.router = SimRouter(
-            self.events, placer, admission, door, Random(rng.random()), trace.block_tokens, self.workers.submit
+            self.events, placer, door, Random(rng.random()), trace.block_tokens, self.workers.submit
         )
         self.router.on_end = self._ended
         self.workers.use(self.router)

@@ -15,7 +15,7 @@ from engine.types.step_inputs import StepInputs
 
 
 class CpuAttention:
-    """See AttentionBackend."""
+    """Attention by the compiled kernels over a pool of plain values."""
 
     def __init__(
         self,
@@ -35,12 +35,11 @@ class CpuAttention:
         self.layers = tuple(cache.layer(i) for i in range(spec.config.num_layers))
 
     def plan(self, inputs: StepInputs) -> "CpuAttentionPlan":
-        """See AttentionBackend."""
         return CpuAttentionPlan(self, inputs)
 
 
 class CpuAttentionPlan:
-    """See AttentionPlan."""
+    """One step's attention in the compiled kernels."""
 
     __slots__ = ("_backend", "_metadata", "_rotation")
 
@@ -60,7 +59,6 @@ class CpuAttentionPlan:
         return self._rotation.call, self._metadata.step
 
     def attend(self, layer: int, qkv: Tensor) -> Tensor:
-        """See AttentionPlan."""
         heads, cache = self._backend.heads, self._backend.layers[layer]
         given, out = heads.split_heads(qkv), heads.results(qkv.shape[0])
         heads.kernels.qk_norm_rope_write(self._rotation, given, cache, *heads.norm(layer))

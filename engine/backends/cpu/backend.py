@@ -57,7 +57,6 @@ class BufferedProjection:
         return self._linear.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        """See Projection."""
         rows = x.shape[0]
         # Room for whole tiles, should that be what the next projection is given.
         out = self._buffers.rows(
@@ -82,7 +81,6 @@ class AddedProjection:
         return self._linear.nbytes
 
     def __call__(self, x: Tensor, residual: Tensor) -> None:
-        """See Closing."""
         self._linear(x, residual)
 
 
@@ -98,7 +96,6 @@ class PackedEmbedding:
         self._buffers = buffers
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        """See Embedding."""
         out = _residual(self._buffers, len(token_ids), self._linear.depth, self._linear.dtype)
         self._linear.embed(token_ids, out)
         return out
@@ -147,7 +144,6 @@ class FusedNorm:
         return self.weight.nbytes
 
     def __call__(self, residual: Tensor, delta: Tensor | None = None) -> Tensor:
-        """See Norm."""
         rows, size = residual.shape
         out = self._buffers.rows("normed", whole_tiles(rows), size, residual.dtype)[:rows]
         norm = self._kernels.norm_to_tiles if self._gives_tiles and rows > FEW_ROWS else self._kernels.add_rms_norm
@@ -185,7 +181,6 @@ class CpuBackend:
             self.name += "-int8"
 
     def projection(self, weight: Tensor, bias: Tensor | None, role: ProjectionRole) -> Projection:
-        """See Backend."""
         taken = self._taken(weight, role)
         linear = self._pack(weight, bias, Epilogue.STORE, quantize=self._quantize, tiles=taken)
         # What is added to the residual stream is added in one piece, or sent to other ranks.
@@ -193,7 +188,6 @@ class CpuBackend:
         return BufferedProjection(linear, self._buffers, role.value, padding=padding)
 
     def closing(self, weight: Tensor, bias: Tensor | None, role: ProjectionRole) -> Closing:
-        """See Backend."""
         if not self._has_packing:
             return LaterAdded(self.projection(weight, bias, role))
         taken = self._taken(weight, role)
@@ -209,7 +203,6 @@ class CpuBackend:
         return AddedProjection(linear)
 
     def gated(self, weight: Tensor, bias: Tensor | None) -> Projection:
-        """See Backend."""
         handed = self._tiles(weight.shape[1], Tiles.INPUT) | self._tiles(weight.shape[0] // 2, Tiles.OUTPUT)
         linear = self._pack(weight, bias, Epilogue.GATED, quantize=self._quantize, tiles=handed)
         return BufferedProjection(linear, self._buffers, "gated", padding=_row_padding(linear.out_dtype))
@@ -219,11 +212,9 @@ class CpuBackend:
         return BufferedProjection(self._pack_head(weight), self._buffers, "logits")
 
     def embedding(self, weight: Tensor) -> BufferedEmbedding:
-        """See Backend."""
         return BufferedEmbedding(weight, self._kernels, self._buffers)
 
     def tied(self, weight: Tensor) -> tuple[Embedding, Projection]:
-        """See Backend."""
         linear = self._pack_head(weight)
         head = BufferedProjection(linear, self._buffers, "logits")
         if isinstance(linear, PackedLinear):
@@ -231,12 +222,10 @@ class CpuBackend:
         return self.embedding(weight), head  # oneDNN's layout is its own: the table stays beside it
 
     def norm(self, weight: Tensor, eps: float) -> FusedNorm:
-        """See Backend."""
         gives_tiles = bool(self._tiles(weight.shape[0], Tiles.OUTPUT))
         return FusedNorm(weight, eps, self._kernels, self._buffers, gives_tiles=gives_tiles)
 
     def attention(self, spec: AttentionSpec, cache: PagedKVCache) -> AttentionBackend:
-        """See Backend."""
         is_int8 = cache.layout.dtype == "int8"
         if cache.layout.is_quantised and not is_int8:
             return TorchAttention(spec, cache)  # said at start: engine.backends.select
@@ -252,7 +241,6 @@ class CpuBackend:
         return CpuPrograms(model, attention, self._library, self._buffers, max_rows=max_rows)
 
     def trim(self) -> None:
-        """See Backend."""
         self._buffers.clear()
 
     def bind_thread(self) -> None:
@@ -262,7 +250,6 @@ class CpuBackend:
             bind_team(self._library, self._threads)
 
     def sampling(self, vocab_size: int) -> SamplingKernels:
-        """See Backend."""
         return CpuSampling(self._library, self._threads)
 
     def _pack_head(self, weight: Tensor) -> PackedLinear | OneDnnLinear:

@@ -11,7 +11,7 @@ from engine.types.step_inputs import StepInputs
 
 
 class CpuHeads:
-    """One model's heads."""
+    """Attention heads of one model as the compiled kernels take them: norms, rotary embedding, windows by layer."""
 
     __slots__ = ("_buffers", "_eps", "_norm_weights", "_rope", "kernels", "shape", "windows")
 

@@ -14,7 +14,7 @@ from tandem.errors import ConfigError
 
 
 class CpuInt8Attention:
-    """See AttentionBackend."""
+    """Attention by the compiled kernels over a pool of int8 codes."""
 
     def __init__(
         self,
@@ -38,12 +38,11 @@ class CpuInt8Attention:
         self.layers = tuple(_coded(cache, i) for i in range(spec.config.num_layers))
 
     def plan(self, inputs: StepInputs) -> "CpuInt8AttentionPlan":
-        """See AttentionBackend."""
         return CpuInt8AttentionPlan(self, inputs)
 
 
 class CpuInt8AttentionPlan:
-    """See AttentionPlan."""
+    """One step's attention over int8 codes in the compiled kernels."""
 
     __slots__ = ("_backend", "_metadata", "_rotation")
 
@@ -53,7 +52,6 @@ class CpuInt8AttentionPlan:
         self._metadata = backend.paged.plan(inputs)
 
     def attend(self, layer: int, qkv: Tensor) -> Tensor:
-        """See AttentionPlan."""
         heads, cache = self._backend.heads, self._backend.layers[layer]
         given, out = heads.split_heads(qkv), heads.results(qkv.shape[0])
         heads.kernels.qk_norm_rope_write_int8(self._rotation, given, cache, *heads.norm(layer))

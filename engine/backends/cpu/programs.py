@@ -42,7 +42,6 @@ class CpuPrograms:
         self._programs: dict[tuple[int, bool, bool], _Recorded] = {}
 
     def logits(self, inputs: StepInputs, token_ids: Tensor, rows: Tensor | None) -> Tensor | None:
-        """See StepGraphs."""
         num_rows = len(inputs.token_ids)
         if rows is not None or inputs.num_single != num_rows or num_rows > self._max_rows:
             return None

@@ -93,7 +93,7 @@ def upload(inputs: StepInputs, layout: StepLayout, device: torch.device) -> tupl
 
 
 class CudaAttention:
-    """See AttentionBackend."""
+    """Attention by Triton kernels on one GPU."""
 
     def __init__(
         self, spec: AttentionSpec, cache: PagedKVCache, table: LaunchTable, *, deterministic: bool = False
@@ -114,7 +114,6 @@ class CudaAttention:
             self._num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
 
     def plan(self, inputs: StepInputs) -> "CudaAttentionPlan":
-        """See AttentionBackend."""
         layout = StepLayout(num_rows=len(inputs.token_ids), num_seqs=len(inputs.starts))
         step = layout.views(*upload(inputs, layout, self.device))
         longest = int(inputs.lengths[: inputs.num_single].max(initial=0))
@@ -145,7 +144,7 @@ def _pages(spec: AttentionSpec, cache: PagedKVCache, index: int) -> LayerPages:
 
 
 class CudaAttentionPlan:
-    """See AttentionPlan."""
+    """One step's attention on the GPU: metadata uploaded once, used by every layer."""
 
     __slots__ = ("_backend", "_cos", "_num_single", "_sin", "_step", "_workspace")
 
@@ -158,7 +157,6 @@ class CudaAttentionPlan:
         self._workspace = backend.workspace(num_single, max_length)
 
     def attend(self, layer: int, qkv: Tensor) -> Tensor:
-        """See AttentionPlan."""
         backend, step, singles = self._backend, self._step, self._num_single
         config, pages = backend.spec.config, backend.layers[layer]
         norm = None if backend.spec.head_norms is None else backend.spec.head_norms[layer]

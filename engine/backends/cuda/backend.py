@@ -48,7 +48,6 @@ class CudaProjection:
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """See Projection."""
         if self._launch is None:
             return F.linear(x, self.weight, self.bias).to(self._out_dtype)
         out = x.new_empty(x.shape[0], self.weight.shape[0], dtype=self._out_dtype)
@@ -62,7 +61,6 @@ class CudaGated(CudaProjection):
     __slots__ = ()
 
     def __call__(self, x: Tensor) -> Tensor:
-        """See Projection."""
         stacked = super().__call__(x)
         out = x.new_empty(x.shape[0], stacked.shape[1] // 2)
         silu_mul(stacked, out)
@@ -84,7 +82,6 @@ class CudaNorm:
         return self.weight.nbytes
 
     def __call__(self, residual: Tensor, delta: Tensor | None = None) -> Tensor:
-        """See Norm."""
         out = torch.empty_like(residual)
         add_rms_norm(residual, delta, self.weight, self._eps, out)
         return out
@@ -108,35 +105,27 @@ class CudaBackend:
         self._gemm = self._table.gemm(wide=self.dtype is torch.float32) if options.deterministic else None
 
     def projection(self, weight: Tensor, bias: Tensor | None, role: ProjectionRole) -> CudaProjection:
-        """See Backend."""
         return CudaProjection(weight, bias, self._gemm)
 
     def closing(self, weight: Tensor, bias: Tensor | None, role: ProjectionRole) -> LaterAdded:
-        """See Backend."""
         return LaterAdded(self.projection(weight, bias, role))
 
     def gated(self, weight: Tensor, bias: Tensor | None) -> CudaGated:
-        """See Backend."""
         return CudaGated(weight, bias, self._gemm)
 
     def head(self, weight: Tensor) -> CudaProjection:
-        """See Backend."""
         return CudaProjection(weight, None, self._gemm, torch.float32)
 
     def embedding(self, weight: Tensor) -> TokenEmbedding:
-        """See Backend."""
         return TokenEmbedding(weight)
 
     def tied(self, weight: Tensor) -> tuple[TokenEmbedding, CudaProjection]:
-        """See Backend."""
         return TokenEmbedding(weight, is_shared=True), self.head(weight)
 
     def norm(self, weight: Tensor, eps: float) -> CudaNorm:
-        """See Backend."""
         return CudaNorm(weight, eps)
 
     def attention(self, spec: AttentionSpec, cache: PagedKVCache) -> CudaAttention:
-        """See Backend."""
         self._block_size = cache.block_size
         self._attention = CudaAttention(spec, cache, self._table, deterministic=self._deterministic)
         return self._attention
@@ -164,7 +153,6 @@ class CudaBackend:
         """See Backend: results are torch's own, which it has back already."""
 
     def bind_thread(self) -> None:
-        """See Backend."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 

@@ -42,7 +42,6 @@ class CudaRecorder:
         self._beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """See Recorder."""
         present = torch.cuda.current_stream(self._device)
         self._beside.wait_stream(present)
         with torch.cuda.stream(self._beside):

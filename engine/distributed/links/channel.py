@@ -93,7 +93,7 @@ class RankChannel:
                 sent = socket.send_fds(self._socket, [frame], [fd])
                 self._socket.sendall(frame[sent:])
         except OSError as error:
-            raise RankLost(f"{self._peer} does not listen: {error}") from None
+            raise RankLost(f"{self._peer} does not accept messages: {error}") from None
 
     def receive(self) -> tuple[ChannelKind, memoryview, int | None] | None:
         """The next message: kind, payload (valid until the next call), descriptor. None when the peer has ended.

@@ -37,7 +37,7 @@ class Purpose(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoiningRank:
-    """Who comes."""
+    """What a rank says of itself when it joins."""
 
     rank: int
     size: int
@@ -71,7 +71,7 @@ def greet(channel: RankChannel, caller: JoiningRank, secret: bytes, bond: bytes 
     challenge = _mapping(_unproven(channel, ChannelKind.CHALLENGE))
     said = hello + _bytes(challenge.get("nonce")) + bond
     if not hmac.compare_digest(_bytes(challenge.get("proof")), _proof(secret, "leader", said)):
-        raise RankLost(f"{channel.peer} does not know this cluster's secret, or somebody stands before it")
+        raise RankLost(f"{channel.peer} does not know this cluster's secret, or the connection is intercepted")
     channel.send(ChannelKind.PROOF, _proof(secret, "follower", said))
     return bytes(channel.expect(ChannelKind.WELCOME)[0]).decode(errors="replace")
 
@@ -95,7 +95,7 @@ def admit(
         raise RankLost(f"{channel.peer} does not know this cluster's secret")
     if (reason := refusal(caller)) is not None:
         channel.send(ChannelKind.REFUSED, reason.encode())
-        raise RankLost(f"{channel.peer} is not taken: {reason}")
+        raise RankLost(f"{channel.peer} was rejected: {reason}")
     return caller, caller.token or secrets.token_hex(_NONCE_BYTES)
 
 
@@ -137,7 +137,7 @@ def _caller(hello: bytes) -> JoiningRank:
         purpose, token = Purpose(values["purpose"]), str(values["token"])
         revision, software = (str(values.get(name, "")) for name in ("revision", "software"))
     except (KeyError, TypeError, ValueError, OverflowError):
-        raise RankLost("somebody came who is no rank") from None
+        raise RankLost("the peer is not a rank") from None
     return JoiningRank(
         rank=rank,
         size=size,
@@ -156,7 +156,7 @@ def _mapping(payload: memoryview) -> dict[str, Any]:
     except (ValueError, RecursionError):
         values = None
     if not isinstance(values, dict):
-        raise RankLost("a greeting is not understood")
+        raise RankLost("malformed handshake message")
     return values
 
 
@@ -165,7 +165,7 @@ def _unproven(channel: RankChannel, kind: ChannelKind) -> memoryview:
     try:
         return channel.expect(kind)[0]
     except ConfigError as refusal:
-        raise RankLost(f"refused by who has proven nothing: {refusal}") from None
+        raise RankLost(f"rejected by an unauthenticated peer: {refusal}") from None
 
 
 def _bytes(value: object) -> bytes:

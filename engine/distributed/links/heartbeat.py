@@ -44,7 +44,7 @@ class Pulse:
         except RankLost as lost:
             # Whoever is in a collective would wait for the dead; after an end that is wanted the process is gone first.
             self._never.wait(_EXIT_S)
-            _log.warning("%s: this rank ends", lost)
+            _log.warning("%s: ending this rank", lost)
             self._end_process(1)
 
 
@@ -109,7 +109,7 @@ class HeartbeatServer:
         except RankLost as lost:
             self._lose(lost)
         except ValueError:  # no JSON
-            self._lose(RankLost(f"{channel.peer} asks what nobody understands"))
+            self._lose(RankLost(f"{channel.peer} sent a malformed heartbeat"))
 
     def _lose(self, lost: RankLost) -> None:
         with self._lock:

@@ -52,7 +52,7 @@ def knock(group: NodeGroup, rank: int, source: str | None) -> RankLink:
         except (OSError, RankLost) as error:
             why = tls_reason(error) if isinstance(error, ssl.SSLError) else str(error)
             if why != said or tries % _TELL_EVERY == 0:
-                _log.warning("rank 0 at %s cannot be reached: %s", join(group.host, group.port), why)
+                _log.warning("cannot reach rank 0 at %s: %s", join(group.host, group.port), why)
             tries, said = tries + 1, why
             never.wait(_AGAIN_S)
 

@@ -57,7 +57,7 @@ class _TimeLimit:
             self._is_settled = True
         self._timer.cancel()
         if self._is_over:
-            raise RankLost(f"it has not proven itself within {_GREETING_S:g} s")
+            raise RankLost(f"not authenticated within {_GREETING_S:g} s")
 
     def _end(self) -> None:
         with self._lock:
@@ -106,8 +106,8 @@ class NodeListener:
         with self._changed:
             while (missing := wanted - self._whole.keys()) and self._failure is None:
                 if left_s <= 0.0:
-                    raise RankLost(f"ranks {_named(missing)} have not come within {self._group.join_s:.0f} s")
-                _log.info("waits at %s for ranks %s of other nodes", join(self.host, self.port), _named(missing))
+                    raise RankLost(f"ranks {_named(missing)} have not joined within {self._group.join_s:.0f} s")
+                _log.info("waiting at %s for ranks %s of other nodes", join(self.host, self.port), _named(missing))
                 self._changed.wait_for(self._is_settled, min(left_s, _TELL_S))
                 left_s -= _TELL_S
             if self._failure is not None:
@@ -147,21 +147,21 @@ class NodeListener:
                 if self._is_closing:
                     return
                 # Out of descriptors or memory: that passes.
-                _log.warning("no rank can be taken in now: %s", error)
+                _log.warning("cannot accept a rank: %s", error)
                 with self._changed:
                     self._changed.wait(_ACCEPT_PAUSE_S)
                 continue
             name = join(str(address[0]), int(address[1]))
             host = str(address[0])
             if not self._has_place(host):
-                _log.warning("%s is turned away: too many others are being looked at", name)
+                _log.warning("rejected %s: too many connections are being authenticated", name)
                 sock.close()
                 continue
             try:
                 args = (sock, host, name)
-                threading.Thread(target=self._greet, args=args, name="tandem-rank-caller", daemon=True).start()
+                threading.Thread(target=self._handshake, args=args, name="tandem-rank-caller", daemon=True).start()
             except RuntimeError as error:  # no more threads now
-                _log.warning("%s is turned away: %s", name, error)
+                _log.warning("rejected %s: %s", name, error)
                 sock.close()
                 self._leave(host)
 
@@ -179,14 +179,14 @@ class NodeListener:
             if not self._callers[host]:
                 del self._callers[host]
 
-    def _greet(self, sock: socket.socket, host: str, name: str) -> None:
+    def _handshake(self, sock: socket.socket, host: str, name: str) -> None:
         try:
             self._take(sock, name)
         except ssl.SSLError as error:
-            _log.warning("%s is turned away: %s", name, tls_reason(error))
+            _log.warning("rejected %s: %s", name, tls_reason(error))
             sock.close()
         except (OSError, RankLost, RuntimeError) as error:  # the last: no thread for a time limit
-            _log.warning("%s is turned away: %s", name, error)
+            _log.warning("rejected %s: %s", name, error)
             sock.close()
         finally:
             self._leave(host)
@@ -220,7 +220,7 @@ class NodeListener:
         """Keep a connection; with its second one a rank is here."""
         with self._changed:
             if self._is_closing:
-                raise RankLost("the group has begun without it")
+                raise RankLost("the group has started already")
             if caller.purpose is Purpose.STEPS:
                 before = self._comers.pop(caller.rank, None)
                 if before is not None:
@@ -237,7 +237,7 @@ class NodeListener:
             del self._comers[caller.rank]
             self._whole[caller.rank] = comer.steps
             self._changed.notify_all()
-        _log.info("%s has come", channel.peer)
+        _log.info("%s has joined", channel.peer)
         self._on_pulse(channel)
 
 

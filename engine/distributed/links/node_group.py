@@ -56,7 +56,7 @@ class NodeGroup:
     def ranks_of(self, node: int) -> range:
         """The ranks of one node. Raises ConfigError when there is no such node, or it is rank 0's."""
         if not 0 < node < self.num_nodes:
-            raise ConfigError(f"there is no node {node} beside rank 0's: they are 1 to {self.num_nodes - 1}")
+            raise ConfigError(f"node must be in [1, {self.num_nodes - 1}], got {node}")
         return range(node * self.ranks_per_node, (node + 1) * self.ranks_per_node)
 
     def open_tls(self) -> MutualTls | None:

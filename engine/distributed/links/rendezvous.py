@@ -21,7 +21,6 @@ class RendezvousStore:
         self._is_closed = False
 
     def set(self, key: str, value: bytes) -> None:
-        """See Keys."""
         with self._changed:
             self._values[key] = value
             self._changed.notify_all()
@@ -33,7 +32,6 @@ class RendezvousStore:
             return self._values.get(key)
 
     def add(self, key: str, amount: int) -> int:
-        """See Keys."""
         with self._changed:
             count = int(self._values.get(key, b"0")) + amount
             self._values[key] = str(count).encode()
@@ -41,17 +39,14 @@ class RendezvousStore:
             return count
 
     def has(self, key: str) -> bool:
-        """See Keys."""
         with self._changed:
             return key in self._values
 
     def delete(self, key: str) -> bool:
-        """See Keys."""
         with self._changed:
             return self._values.pop(key, None) is not None
 
     def count(self) -> int:
-        """See Keys."""
         with self._changed:
             return len(self._values)
 
@@ -83,7 +78,7 @@ class RendezvousStore:
                     return {"num": self.count()}
         except (KeyError, TypeError, ValueError):
             pass
-        raise RankLost("a rank asks what nobody asks")
+        raise RankLost("malformed rendezvous request")
 
 
 class RemoteKeys:
@@ -100,28 +95,22 @@ class RemoteKeys:
         self._ask({"op": "pulse"})
 
     def set(self, key: str, value: bytes) -> None:
-        """See Keys."""
         self._ask({"op": "set", "key": key, "value": value.hex()})
 
     def get(self, key: str, timeout_s: float) -> bytes | None:
-        """See Keys."""
         value = self._ask({"op": "get", "key": key, "timeout_s": timeout_s}, waits_s=timeout_s)["value"]
         return None if value is None else bytes.fromhex(value)
 
     def add(self, key: str, amount: int) -> int:
-        """See Keys."""
         return int(self._ask({"op": "add", "key": key, "amount": amount})["count"])
 
     def has(self, key: str) -> bool:
-        """See Keys."""
         return bool(self._ask({"op": "has", "key": key})["has"])
 
     def delete(self, key: str) -> bool:
-        """See Keys."""
         return bool(self._ask({"op": "delete", "key": key})["was"])
 
     def count(self) -> int:
-        """See Keys."""
         return int(self._ask({"op": "num"})["num"])
 
     def _ask(self, question: Mapping[str, Any], *, waits_s: float = 0.0) -> dict[str, Any]:
@@ -132,5 +121,5 @@ class RemoteKeys:
             try:
                 answer: dict[str, Any] = json.loads(bytes(payload))
             except ValueError:
-                raise RankLost(f"{self._channel.peer} answers what nobody understands") from None
+                raise RankLost(f"{self._channel.peer} sent a malformed rendezvous answer") from None
             return answer

@@ -1,4 +1,4 @@
-"""Rank 0's connections to all other ranks: what is told to all, to each its own, and collected from all."""
+"""Rank 0's connections to all other ranks: broadcasts, messages to each, and answers collected from all."""
 
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -13,40 +13,39 @@ from engine.distributed.torch_group import OverNodes
 
 
 class NodeRanks:
-    """From the open door to the group's end."""
+    """Ranks of other nodes: accepts them, and answers every rank's heartbeats until the group ends."""
 
     def __init__(self, nodes: NodeGroup, end: GroupEnd) -> None:
-        """Listens at once. `end` is told of a rank that is gone. Raises OSError, ConfigError."""
-        self._desk = HeartbeatServer(end.report)
-        self._door = NodeListener(nodes, self.serve)
-        # However a rank went: nobody else is left in a sum that will never be whole.
-        end.watch(lambda _lost: self._desk.hang_up())
-        end.watch(self._door.fail)
+        """Listen at once; `end` gets the first lost rank. Raises OSError, ConfigError."""
+        self._heartbeats = HeartbeatServer(end.report)
+        self._listener = NodeListener(nodes, self.serve)
+        # However a rank was lost, no other may wait in a collective that can never complete.
+        end.watch(lambda _lost: self._heartbeats.hang_up())
+        end.watch(self._listener.fail)
 
     @property
     def host(self) -> str:
-        """This node's address."""
-        return self._door.host
+        return self._listener.host
 
     def serve(self, pulse: RankChannel) -> None:
-        """One more rank asks whether this one lives."""
-        self._desk.serve(pulse)
+        """Answer one more rank's heartbeats."""
+        self._heartbeats.serve(pulse)
 
     def gather(self) -> dict[int, RankChannel]:
         """Wait for all ranks of other nodes, then listen no longer. Raises RankLost."""
         try:
-            return self._door.gather()
+            return self._listener.gather()
         finally:
-            self._door.close()
+            self._listener.close()
 
     def over_nodes(self) -> OverNodes:
-        """How this rank meets the others."""
-        return OverNodes(keys=self._desk.keys, host=self._door.host)
+        """How this rank's collectives reach other nodes."""
+        return OverNodes(keys=self._heartbeats.keys, host=self._listener.host)
 
     def close(self) -> None:
-        """Every rank sees the end. Twice does no harm."""
-        self._door.close()
-        self._desk.close()
+        """End the connections, which every rank notices; idempotent."""
+        self._listener.close()
+        self._heartbeats.close()
 
 
 class Channels:
@@ -62,13 +61,13 @@ class Channels:
         return [self._open_pair(rank, arrivals) for rank in ranks]
 
     def add(self, channels: Mapping[int, RankChannel]) -> None:
-        """Ranks of other nodes."""
+        """Add the channels to ranks of other nodes."""
         self._all |= dict(sorted(channels.items()))
         self._elsewhere |= channels.keys()
 
     @property
     def elsewhere(self) -> Mapping[int, RankChannel]:
-        """Those to ranks of other nodes."""
+        """Channels to ranks of other nodes."""
         return {rank: self._all[rank] for rank in sorted(self._elsewhere)}
 
     def close_far_ends(self) -> None:
@@ -82,21 +81,21 @@ class Channels:
             channel.set_timeout(timeout_s)
 
     def send(self, kind: ChannelKind, payload: bytes = b"") -> None:
-        """The same to all."""
+        """Send the same payload to all."""
         for channel in self._all.values():
             channel.send(kind, payload)
 
     def send_each(self, kind: ChannelKind, payload: Callable[[int], bytes], *, fd: int | None) -> None:
-        """To each rank its own; the descriptor to those of this node."""
+        """Send each rank its own payload; `fd` goes to the ranks of this node."""
         for rank, channel in self._all.items():
             channel.send(kind, payload(rank), fd=None if rank in self._elsewhere else fd)
 
     def collect(self, kind: ChannelKind) -> Sequence[memoryview]:
-        """One answer of each, in order of rank. Raises ConfigError when one refuses."""
+        """One message of this kind from each, in order of rank. Raises ConfigError when one refuses."""
         return [channel.expect(kind)[0] for channel in self._all.values()]
 
     def hang_up(self) -> None:
-        """End what is said, from any thread: whoever waits for a rank is woken."""
+        """Shut the connections down, from any thread: a thread that waits for a rank wakes."""
         for channel in tuple(self._all.values()):  # another thread may add some
             channel.hang_up()
 

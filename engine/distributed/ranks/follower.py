@@ -16,7 +16,7 @@ from engine.distributed.links.lost import RankLost
 from engine.distributed.links.node_group import NodeGroup
 from engine.distributed.ranks.messages import PoolPlan, RankFacts, RankSetup
 from engine.distributed.torch_group import OverNodes, TorchGroup
-from engine.distributed.wire.mirrored_blocks import Planes, content, decode_blocks, put
+from engine.distributed.wire.mirrored_blocks import Planes, decode_blocks, read_blocks, write_blocks
 from engine.distributed.wire.steps import decode_step
 from engine.kernels.cpu.threads import threads_of_one
 from engine.kv_storage.free_memory import HostRoom, free_memory_bytes
@@ -70,7 +70,7 @@ def serve_rank(link: RankLink) -> int:
 
 def _follow(channel: RankChannel, setup: RankSetup, store_fd: int | None, over_nodes: OverNodes | None) -> int:
     if store_fd is None and over_nodes is None:
-        raise RankLost("the set-up came without the group's store")
+        raise RankLost("the setup has no descriptor of the group's store")
     options = setup.on_own_machine(threads_of_one)
     device = options.device
     if device.type == "cuda":
@@ -146,11 +146,11 @@ class _Follower:
                 case ChannelKind.PLACE:
                     planes = self._planes()
                     blocks, data = decode_blocks(payload, num_blocks=planes.shape[1])
-                    put(planes, blocks, data)
+                    write_blocks(planes, blocks, data)
                 case ChannelKind.FETCH:
                     planes = self._planes()
                     blocks, _ = decode_blocks(payload, num_blocks=planes.shape[1])
-                    self._channel.send(ChannelKind.BLOCKS, content(planes, blocks))
+                    self._channel.send(ChannelKind.BLOCKS, read_blocks(planes, blocks))
                 case _:
                     raise RankLost(f"rank 0 sent {kind.name}")
 

@@ -65,11 +65,10 @@ class Leader:
                 self._channels.add(arrivals.gather())
             self.group = self._meet(setup)
             undo.pop_all()
-        _log.info("%d ranks, pids here %s", setup.size, [os.getpid(), *self._processes.pids.values()])
+        _log.info("%d ranks, local pids %s", setup.size, [os.getpid(), *self._processes.pids.values()])
 
     @property
     def mirror(self) -> Mirror | None:
-        """See Ranks."""
         return self._mirror
 
     @property
@@ -78,7 +77,6 @@ class Leader:
         return self._processes.pids
 
     def wait_loaded(self, own: RankFacts) -> RankFacts:
-        """See Ranks."""
         everyone = [own, *(RankFacts.from_json(answer) for answer in self._channels.collect(ChannelKind.LOADED))]
         for rank, facts in enumerate(everyone):
             if facts.fingerprint != own.fingerprint:
@@ -86,11 +84,9 @@ class Leader:
         return tightest(everyone)
 
     def begin_dry_run(self, layout: KVLayout) -> None:
-        """See Ranks."""
         self._send_plans(ChannelKind.DRY_RUN, PoolPlan(layout=layout, num_blocks=1), None)
 
     def end_dry_run(self, own_bytes: int | None) -> int | None:
-        """See Ranks."""
         self._channels.send(ChannelKind.MEASURE)
         measured = [own_bytes, *(json.loads(bytes(answer)) for answer in self._channels.collect(ChannelKind.MEASURED))]
         known = [value for value in measured if value is not None]
@@ -99,7 +95,6 @@ class Leader:
     def use_pool(
         self, layout: KVLayout, num_blocks: int, memory: PoolMemory | None, *, num_host_slots: int = 0
     ) -> None:
-        """See Ranks."""
         plan = PoolPlan(layout=layout, num_blocks=num_blocks, num_host_slots=num_host_slots)
         self._send_plans(ChannelKind.POOL, plan, None if memory is None else memory.fd)
         self._channels.collect(ChannelKind.POOL_READY)
@@ -108,17 +103,14 @@ class Leader:
         self._channels.set_timeout(self._timeout_s)
 
     def announce(self, inputs: StepInputs) -> None:
-        """See Ranks."""
         if self._mirror is not None:
             self._mirror.before(inputs)
         self._channels.send(ChannelKind.STEP, encode_step(inputs))
 
     def watch(self, listener: Callable[[RankLost], None]) -> None:
-        """See Ranks."""
         self._end.watch(listener)
 
     def close(self) -> None:
-        """See Ranks."""
         self._processes.close()
         if self._arrivals is not None:
             self._arrivals.close()

@@ -72,7 +72,6 @@ class RankSetup:
         return replace(self.backend, num_threads=num_threads, binds_threads=binds)
 
     def to_json(self) -> bytes:
-        """For the channel."""
         return json.dumps(asdict(self), default=str).encode()
 
     @classmethod
@@ -98,7 +97,6 @@ class RankFacts:
     """Of its machine, with its weights there; None on rank 0's, who looks itself."""
 
     def to_json(self) -> bytes:
-        """For the channel."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
@@ -141,7 +139,6 @@ class PoolPlan:
         return self.num_blocks * self.layout.block_bytes
 
     def to_json(self) -> bytes:
-        """For the channel."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod

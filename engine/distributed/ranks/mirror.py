@@ -11,8 +11,8 @@ import numpy as np
 
 from engine.distributed.links.channel import ChannelKind, RankChannel
 from engine.distributed.ranks.messages import PoolPlan
-from engine.distributed.wire.mirror_state import MirrorBook
-from engine.distributed.wire.mirrored_blocks import Planes, content, encode_blocks, put
+from engine.distributed.wire.mirror_state import MirrorState
+from engine.distributed.wire.mirrored_blocks import Planes, encode_blocks, read_blocks, write_blocks
 from engine.types.request import Batch
 from engine.types.step_inputs import IntArray, StepInputs
 
@@ -25,28 +25,28 @@ class Mirror:
     def __init__(self, channels: Mapping[int, RankChannel], plan: PoolPlan, memory: memoryview) -> None:
         """`channels`: to the ranks of other nodes; `memory`: the whole pool here, the ranks' parts side by side."""
         self._channels = channels
-        self._book = MirrorBook(plan.num_blocks)
+        self._state = MirrorState(plan.num_blocks)
         self._planes = {rank: _planes(plan, memory, rank) for rank in channels}
         self._block_size = plan.layout.block_size
         self._most_blocks = max(1, _MESSAGE_BYTES // plan.layout.block_bytes)
 
     @property
     def most_blocks(self) -> int:
-        """That are brought at once, where there are many: some milliseconds between two steps."""
+        """Most blocks that are copied at once: some milliseconds between two steps."""
         return self._most_blocks
 
-    def comes(self, blocks: Sequence[int]) -> None:
-        """A peer writes these blocks from now on."""
-        self._book.comes(blocks)
+    def mark_received(self, blocks: Sequence[int]) -> None:
+        """Note that a peer writes these blocks from now on."""
+        self._state.mark_received(blocks)
 
     def before(self, inputs: StepInputs) -> None:
-        """Take there what this step reads and does not know yet. Raises RankLost."""
-        for blocks in self._portions(self._book.step(inputs)):
+        """Copy to the other nodes the blocks that this step reads and they lack. Raises RankLost."""
+        for blocks in self._portions(self._state.step(inputs)):
             for rank, channel in self._channels.items():
-                channel.send(ChannelKind.PLACE, encode_blocks(blocks) + content(self._planes[rank], blocks))
+                channel.send(ChannelKind.PLACE, encode_blocks(blocks) + read_blocks(self._planes[rank], blocks))
 
     def after(self, batch: Batch) -> None:
-        """Bring what this batch has computed for others: they read it as soon as they hear of it. Raises RankLost."""
+        """Copy here the prompts' blocks that this batch has computed, which peers may read next. Raises RankLost."""
         blocks = [
             block
             for request, start, num_tokens, _ in batch.items
@@ -57,14 +57,14 @@ class Mirror:
             self.bring(blocks)
 
     def bring(self, blocks: Sequence[int]) -> None:
-        """Have these blocks here as the steps so far have left them. Raises RankLost."""
-        for portion in self._portions(self._book.leaves(blocks)):
-            # All are asked before the first is heard: they copy at the same time.
+        """Copy here those of these blocks that other nodes have newer content of. Raises RankLost."""
+        for portion in self._portions(self._state.stale(blocks)):
+            # Ask all before reading the first answer, so that they copy at the same time.
             for channel in self._channels.values():
                 channel.send(ChannelKind.FETCH, encode_blocks(portion))
             for rank, channel in self._channels.items():
                 payload, _ = channel.expect(ChannelKind.BLOCKS)
-                put(self._planes[rank], portion, payload)
+                write_blocks(self._planes[rank], portion, payload)
 
     def _portions(self, blocks: IntArray) -> Iterator[IntArray]:
         for begin in range(0, len(blocks), self._most_blocks):

@@ -51,12 +51,12 @@ class NodeStarter:
             try:
                 statuses = self._run_once()
             except OSError as error:  # out of processes, descriptors or memory: that passes
-                _log.error("the ranks of this node cannot be started now: %s", error)
+                _log.error("cannot start the ranks of this node: %s", error)
                 statuses = {}
             if REFUSED in statuses.values():
                 return REFUSED
             if not self._is_stopping:
-                _log.info("the ranks of this node have ended with their worker; they are started again")
+                _log.info("the ranks of this node ended with their worker; starting them again")
                 self._pause()
         return 0
 
@@ -103,7 +103,7 @@ class NodeStarter:
         self._turns.put(None)
 
     def _reread(self) -> None:
-        _log.info("nothing here is read again: rank 0 says how its ranks log")
+        _log.info("nothing is re-read here: log settings come from rank 0")
 
     def _ask_to_stop(self) -> None:
         """Those that still knock end; those that follow rank 0 do not listen."""

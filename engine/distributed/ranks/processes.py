@@ -106,7 +106,7 @@ class RankProcesses:
         for child in self._children.values():
             child.wait()
         if dead is not None:
-            self._tell(dead)
+            self._report(dead)
 
     def _wait(self) -> int | None:
         """Until a rank dies or the end is wanted: the rank, or None."""
@@ -116,7 +116,7 @@ class RankProcesses:
         woken = {fd for fd, _ in poll.poll()}
         return None if self._is_wanted_end else self._pid_fds[min(woken)]
 
-    def _tell(self, rank: int) -> None:
+    def _report(self, rank: int) -> None:
         child = self._children[rank]
         self._end.report(RankLost(f"rank {rank} (pid {child.pid}) {_describe(child.returncode)}"))
 

@@ -72,26 +72,19 @@ class SoloRanks:
         self.mirror: Mirror | None = None
 
     def wait_loaded(self, own: RankFacts) -> RankFacts:
-        """See Ranks."""
         return own
 
-    def begin_dry_run(self, layout: KVLayout) -> None:
-        """See Ranks."""
+    def begin_dry_run(self, layout: KVLayout) -> None: ...
 
     def end_dry_run(self, own_bytes: int | None) -> int | None:
-        """See Ranks."""
         return own_bytes
 
     def use_pool(
         self, layout: KVLayout, num_blocks: int, memory: PoolMemory | None, *, num_host_slots: int = 0
-    ) -> None:
-        """See Ranks."""
+    ) -> None: ...
 
-    def announce(self, inputs: StepInputs) -> None:
-        """See Ranks."""
+    def announce(self, inputs: StepInputs) -> None: ...
 
-    def watch(self, listener: Callable[[RankLost], None]) -> None:
-        """See Ranks."""
+    def watch(self, listener: Callable[[RankLost], None]) -> None: ...
 
-    def close(self) -> None:
-        """See Ranks."""
+    def close(self) -> None: ...

@@ -13,16 +13,16 @@ from numpy.typing import NDArray
 from engine.types.step_inputs import IntArray, StepInputs
 
 
-class MirrorBook:
-    """All blocks of one pool. Used by one thread."""
+class MirrorState:
+    """Which side is newer, for all blocks of one pool. Used by one thread."""
 
     def __init__(self, num_blocks: int) -> None:
         self._newer_here: NDArray[np.bool_] = np.zeros(num_blocks, dtype=bool)
         self._newer_there: NDArray[np.bool_] = np.zeros(num_blocks, dtype=bool)
         self._num_newer_here = 0
 
-    def comes(self, blocks: Sequence[int]) -> None:
-        """A peer may write these blocks from now on, here; no step reads them until that is over."""
+    def mark_received(self, blocks: Sequence[int]) -> None:
+        """Note that a peer may write these blocks here from now on; no step reads them until that is over."""
         self._newer_here[list(blocks)] = True
         self._newer_there[list(blocks)] = False
         self._num_newer_here = int(np.count_nonzero(self._newer_here))
@@ -48,8 +48,8 @@ class MirrorBook:
             self._num_newer_here = int(np.count_nonzero(self._newer_here))
         return placed
 
-    def leaves(self, blocks: Sequence[int]) -> IntArray:
-        """Of blocks that a peer is to read here, those to be brought first, each once: then they are the same."""
+    def stale(self, blocks: Sequence[int]) -> IntArray:
+        """Those of `blocks` to copy here before a peer reads them, each once; from then on both sides are the same."""
         wanted: IntArray = np.unique(np.array(blocks, dtype=np.int64))
         missing: IntArray = wanted[self._newer_there[wanted]]
         self._newer_there[missing] = False

@@ -18,30 +18,30 @@ _INT = np.dtype("<i4")
 
 
 def encode_blocks(blocks: IntArray) -> bytes:
-    """Which ones."""
+    """The block ids as `decode_blocks` reads them."""
     return _COUNT.pack(len(blocks)) + blocks.astype(_INT).tobytes()
 
 
 def decode_blocks(data: memoryview, *, num_blocks: int) -> tuple[IntArray, memoryview]:
     """What `encode_blocks` was given, and what follows it. Raises InvariantError for blocks that there are not."""
     if len(data) < _COUNT.size:
-        raise InvariantError("a list of blocks is cut short")
+        raise InvariantError("truncated list of blocks")
     (count,) = _COUNT.unpack_from(data)
     end = _COUNT.size + count * _INT.itemsize
     if count < 0 or len(data) < end:
-        raise InvariantError("a list of blocks is cut short")
+        raise InvariantError("truncated list of blocks")
     blocks = np.frombuffer(data, dtype=_INT, count=count, offset=_COUNT.size).astype(np.int64)
     if count and not 0 <= int(blocks.min()) <= int(blocks.max()) < num_blocks:
         raise InvariantError(f"blocks beyond the pool's {num_blocks}")
     return blocks, data[end:]
 
 
-def content(planes: Planes, blocks: IntArray) -> bytes:
-    """The blocks' bytes."""
+def read_blocks(planes: Planes, blocks: IntArray) -> bytes:
+    """Content of the blocks, `[layer, block, layer_block_bytes]`."""
     return planes[:, blocks].tobytes()
 
 
-def put(planes: Planes, blocks: IntArray, data: memoryview) -> None:
+def write_blocks(planes: Planes, blocks: IntArray, data: memoryview) -> None:
     """Overwrite the blocks. Raises InvariantError when that is not as much as they hold."""
     shape = (planes.shape[0], len(blocks), planes.shape[2])
     if len(data) != int(np.prod(shape)):

@@ -52,11 +52,11 @@ def encode_step(inputs: StepInputs) -> bytes:
 def decode_step(data: bytes | bytearray | memoryview) -> StepInputs:
     """What `encode_step` was given, in memory of its own; InvariantError when the sizes contradict each other."""
     if len(data) < _HEADER.size:
-        raise InvariantError("a step's inputs are cut short")
+        raise InvariantError("truncated step inputs")
     rows, seqs, blocks, samples, *pairs, num_single, block_size, num_top = _HEADER.unpack_from(data)
     sizes = (rows, rows, rows, seqs, seqs, samples, *(2 * count for count in pairs), seqs * blocks)
     if min(rows, seqs, blocks, samples, *pairs) < 0 or len(data) != _HEADER.size + sum(sizes) * _INT.itemsize:
-        raise InvariantError(f"{len(data)} bytes are no step of {rows} rows and {seqs} sequences of {blocks} blocks")
+        raise InvariantError(f"{len(data)} bytes are not a step of {rows} rows and {seqs} sequences of {blocks} blocks")
     values = np.frombuffer(data, dtype=_INT, offset=_HEADER.size).astype(np.int64)
     parts = np.split(values, np.cumsum(sizes[:-1]))
     token_ids, positions, slots, starts, counts, sample_rows, *found, tables = parts

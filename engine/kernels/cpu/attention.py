@@ -57,7 +57,7 @@ class CpuAttentionShape:
 
 
 class _Step(ctypes.Structure):
-    """`AttentionStep` of csrc/paged.h."""
+    """The struct `AttentionStep` of csrc/paged.h."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("tables", "starts", "first_rows", "units", "partials")),

@@ -33,7 +33,7 @@ Int32Array = NDArray[np.int32]
 
 
 class _Layer(ctypes.Structure):
-    """`Int8Layer` of csrc/codes.h."""
+    """The struct `Int8Layer` of csrc/codes.h."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("codes", "scales")),
@@ -42,7 +42,7 @@ class _Layer(ctypes.Structure):
 
 
 class _Step(ctypes.Structure):
-    """`Int8Step` of csrc/attention_int8.h."""
+    """The struct `Int8Step` of csrc/attention_int8.h."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("tables", "lengths", "partials")),

@@ -25,7 +25,7 @@ _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 
 class _RopeWrite(ctypes.Structure):
-    """`RopeWrite` of csrc/elementwise.cpp."""
+    """The struct `RopeWrite` of csrc/elementwise.cpp."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("cos", "sin", "slots")),

@@ -56,7 +56,7 @@ class Tiles(Flag):
 
 
 class _Linear(ctypes.Structure):
-    """csrc/linear.h: Linear."""
+    """The struct `Linear` of csrc/linear.h."""
 
     _fields_ = (
         ("weights", ctypes.c_void_p),

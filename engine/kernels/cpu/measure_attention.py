@@ -180,7 +180,6 @@ def _seconds(work: Callable[[int], None], num_layers: int) -> float:
 
 
 def main() -> None:
-    """Print a table."""
     num_threads = torch.get_num_threads()
     with torch.inference_mode():
         for f in measure_all(load_kernels(), num_threads):

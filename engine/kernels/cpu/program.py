@@ -22,7 +22,7 @@ class _Slot(ctypes.Union):
 
 
 class _Command(ctypes.Structure):
-    """csrc/program.cpp: Command."""
+    """The struct `Command` of csrc/program.cpp."""
 
     _fields_ = (("kernel", ctypes.c_void_p), ("invoker", ctypes.c_void_p), ("slots", _Slot * _MOST_SLOTS))
 
@@ -59,7 +59,7 @@ class KernelProgram:
         return len(self._commands)
 
     def run(self) -> None:
-        """Make all calls."""
+        """Make all calls, in order, on the calling thread."""
         self._run(self._address, len(self._commands))
 
 

@@ -32,13 +32,11 @@ class CpuSampling:
         penalties: Penalties | None = None,
         edits: LogitEdits | None = None,
     ) -> Tensor:
-        """See SamplingKernels."""
         if params is None and penalties is None and edits is None:
             return self._by_rows(self._choose_largest, logits)
         return choose_by_steps(self, logits, params, penalties=penalties, edits=edits)
 
     def forbid_(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
-        """See SamplingKernels."""
         if not logits.is_contiguous():
             forbid_by_numpy_(logits, rows, bits)
             return
@@ -46,11 +44,9 @@ class CpuSampling:
         self._forbid(*shape, rows.data_ptr(), bits.data_ptr(), *bits.shape)
 
     def argmax(self, logits: Tensor) -> Tensor:
-        """See DrawKernels."""
         return self._by_rows(self._argmax, logits)
 
     def draw(self, logits: Tensor, params: DrawParams) -> Tensor:
-        """See DrawKernels."""
         logits = logits.contiguous()
         tokens = torch.empty(logits.shape[0], dtype=torch.int64)
         cuts = (params.temperature, params.min_p, params.top_p, params.top_k)

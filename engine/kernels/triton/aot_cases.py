@@ -52,7 +52,7 @@ class AotCase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Variant:
-    """One attention shape."""
+    """One shape of attention to compile for."""
 
     dtype: str
     cache: str

@@ -83,7 +83,6 @@ def paged_prefill_kernel(
     BLOCK_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr, WINDOW: tl.constexpr, FIXED_KEYS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """See the module."""
     TOKENS: tl.constexpr = BLOCK_M // GROUP
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)

@@ -47,17 +47,15 @@ class LayerPages:
 
     @property
     def num_kv_heads(self) -> int:
-        """Key-value heads."""
         return self.pages.shape[2]
 
     @property
     def block_size(self) -> int:
-        """Tokens per block."""
+        """Number of tokens in a block."""
         return self.pages.shape[3]
 
     @property
     def head_dim(self) -> int:
-        """Values per head."""
         return self.pages.shape[4]
 
 

@@ -143,5 +143,5 @@ def silu_mul(stacked: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Float32 sums."""
+    """The linear layer, summed in float32."""
     return F.linear(x.float(), weight.float(), None if bias is None else bias.float())

@@ -47,7 +47,7 @@ class _Bench:
         self._tables = order.view(_SEQUENCES, -1)
 
     def prefill_ms(self, launch: PrefillLaunch) -> float:
-        """One fresh sequence."""
+        """Milliseconds of prefill attention for one sequence without a cached prefix."""
 
         def run() -> None:
             paged_prefill(

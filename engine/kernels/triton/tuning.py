@@ -75,7 +75,7 @@ _Launch = TypeVar("_Launch", PrefillLaunch, DecodeLaunch, GemmLaunch)
 
 
 class LaunchTable:
-    """One GPU's parameters."""
+    """Launch parameters of the kernels on one kind of GPU."""
 
     def __init__(self, raw: dict[str, Any]) -> None:
         self.gpu = str(raw.get("gpu", ""))

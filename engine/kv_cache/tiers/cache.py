@@ -80,7 +80,6 @@ class CacheTiers:
     # Down
 
     def demote(self, entry: IndexedBlock) -> bool:
-        """See LowerCache."""
         name = entry.name
         place = self._host.get(name)
         if place is not None:
@@ -168,7 +167,6 @@ class CacheTiers:
             self._blocks.index.events.append(Evicted(name))
 
     def forget(self, name: BlockHash) -> None:
-        """See LowerCache."""
         place = self._host.get(name)
         if place is not None:
             self._host.forget(place)
@@ -176,14 +174,12 @@ class CacheTiers:
             self._disk.forget(name)
 
     def clear(self) -> None:
-        """See LowerCache."""
         for place in list(self._host):
             self._host.forget(place)
         if self._disk is not None:
             self._disk.clear()
 
     def names(self) -> Iterator[BlockHash]:
-        """See LowerCache."""
         for place in self._host:
             yield place.name
         for name in self._disk or ():
@@ -258,7 +254,6 @@ class CacheTiers:
             self._waits.begin(request.request_id, fetching, until_s=until_s)
 
     def patience_s(self, now: float) -> float | None:
-        """See DiskWaits."""
         return self._waits.patience_s(now)
 
     def reach(self, request: Request, num_found_blocks: int, *, between_steps: bool = False) -> int:

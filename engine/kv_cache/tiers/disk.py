@@ -56,7 +56,7 @@ class DiskTier:
 
     @property
     def capacity(self) -> int:
-        """Most blocks."""
+        """Number of blocks that the disk tier may hold."""
         return self._index.capacity
 
     @property
@@ -147,7 +147,6 @@ class DiskTier:
             self._port.delete(name)
 
     def clear(self) -> None:
-        """Delete every block."""
         for name in list(self._index):
             self.forget(name)
 

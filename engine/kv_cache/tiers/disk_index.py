@@ -116,7 +116,7 @@ class DiskIndex:
             self._stored[name] = None
 
     def touch(self, name: BlockHash) -> None:
-        """It was used."""
+        """Mark `name` as the most recently used."""
         if name in self._stored:
             self._stored.move_to_end(name)
 

@@ -7,11 +7,11 @@ from tandem.values.ids import BlockHash, RequestId
 
 @dataclass(slots=True, kw_only=True)
 class _Wait:
-    """One request's patience."""
+    """How long one request still waits for blocks from disk."""
 
     until_s: float
     outstanding: set[BlockHash]
-    is_told: bool = False
+    is_reported: bool = False
     """Its end was told to who sleeps meanwhile."""
 
 
@@ -60,7 +60,7 @@ class DiskWaits:
         """
         ends: list[float] = []
         for wait in self._waits.values():
-            if wait.outstanding and not wait.is_told:
+            if wait.outstanding and not wait.is_reported:
                 ends.append(wait.until_s)
-                wait.is_told = wait.until_s <= now
+                wait.is_reported = wait.until_s <= now
         return max(0.0, min(ends) - now) if ends else None

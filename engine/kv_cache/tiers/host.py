@@ -59,7 +59,6 @@ class HostPlaces:
 
     @property
     def num_slots(self) -> int:
-        """All places."""
         return len(self._slots)
 
     @property

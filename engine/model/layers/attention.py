@@ -42,6 +42,4 @@ class AttentionPlan(Protocol):
 class AttentionBackend(Protocol):
     """Paged, causal, grouped-query attention with optional sliding windows."""
 
-    def plan(self, inputs: StepInputs) -> AttentionPlan:
-        """Prepare one step."""
-        ...
+    def plan(self, inputs: StepInputs) -> AttentionPlan: ...

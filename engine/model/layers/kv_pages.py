@@ -44,12 +44,10 @@ class PlainPages:
         self.gathered_bytes = layout.layer_block_bytes
 
     def write(self, layer: int, index: Tensor, fresh: Tensor) -> Tensor:
-        """See KVPages."""
         self._slots[layer].index_copy_(0, index, fresh.reshape(-1, fresh.shape[-1]))
         return fresh
 
     def gather(self, layer: int, index: Tensor) -> Tensor:
-        """See KVPages."""
         return self._planes[layer].index_select(0, index)
 
 
@@ -73,7 +71,6 @@ class CodePages:
         self.gathered_bytes = per_block * (1 + torch.float32.itemsize + dtype.itemsize)
 
     def write(self, layer: int, index: Tensor, fresh: Tensor) -> Tensor:
-        """See KVPages."""
         rows, offset = index // self._block_size, index % self._block_size
         where = (rows // self._num_planes, rows % self._num_planes, offset)
         if self._token_scales:
@@ -88,7 +85,6 @@ class CodePages:
         return restored(codes, scales, self._dtype)
 
     def gather(self, layer: int, index: Tensor) -> Tensor:
-        """See KVPages."""
         block, plane = index // self._num_planes, index % self._num_planes
         codes = self._codes[layer].view(torch.uint8)[block, plane].view(self._codes[layer].dtype)
         if self._token_scales:

@@ -99,7 +99,7 @@ class TorchAttention:
 
 
 class TorchAttentionPlan:
-    """One step's metadata."""
+    """One step's attention in plain torch."""
 
     def __init__(self, backend: TorchAttention, inputs: StepInputs) -> None:
         self._backend = backend
@@ -111,7 +111,6 @@ class TorchAttentionPlan:
         self.chunks = {w: tuple(self._chunks_of(w)) for w in backend.windows}
 
     def attend(self, layer: int, qkv: Tensor) -> Tensor:
-        """See AttentionPlan."""
         backend, config = self._backend, self._backend.config
         num_rotated = config.num_heads + config.num_kv_heads
         qkv = qkv.view(qkv.shape[0], -1, config.head_dim)

@@ -39,7 +39,7 @@ class CudaIpcWriter(ClaimingWriter):
         order = job.order
         token, slots = one_sided_wire.unpack_grant(order.grant)
         blocks = tuple(BlockId(slot) for slot in slots)
-        target = self._pairing.at_destination(order.source.held_tokens, blocks, self._target.num_blocks)
+        target = self._pairing.at_destination(order.source.at.held_tokens, blocks, self._target.num_blocks)
         reads, writes = order.source.reads(order.cells), target.writes(order.cells)
         self._claim(job, token)
         with self._moving, self._under_way(job, token):

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from kv_transfer.layout.runs import Copy
+from kv_transfer.layout.runs import RunPair
 from kv_transfer.transports.same_host import has_rdma
 from tandem.errors import TransferError
 
@@ -87,7 +87,7 @@ class NixlAgent:
             name = self._agent.loadRemoteMD(metadata)
             self._remote = (name.decode() if isinstance(name, bytes) else str(name), base, size_bytes)
 
-    def post(self, copies: Sequence[Copy], grain_bytes: int) -> int:
+    def post(self, copies: Sequence[RunPair], grain_bytes: int) -> int:
         """Begin to write these copies into the peer's memory; the handle is for `wait`, once.
 
         Copies of whole grains are named by index in lists that are prepared once.
@@ -141,7 +141,7 @@ class NixlAgent:
         config.captureTelemetry = False
         return config
 
-    def _indexed(self, copies: Sequence[Copy], grain: int) -> Any:
+    def _indexed(self, copies: Sequence[RunPair], grain: int) -> Any:
         """By index in two lists that cover both memories, prepared when they are first needed."""
         name, base, size_bytes = self._peer()
         lists = self._lists.get(grain)
@@ -157,7 +157,7 @@ class NixlAgent:
         grains = np.array([[base, grain, 0, grain, size_bytes // grain]], np.uint64)
         return int(self._agent.prepXferDlist(name, self._nixl.DRAM_SEG, grains, [self._backend]))
 
-    def _described(self, copies: Sequence[Copy]) -> Any:
+    def _described(self, copies: Sequence[RunPair]) -> Any:
         name, base, _ = self._peer()
         rows = np.array(copies, np.uint64)
         sources, targets = np.zeros((2, len(copies), 3), np.uint64)
@@ -184,5 +184,5 @@ def _errors_of(nixl: ModuleType) -> tuple[type[Exception], ...]:
     return (*(getattr(nixl, name) for name in dir(nixl) if name.endswith("Error")), RuntimeError)
 
 
-def _whole(copies: Sequence[Copy], grain: int) -> bool:
+def _whole(copies: Sequence[RunPair], grain: int) -> bool:
     return all(not (here % grain or there % grain or size % grain) for here, there, size in copies)

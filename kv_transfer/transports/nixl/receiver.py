@@ -46,12 +46,12 @@ class NixlReceiver(ClaimReceiver):
     def _welcome(self, writer: Writer) -> None:
         memory = self._region.buffer
         agent = NixlAgent(f"kv-{secrets.token_hex(8)}", memory, loopback=self._loopback)
-        writer.door = agent
+        writer.resource = agent
         one_sided_wire.send_blob(writer.sock, _POOL.pack(agent.base, memory.nbytes) + agent.metadata())
 
     def _part(self, writer: Writer) -> None:
-        if isinstance(writer.door, NixlAgent):
-            writer.door.close()
+        if isinstance(writer.resource, NixlAgent):
+            writer.resource.close()
 
 
 def unpack_pool(blob: bytes) -> tuple[bytes, int, int]:

@@ -1,6 +1,6 @@
-"""`nixl`, sending end: UCX writes from this pool into the receiver's, a few pieces ahead.
+"""`nixl`, sending end: UCX writes from this pool into the receiver's, a few bursts ahead.
 
-Nothing stops UCX from reading a source once a write is posted. So a cancelled chunk's pieces are awaited, not released:
+Nothing stops UCX from reading a source once a write is posted. So a cancelled chunk's bursts are awaited, not released:
 `cancel` says so, and the chunk's future ends when they have. Where they do not end, because the receiver is frozen, the
 end of the connection ends the agent, and with it the reading.
 """
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 
 from kv_transfer.layout.pairing import Pairing
 from kv_transfer.layout.placed_cells import PlacedCells
-from kv_transfer.layout.runs import Copy, paired
+from kv_transfer.layout.runs import RunPair, pair_runs
 from kv_transfer.memory.checksum import crc32
 from kv_transfer.memory.departure import Departure, split_for_conversion
 from kv_transfer.memory.region import KVRegion
@@ -23,12 +23,12 @@ from kv_transfer.transports.nixl.agent import NixlAgent
 from kv_transfer.transports.nixl.receiver import NAME, unpack_pool
 from kv_transfer.transports.one_sided import wire as one_sided_wire
 from kv_transfer.transports.one_sided.writer import ClaimingWriter
-from kv_transfer.transports.region_copy import pieces
+from kv_transfer.transports.region_copy import bursts
 from kv_transfer.transports.write_queue import WriteJob
 from tandem.errors import TransferError
 from tandem.values.ids import BlockId
 
-PIECE_BYTES = 1 << 20
+BURST_BYTES = 1 << 20
 BOUNCE_BYTES = 8 << 20
 """Twice what is under way, about to be, and being converted."""
 DEPTH = 3
@@ -48,7 +48,7 @@ class NixlWriter(ClaimingWriter):
         if rest or not self._pool_blocks:
             raise TransferError("the receiver's pool is not of its layout")
         here, there = pairing.source.layer_block_bytes, pairing.destination.layer_block_bytes
-        self._grain = here if here == there else min(here, there, PIECE_BYTES)
+        self._grain = here if here == there else min(here, there, BURST_BYTES)
         # What does not leave the pool as it lies there leaves from memory beside it.
         self._memory = memoryview(bytearray(BOUNCE_BYTES)) if self._departure.converts else source.buffer
         self._agent = NixlAgent(f"kv-{secrets.token_hex(8)}", self._memory, loopback=loopback)
@@ -65,47 +65,47 @@ class NixlWriter(ClaimingWriter):
         order = job.order
         token, slots = one_sided_wire.unpack_grant(order.grant)
         blocks = tuple(BlockId(slot) for slot in slots)
-        target = self._pairing.at_destination(order.source.held_tokens, blocks, self._pool_blocks)
-        copies: Iterable[Copy]
+        target = self._pairing.at_destination(order.source.at.held_tokens, blocks, self._pool_blocks)
+        copies: Iterable[RunPair]
         if self._departure.converts:
-            # What is not there is refused here: once something moves, an error ends the connection.
+            # What is not there is rejected by this worker: once something moves, an error ends the connection.
             order.source.reads(order.cells)
             target.writes(order.cells)
             copies = self._converted(job, target)
         else:
-            copies = order.source.copies_to(target, order.cells)
+            copies = order.source.run_pairs_to(target, order.cells)
         self._claim(job, token)
         with self._moving, self._under_way(job, token):
             job.succeed(*self._write(job, copies))
 
-    def _converted(self, job: WriteJob, target: PlacedCells) -> Iterator[Copy]:
-        """Copies out of the bounce memory, filled a slab at a time, in a ring, while earlier ones are on their way."""
+    def _converted(self, job: WriteJob, target: PlacedCells) -> Iterator[RunPair]:
+        """Copies out of the bounce memory, filled a part at a time, in a ring, while earlier ones are on their way."""
         order, at = job.order, 0
         payload = order.source.payload(order.cells)
-        for slab in split_for_conversion(order.cells, payload, payload.num_bytes(self._pairing.wire_dtype)):
+        for cells in split_for_conversion(order.cells, payload, payload.num_bytes(self._pairing.wire_dtype)):
             # Without the lock, which the event loop takes and a device would hold for long: the job is `reading`.
             if job.stopped:
                 return
-            converted = self._departure.convert(order.source, slab)
-            for part in pieces(paired([(0, converted.nbytes)], target.writes(slab)), PIECE_BYTES):
-                begin, size = part[0][0], sum(copy[2] for copy in part)
+            converted = self._departure.convert(order.source, cells)
+            for burst in bursts(pair_runs([(0, converted.nbytes)], target.writes(cells)), BURST_BYTES):
+                begin, size = burst[0][0], sum(length for _, _, length in burst)
                 if at + size > BOUNCE_BYTES:
                     at = 0
                 self._memory[at : at + size] = converted[begin : begin + size].data
-                yield from [(at + here - begin, there, length) for here, there, length in part]
+                yield from [(at + here - begin, there, length) for here, there, length in burst]
                 at += size
 
-    def _write(self, job: WriteJob, copies: Iterable[Copy]) -> tuple[int, int]:
+    def _write(self, job: WriteJob, copies: Iterable[RunPair]) -> tuple[int, int]:
         """Checksum and bytes. Raises TransferError, and then nothing is under way any more."""
         total = checksum = 0
         flying: deque[int] = deque()
         try:
-            for piece in pieces(copies, max(1, PIECE_BYTES // self._grain) * self._grain):
+            for burst in bursts(copies, max(1, BURST_BYTES // self._grain) * self._grain):
                 if job.stopped:
                     break
-                flying.append(self._agent.post(piece, self._grain))
-                for here, _, size in piece:
-                    # While the piece is on its way: the bytes are in the cache for one of the two.
+                flying.append(self._agent.post(burst, self._grain))
+                for here, _, size in burst:
+                    # While the burst is on its way: the bytes are in the cache for one of the two.
                     checksum = crc32(self._memory[here : here + size], checksum)
                     total += size
                 while len(flying) >= DEPTH:

@@ -41,9 +41,9 @@ class Writer:
     sock: socket.socket
     thread: threading.Thread | None = None
     claims: dict[bytes, TransferKey] = field(default_factory=dict)
-    asked_s: float | None = None
-    """When a revocation was told that is not answered yet."""
-    door: object | None = None
+    revoked_s: float | None = None
+    """When the oldest unanswered revocation was sent."""
+    resource: object | None = None
     """What the transport opened for this writer alone."""
 
 
@@ -55,7 +55,7 @@ class ClaimReceiver(ABC):
 
     def __init__(self, server: socket.socket, name: str) -> None:
         self._name = name
-        self._strangers = RefusalLog(name)
+        self._refusals = RefusalLog(name)
         self._grants = GrantTable()
         self._lock = threading.Lock()
         self._writers: set[Writer] = set()
@@ -67,8 +67,7 @@ class ClaimReceiver(ABC):
         self._thread.start()
 
     @abstractmethod
-    def offer(self) -> TransportOffer:
-        """See KVReceiver."""
+    def offer(self) -> TransportOffer: ...
 
     @abstractmethod
     def _refuses(self, sock: socket.socket) -> str | None:
@@ -102,7 +101,7 @@ class ClaimReceiver(ABC):
             writer = next((w for w in self._writers if grant.token in w.claims), None)
             if writer is None:
                 return self._grants.is_quiet(key)
-            writer.asked_s = writer.asked_s or time.monotonic()
+            writer.revoked_s = writer.revoked_s or time.monotonic()
             # When this cannot be said the writer's end is awaited.
             one_sided_wire.send(writer.sock, ClaimKind.REVOKE, grant.token)
         return False
@@ -134,7 +133,7 @@ class ClaimReceiver(ABC):
         hang_up(self._server)
         self._thread.join()
         for writer in writers:
-            say_last(writer.sock)
+            send_goodbye(writer.sock)
         latest_s = time.monotonic() + PARTING_S
         for writer in writers:
             if writer.thread is not None:
@@ -144,9 +143,9 @@ class ClaimReceiver(ABC):
         self._server.close()
 
     def _accept(self) -> None:
-        for sock in accept_connections(self._server, self._closing, self._strangers):
+        for sock in accept_connections(self._server, self._closing, self._refusals):
             if (refusal := self._refuses(sock)) is not None:
-                self._strangers.record("a connection was refused", refusal)
+                self._refusals.record("a connection was refused", refusal)
                 sock.close()
                 continue
             writer = Writer(sock=sock)
@@ -157,7 +156,7 @@ class ClaimReceiver(ABC):
                 # Under the lock, so that close() finds a thread that it can join.
                 thread_name = f"kv-{self._name}-peer"
                 writer.thread = threading.Thread(target=self._serve, args=(writer,), name=thread_name, daemon=True)
-                if not start_serving(writer.thread, self._strangers):
+                if not start_serving(writer.thread, self._refusals):
                     sock.close()
                     continue
                 self._writers.add(writer)
@@ -165,7 +164,7 @@ class ClaimReceiver(ABC):
     def _serve(self, writer: Writer) -> None:
         is_known = False
         try:
-            self._greet(writer)
+            self._handshake(writer)
             is_known = True
             while (message := self._next(writer)) is not None:
                 self._on_message(writer, *message)
@@ -173,12 +172,12 @@ class ClaimReceiver(ABC):
             if is_known:
                 log.info("%s writer dropped: %s", self._name, error)
             else:
-                self._strangers.record("a connection was dropped before it was served", error)
+                self._refusals.record("a connection was dropped before it was served", error)
             if writer.claims and self.shut_out_s is None:
                 _await_end(writer.sock)
         self._drop(writer)
 
-    def _greet(self, writer: Writer) -> None:
+    def _handshake(self, writer: Writer) -> None:
         writer.sock.settimeout(HELLO_S)
         hello = one_sided_wire.receive(writer.sock)
         if hello is None:
@@ -195,8 +194,8 @@ class ClaimReceiver(ABC):
             poller = select.poll()
             poller.register(writer.sock, select.POLLIN)
             while not poller.poll(self.shut_out_s * 500):
-                asked_s = writer.asked_s
-                if asked_s is not None and time.monotonic() - asked_s > self.shut_out_s:
+                revoked_s = writer.revoked_s
+                if revoked_s is not None and time.monotonic() - revoked_s > self.shut_out_s:
                     raise TransferError("a revocation is not answered")
         return one_sided_wire.receive(writer.sock)
 
@@ -213,7 +212,7 @@ class ClaimReceiver(ABC):
             with self._lock:
                 key = writer.claims.pop(token, None)
                 if all(self._grants.find(claimed) is not None for claimed in writer.claims):
-                    writer.asked_s = None
+                    writer.revoked_s = None
             if key is not None:
                 self._on_unclaimed(key)
         else:
@@ -235,14 +234,14 @@ class ClaimReceiver(ABC):
 
 def _await_end(sock: socket.socket) -> None:
     """Tell the writer to stop, and wait until it hangs up: only its own end proves that it copies no more."""
-    say_last(sock)
+    send_goodbye(sock)
     with suppress(OSError):
         sock.settimeout(None)
         while sock.recv(4096):
             pass
 
 
-def say_last(sock: socket.socket) -> None:
+def send_goodbye(sock: socket.socket) -> None:
     """Nothing more is said to the peer, which may still answer."""
     with suppress(OSError):
         sock.shutdown(socket.SHUT_WR)

@@ -93,10 +93,10 @@ def receive_blob(sock: socket.socket) -> bytes:
         raise TransferError("the receiver refused to share its memory")
     size, checksum = _BLOB.unpack(_all_of(sock, _BLOB.size))
     if size > MAX_BLOB_BYTES:
-        raise TransferError("the receiver says too much about its memory")
+        raise TransferError("the receiver's description of its memory is too long")
     blob = _all_of(sock, size)
     if crc32(blob) != checksum:
-        raise TransferError("what the receiver says about its memory is damaged")
+        raise TransferError("the receiver's description of its memory is damaged")
     return blob
 
 
@@ -124,15 +124,15 @@ def receive_exactly(sock: socket.socket, size: int) -> bytes | None:
     """`size` bytes, or None when the peer has ended before the last of them. Raises OSError."""
     data = b""
     while len(data) < size:
-        piece = sock.recv(size - len(data))
-        if not piece:
+        part = sock.recv(size - len(data))
+        if not part:
             return None
-        data += piece
+        data += part
     return data
 
 
 def _all_of(sock: socket.socket, size: int) -> bytes:
     data = receive_exactly(sock, size)
     if data is None:
-        raise TransferError("the receiver has gone")
+        raise TransferError("the receiver has disconnected")
     return data

@@ -79,7 +79,7 @@ class ClaimingWriter(QueuedWriter):
 
     @contextmanager
     def _under_way(self, job: WriteJob, token: bytes) -> Iterator[None]:
-        """Around pieces that move by themselves, until the last has, or a few after the job was stopped."""
+        """Around bursts that move by themselves, until the last has, or a few after the job was stopped."""
         with self._queue.lock:
             claim = self._check(job, token)
             claim.busy, job.reading = job, True
@@ -106,7 +106,7 @@ class ClaimingWriter(QueuedWriter):
         try:
             while (message := one_sided_wire.receive(self._sock)) is not None:
                 self._on_message(*message)
-            reason = "the receiver has gone"
+            reason = "the receiver has disconnected"
         except (OSError, TransferError) as error:
             reason = f"connection lost: {error}"
         self._break(reason)

@@ -48,14 +48,14 @@ class ShmWriter(ClaimingWriter):
         """The memory outlives its owner, and the thread that reads the socket may be late: nothing lands meanwhile."""
         self._check(job, token)
         if self._end.poll(0):
-            raise TransferError("the receiver has gone")
+            raise TransferError("the receiver has disconnected")
 
     def _unpacked(self, order: WriteOrder) -> tuple[bytes, PlacedCells]:
         """What a grant says: its token and where its cells lie. The chunks of a hand-off come one after another."""
         if self._last is None or self._last[0] != order.grant:
             token, slots = one_sided_wire.unpack_grant(order.grant)
             blocks = tuple(BlockId(slot) for slot in slots)
-            target = self._pairing.at_destination(order.source.held_tokens, blocks, self._pool_blocks)
+            target = self._pairing.at_destination(order.source.at.held_tokens, blocks, self._pool_blocks)
             self._last = order.grant, token, target
         return self._last[1:]
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from select import POLLIN, POLLOUT, poll
 from typing import Protocol
 
-from kv_transfer.transports.tcp.pieces import Piece
+from kv_transfer.transports.tcp.bursts import Burst
 from tandem.errors import TransferError
 
 
@@ -24,18 +24,18 @@ class ByteChannel(Protocol):
     def first_byte(self, timeout_s: float) -> int | None:
         """What the peer begins with, which stays to be read; None when it has ended. Raises TransferError if late."""
 
-    def say_plainly(self, data: bytes) -> None:
+    def send_in_the_clear(self, data: bytes) -> None:
         """Send a few bytes as they are before anything else, to whoever speaks otherwise than was expected."""
 
     @property
-    def piece_bytes(self) -> int:
+    def burst_bytes(self) -> int:
         """How much to ask for at once: bounds the time in one call."""
 
-    def receive(self, piece: Piece) -> int | None:
-        """Fill the front of `piece` with what has come: how much, 0 at the end, None when nothing is there yet."""
+    def receive(self, burst: Burst) -> int | None:
+        """Fill the front of `burst` with what has come: how much, 0 at the end, None when nothing is there yet."""
 
-    def send(self, piece: Piece) -> int:
-        """Take bytes from the front of `piece`, as many as there is room for; they are not read again."""
+    def send(self, burst: Burst) -> int:
+        """Take bytes from the front of `burst`, as many as there is room for; they are not read again."""
 
     def flush(self) -> bool:
         """Hand what `send` has taken to the kernel; False when there is no room for all of it yet."""
@@ -57,7 +57,7 @@ class PlainChannel:
     """A connected TCP socket as a Channel. Owns it."""
 
     # What a second-level cache still has when it is checksummed; a larger one saves few calls.
-    piece_bytes = 256 << 10
+    burst_bytes = 256 << 10
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -74,20 +74,20 @@ class PlainChannel:
         self._readable(timeout_s)
         return peek(self._sock)
 
-    def say_plainly(self, data: bytes) -> None:
+    def send_in_the_clear(self, data: bytes) -> None:
         self._sock.send(data)
 
-    def receive(self, piece: Piece) -> int | None:
+    def receive(self, burst: Burst) -> int | None:
         try:
-            if len(piece) == 1:
-                return self._sock.recv_into(piece[0])
-            return self._sock.recvmsg_into(piece)[0]
+            if len(burst) == 1:
+                return self._sock.recv_into(burst[0])
+            return self._sock.recvmsg_into(burst)[0]
         except BlockingIOError:
             return None
 
-    def send(self, piece: Piece) -> int:
+    def send(self, burst: Burst) -> int:
         try:
-            return self._sock.sendmsg(piece)
+            return self._sock.sendmsg(burst)
         except BlockingIOError:
             return 0
 

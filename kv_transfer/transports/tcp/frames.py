@@ -74,24 +74,24 @@ def seed_of(name: int, index: int) -> int:
 def pack_header(header: FrameHeader, seed: int = 0) -> bytes:
     """A header as bytes."""
     c = header.cells
-    box = (c.first_layer, c.num_layers, c.first_unit, c.num_units, c.first_head, c.num_heads)
+    counts = (c.first_layer, c.num_layers, c.first_unit, c.num_units, c.first_head, c.num_heads)
     return _sealed(
-        _HEADER.pack(_MAGIC, VERSION, header.kind, header.write_id, header.token, *box, header.payload_bytes), seed
+        _HEADER.pack(_MAGIC, VERSION, header.kind, header.write_id, header.token, *counts, header.payload_bytes), seed
     )
 
 
 def unpack_header(data: bytes, seed: int = 0) -> FrameHeader:
     """A header from HEADER_BYTES bytes. Raises TransferError."""
-    magic, version, kind, write_id, token, *box, payload_bytes = _HEADER.unpack(_unsealed(data, seed))
+    magic, version, kind, write_id, token, *counts, payload_bytes = _HEADER.unpack(_unsealed(data, seed))
     if magic != _MAGIC or version != VERSION or kind not in FRAMES:
         raise TransferError("not a frame of the tcp transport")
     cells = CellRange(
-        first_layer=box[0],
-        num_layers=box[1],
-        first_unit=box[2],
-        num_units=box[3],
-        first_head=box[4],
-        num_heads=box[5],
+        first_layer=counts[0],
+        num_layers=counts[1],
+        first_unit=counts[2],
+        num_units=counts[3],
+        first_head=counts[4],
+        num_heads=counts[5],
     )
     return FrameHeader(kind=FrameKind(kind), write_id=write_id, token=token, cells=cells, payload_bytes=payload_bytes)
 

@@ -3,7 +3,7 @@
 Bytes land under the stream's own lock, so that streams do not wait for each other, and in calls that do not wait and
 end early when somebody wants the lock. So a revocation is proven at once: once a grant is marked, each stream that was
 landing for it need only be met between two calls. What still comes for it is read into scratch memory, and the stream
-goes on serving other grants. Each piece is checksummed as soon as it has landed, while the cache has it.
+goes on serving other grants. Each burst is checksummed as soon as it has landed, while the cache has it.
 """
 
 import itertools
@@ -13,13 +13,13 @@ from kv_transfer.layout.cell_range import CellRange
 from kv_transfer.memory.landing import Landing
 from kv_transfer.memory.mover import Mover
 from kv_transfer.memory.region import Bytes
-from kv_transfer.memory.socket_stream import StreamProgress
-from kv_transfer.memory.write_stop_lock import PieceLock
+from kv_transfer.memory.socket_stream import StreamStep
+from kv_transfer.memory.write_stop_lock import BurstLock
 from kv_transfer.transports.grants import GrantTable, WriteGrant
 from kv_transfer.transports.tcp import frames as tcp_frames
+from kv_transfer.transports.tcp.bursts import StreamPart, ViewsPart
 from kv_transfer.transports.tcp.channel import ByteChannel, receive_exactly
 from kv_transfer.transports.tcp.frames import FrameHeader, FrameKind
-from kv_transfer.transports.tcp.pieces import StreamPart, ViewsPart
 from tandem.errors import TransferError
 
 MAX_PAYLOAD_BYTES = 1 << 30
@@ -50,7 +50,7 @@ class Inbound:
         self._mover = mover
         self._stall_s = stall_s
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
-        self._lock = PieceLock()
+        self._lock = BurstLock()
         self._landing: WriteGrant | None = None
 
     def run(self) -> None:
@@ -103,11 +103,11 @@ class Inbound:
 
     def _towards(self, landing: Landing, cells: CellRange, spare: Bytes | None) -> StreamPart:
         mover, descriptor = self._mover, self._channel.descriptor
-        if mover is not None and descriptor is not None and (place := landing.place(cells)) is not None:
-            return mover.streams.open(place, cells, descriptor, self._lock, is_sending=False)
+        if mover is not None and descriptor is not None and (addresses := landing.addresses(cells)) is not None:
+            return mover.streams.open(addresses, cells, descriptor, self._lock, is_sending=False)
         channel = self._channel
         return ViewsPart(
-            landing.room(cells, spare), channel.receive, piece_bytes=channel.piece_bytes, at_zero=StreamProgress.ENDED
+            landing.room(cells, spare), channel.receive, burst_bytes=channel.burst_bytes, at_zero=StreamStep.ENDED
         )
 
     def _land(self, grant: WriteGrant, parcel: StreamPart) -> None:
@@ -119,11 +119,11 @@ class Inbound:
                 if self._peer.ended:
                     raise TransferError("another stream of this sender has ended")
                 progress = parcel.advance()
-            if progress is StreamProgress.DONE:
+            if progress is StreamStep.DONE:
                 return
-            if progress is StreamProgress.ENDED:
+            if progress is StreamStep.ENDED:
                 raise TransferError("the sender ended in the middle of a frame")
-            if progress is StreamProgress.BLOCKED:
+            if progress is StreamStep.BLOCKED:
                 self._channel.wait_readable(self._stall_s)
 
     def _skip(self, num_bytes: int) -> None:

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from kv_transfer.layout.pairing import Pairing
 from kv_transfer.memory.mover import Mover
 from kv_transfer.memory.region import KVRegion
-from kv_transfer.memory.socket_stream import StreamProgress
+from kv_transfer.memory.socket_stream import StreamStep
 from kv_transfer.transports.grants import TOKEN_BYTES
 from kv_transfer.transports.tcp import frames as tcp_frames
+from kv_transfer.transports.tcp.bursts import StreamPart
 from kv_transfer.transports.tcp.channel import ByteChannel, flush, receive_exactly, send_exactly
 from kv_transfer.transports.tcp.frames import FrameHeader, FrameKind
 from kv_transfer.transports.tcp.payload import PayloadMaker
-from kv_transfer.transports.tcp.pieces import StreamPart
 from kv_transfer.transports.write_queue import QueuedWriter, WriteJob
 from tandem.errors import TransferError
 
@@ -129,9 +129,9 @@ class TcpStream(QueuedWriter):
             return
 
     def _send_parcel(self, frame: _Frame, parcel: StreamPart) -> None:
-        left, progress = frame.left, StreamProgress.PAUSED
-        while progress is not StreamProgress.DONE:
-            if progress is StreamProgress.BLOCKED:
+        left, progress = frame.left, StreamStep.PAUSED
+        while progress is not StreamStep.DONE:
+            if progress is StreamStep.BLOCKED:
                 self._channel.wait_writable(self._stall_s)
             with self._queue.lock:
                 if frame.job.stopped:
@@ -155,20 +155,20 @@ class TcpStream(QueuedWriter):
                 if data is None:
                     break
                 self._on_answer(*tcp_frames.unpack_answer(data))
-            reason = "the receiver has gone"
+            reason = "the receiver has disconnected"
         except (OSError, TransferError) as error:
             reason = f"tcp connection lost: {error}"
         self._broken(reason)
 
     def _on_answer(self, kind: FrameKind, write_id: int) -> None:
         if not self._unanswered or self._unanswered[0].write_id != write_id:
-            raise TransferError("an answer to nothing")
+            raise TransferError("an answer without a write")
         frame = self._unanswered.popleft()
         # The last call may have sent everything, and its bytes are being checksummed.
         with self._queue.lock:
             whole, checksum = not frame.left, frame.checksum
         if not whole:
-            raise TransferError("an answer to half a frame")
+            raise TransferError("an answer to a frame that is not sent yet")
         if kind is FrameKind.DONE:
             frame.job.succeed(checksum, frame.num_bytes)
         else:

@@ -12,10 +12,10 @@ from kv_transfer.memory.cell_addresses import CellAddresses
 from kv_transfer.memory.departure import Departure, split_for_conversion
 from kv_transfer.memory.mover import Mover
 from kv_transfer.memory.region import KVRegion
-from kv_transfer.memory.socket_stream import StreamProgress
-from kv_transfer.memory.write_stop_lock import PieceLock
+from kv_transfer.memory.socket_stream import StreamStep
+from kv_transfer.memory.write_stop_lock import BurstLock
+from kv_transfer.transports.tcp.bursts import StreamPart, ViewsPart
 from kv_transfer.transports.tcp.channel import ByteChannel
-from kv_transfer.transports.tcp.pieces import StreamPart, ViewsPart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class PayloadMaker:
     """Makes payloads of cells, which leave through `channel` under `lock`. One thread at a time."""
 
     def __init__(
-        self, region: KVRegion, pairing: Pairing, channel: ByteChannel, lock: PieceLock, mover: Mover | None
+        self, region: KVRegion, pairing: Pairing, channel: ByteChannel, lock: BurstLock, mover: Mover | None
     ) -> None:
         self._region = region
         self._mover = mover
@@ -60,14 +60,12 @@ class PayloadMaker:
         descriptor = self._channel.descriptor
         if self._mover is None or descriptor is None:
             return self._parcel(self._departure.views(source, cells))
-        place = CellAddresses(self._region, source, is_source=True)
-        return self._mover.streams.open(place, cells, descriptor, self._lock, is_sending=True)
+        addresses = CellAddresses(self._region, source, is_source=True)
+        return self._mover.streams.open(addresses, cells, descriptor, self._lock, is_sending=True)
 
     def _parcel(self, views: list[memoryview], value: int = 0) -> ViewsPart:
         channel = self._channel
-        return ViewsPart(
-            views, channel.send, piece_bytes=channel.piece_bytes, at_zero=StreamProgress.BLOCKED, value=value
-        )
+        return ViewsPart(views, channel.send, burst_bytes=channel.burst_bytes, at_zero=StreamStep.BLOCKED, value=value)
 
     def _converted(
         self,
@@ -77,9 +75,9 @@ class PayloadMaker:
         reading: Callable[[], AbstractContextManager[None]],
     ) -> Iterator[StreamPart]:
         value = 0
-        for slab in split_for_conversion(cells, payload, payload.num_bytes(self._wire_dtype)):
+        for part in split_for_conversion(cells, payload, payload.num_bytes(self._wire_dtype)):
             with reading():
-                converted = self._departure.convert(source, slab)
+                converted = self._departure.convert(source, part)
             parcel = self._parcel([converted.data], value)
             yield parcel
             value = parcel.checksum

@@ -47,7 +47,7 @@ class TcpReceiver:
         self._mover = load_mover()
         self._grants = GrantTable()
         self._secret = secrets.token_bytes(TOKEN_BYTES)
-        self._strangers = RefusalLog(NAME)
+        self._refusals = RefusalLog(NAME)
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._connections: dict[ByteChannel, threading.Thread] = {}
@@ -100,11 +100,11 @@ class TcpReceiver:
             thread.join()
 
     def _accept(self) -> None:
-        for sock in accept_connections(self._server, self._closing, self._strangers):
+        for sock in accept_connections(self._server, self._closing, self._refusals):
             try:
                 channel = self._channel(sock)
             except OSError as error:
-                self._strangers.record("a connection was dropped", error)
+                self._refusals.record("a connection was dropped", error)
                 sock.close()
                 continue
             self._start(channel)
@@ -122,7 +122,7 @@ class TcpReceiver:
                 del self._greeting[oldest]
                 oldest.hang_up()
             thread = threading.Thread(target=self._serve, args=(channel,), name="kv-tcp-peer", daemon=True)
-            if not start_serving(thread, self._strangers):
+            if not start_serving(thread, self._refusals):
                 channel.close()
                 return
             self._connections[channel] = thread
@@ -133,7 +133,7 @@ class TcpReceiver:
         try:
             deadline_s = time.monotonic() + self._settings.stall_s
             self._secure(channel, deadline_s)
-            name, peer, seed = self._greet(channel, deadline_s)
+            name, peer, seed = self._handshake(channel, deadline_s)
             is_known = True
             stall_s = self._settings.stall_s
             self._run(Inbound(channel, peer, self._grants, seed=seed, mover=self._mover, stall_s=stall_s))
@@ -141,7 +141,7 @@ class TcpReceiver:
             if is_known:
                 log.info("tcp sender dropped: %s", error)
             else:
-                self._strangers.record("a connection was dropped before it was served", error)
+                self._refusals.record("a connection was dropped before it was served", error)
         finally:
             with self._lock:
                 del self._connections[channel]
@@ -166,21 +166,21 @@ class TcpReceiver:
         first = channel.first_byte(_left_s(deadline_s))
         if first is not None and (first == tcp_frames.TLS_HANDSHAKE) != isinstance(channel, TlsChannel):
             if isinstance(channel, TlsChannel):
-                channel.say_plainly(tcp_frames.pack_answer(FrameKind.NEEDS_TLS, 0))
+                channel.send_in_the_clear(tcp_frames.pack_answer(FrameKind.NEEDS_TLS, 0))
                 raise TransferError("the sender speaks no TLS, and transfer.tls is set here")
-            channel.say_plainly(tcp_frames.TLS_ALERT)
+            channel.send_in_the_clear(tcp_frames.TLS_ALERT)
             raise TransferError("the sender speaks TLS, and transfer.tls is not set here")
         if isinstance(channel, TlsChannel):
             channel.shake_hands(deadline_s)
 
-    def _greet(self, channel: ByteChannel, deadline_s: float) -> tuple[int, Peer, int]:
+    def _handshake(self, channel: ByteChannel, deadline_s: float) -> tuple[int, Peer, int]:
         header = next_header(channel, within_s=_left_s(deadline_s))
         if header is None or header.kind is not FrameKind.HELLO or not hmac.compare_digest(header.token, self._secret):
             raise TransferError("no HELLO, or a wrong secret")
         name = header.write_id
         with self._lock:
             if channel not in self._greeting:
-                raise TransferError("crowded out before its HELLO")
+                raise TransferError("dropped before its HELLO: too many connections wait")
             if name not in self._peers and len(self._peers) >= MAX_CONNECTIONS:
                 raise TransferError(f"{MAX_CONNECTIONS} senders are connected")
             peer = self._peers.setdefault(name, Peer())

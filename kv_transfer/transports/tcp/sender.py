@@ -124,7 +124,7 @@ class TcpSender:
         try:
             for index in range(self._settings.streams):
                 channels.append(self._dial(advert, deadline_s))
-                _greet(channels[-1], tcp_frames.hello(advert.secret, name, index), deadline_s)
+                _handshake(channels[-1], tcp_frames.hello(advert.secret, name, index), deadline_s)
         except (OSError, TransferError) as error:
             for channel in channels:
                 channel.close()
@@ -152,7 +152,7 @@ class TcpSender:
         return channel
 
 
-def _greet(channel: ByteChannel, hello: FrameHeader, deadline_s: float) -> None:
+def _handshake(channel: ByteChannel, hello: FrameHeader, deadline_s: float) -> None:
     left_s = max(0.0, deadline_s - time.monotonic())
     try:
         send_exactly(channel, tcp_frames.pack_header(hello), stall_s=left_s)

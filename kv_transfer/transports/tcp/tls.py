@@ -11,8 +11,8 @@ import threading
 import time
 from select import POLLIN, POLLOUT
 
+from kv_transfer.transports.tcp.bursts import Burst
 from kv_transfer.transports.tcp.channel import hang_up, peek, waiter
-from kv_transfer.transports.tcp.pieces import Piece
 from tandem.rpc.mutual_tls import MutualTls, TlsFiles, peer_fingerprint
 
 _SETTING = "transfer.tls"
@@ -43,13 +43,13 @@ class TlsChannel:
     found no room must be offered again unchanged: what is sent is copied once, and its sources are free at once.
     """
 
-    piece_bytes = 256 << 10
+    burst_bytes = 256 << 10
     descriptor = None
 
     def __init__(self, sock: ssl.SSLSocket) -> None:
         self._sock = sock
         self._lock = threading.Lock()
-        self._room = memoryview(bytearray(self.piece_bytes))
+        self._room = memoryview(bytearray(self.burst_bytes))
         self._pending = self._room[:0]
         self._reading_needs = POLLIN
         self._writing_needs = POLLOUT
@@ -72,18 +72,18 @@ class TlsChannel:
         self._reading[POLLIN](timeout_s)
         return peek(self._sock)
 
-    def say_plainly(self, data: bytes) -> None:
+    def send_in_the_clear(self, data: bytes) -> None:
         socket.socket.send(self._sock, data)
 
     def peer_fingerprint(self) -> bytes:
         """SHA-256 of the peer's certificate, after the handshake."""
         return peer_fingerprint(self._sock)
 
-    def receive(self, piece: Piece) -> int | None:
+    def receive(self, burst: Burst) -> int | None:
         received = 0
         try:
             with self._lock:
-                for view in piece:
+                for view in burst:
                     filled = 0
                     while filled < len(view):
                         # One record at most.
@@ -100,15 +100,15 @@ class TlsChannel:
             return received or None
         return received
 
-    def send(self, piece: Piece) -> int:
+    def send(self, burst: Burst) -> int:
         if not self.flush():
             return 0
         filled = 0
-        for view in piece:
-            part = view[: self.piece_bytes - filled]
+        for view in burst:
+            part = view[: self.burst_bytes - filled]
             self._room[filled : filled + len(part)] = part
             filled += len(part)
-            if filled == self.piece_bytes:
+            if filled == self.burst_bytes:
                 break
         self._pending = self._room[:filled]
         self.flush()

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kv_transfer.transports.torch_dist.wire import PIECE_BYTES, RendezvousOffer
+from kv_transfer.transports.torch_dist.wire import BURST_BYTES, RendezvousOffer
 from tandem.errors import TransferError
 
 Bytes = npt.NDArray[np.uint8]
@@ -100,7 +100,7 @@ class Slots:
     def __init__(self, group: Communicator) -> None:
         torch = importlib.import_module("torch")
         self._group = group
-        self._tensors = [torch.empty(PIECE_BYTES, dtype=torch.uint8) for _ in range(SLOTS)]
+        self._tensors = [torch.empty(BURST_BYTES, dtype=torch.uint8) for _ in range(SLOTS)]
         self._works: list[Any] = [None] * SLOTS
         self.bytes: list[Bytes] = [tensor.numpy() for tensor in self._tensors]
 

@@ -17,7 +17,7 @@ from kv_transfer.memory.device_pool import DevicePool
 from kv_transfer.memory.landing import Landing
 from kv_transfer.transports.grants import WriteGrant
 from kv_transfer.transports.torch_dist.communicator import SLOTS, Bytes, Communicator, CommunicatorBroken, Slots
-from kv_transfer.transports.torch_dist.wire import MAX_DIRECT_BYTES, PIECE_BYTES, MessageHeader
+from kv_transfer.transports.torch_dist.wire import BURST_BYTES, MAX_DIRECT_BYTES, MessageHeader
 from tandem.errors import TransferError
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ _Found = TypeVar("_Found")
 class PayloadIntake(Protocol):
     """Of one communicator; used by one thread."""
 
-    def take(self, header: MessageHeader, grant: WriteGrant | None) -> bool:
+    def receive(self, header: MessageHeader, grant: WriteGrant | None) -> bool:
         """Receive a payload into its destinations, or past them: whether it landed.
 
         Raises CommunicatorBroken when it was not received, and TransferError for a sender that is not to be trusted.
@@ -36,23 +36,23 @@ class PayloadIntake(Protocol):
 
 
 class HostIntake:
-    """Payload that comes in pieces of host memory, checksummed while they are in the cache."""
+    """Payload that comes in bursts of host memory, checksummed while they are in the cache."""
 
     def __init__(self, group: Communicator) -> None:
         self._slots = Slots(group)
 
-    def take(self, header: MessageHeader, grant: WriteGrant | None) -> bool:
+    def receive(self, header: MessageHeader, grant: WriteGrant | None) -> bool:
         room = _room(header, grant)
-        sizes = [min(PIECE_BYTES, header.payload_bytes - at) for at in range(0, header.payload_bytes, PIECE_BYTES)]
+        sizes = [min(BURST_BYTES, header.payload_bytes - at) for at in range(0, header.payload_bytes, BURST_BYTES)]
         checksum = 0
         for i, size in enumerate(sizes[:SLOTS]):
             self._slots.post(i, size)
         for i, size in enumerate(sizes):
             slot = i % SLOTS
             self._slots.wait(slot)
-            piece = self._slots.bytes[slot][:size]
-            checksum = crc32(piece.data, checksum)
-            if grant is not None and room is not None and not _land(grant, room, piece):
+            burst = self._slots.bytes[slot][:size]
+            checksum = crc32(burst.data, checksum)
+            if grant is not None and room is not None and not _land(grant, room, burst):
                 room = None
             if i + SLOTS < len(sizes):
                 self._slots.post(slot, sizes[i + SLOTS])
@@ -73,7 +73,7 @@ class DeviceIntake:
         self._group = group
         self._room: Any = None  # uint8 [the largest payload so far]
 
-    def take(self, header: MessageHeader, grant: WriteGrant | None) -> bool:
+    def receive(self, header: MessageHeader, grant: WriteGrant | None) -> bool:
         if header.payload_bytes > MAX_DIRECT_BYTES:
             raise TransferError(f"{header.payload_bytes} bytes between devices: at most {MAX_DIRECT_BYTES} are taken")
         runs = _runs(header, grant)
@@ -85,7 +85,7 @@ class DeviceIntake:
             if not begun:
                 return False
             try:
-                checksum = self._pool.put(runs, packed)
+                checksum = self._pool.unpack_summed(runs, packed)
             except TransferError as error:
                 log.warning("torch_dist: %s", error)
                 return False
@@ -135,16 +135,16 @@ def _check_size(header: MessageHeader, num_bytes: int) -> None:
         raise TransferError(f"{header.payload_bytes} payload bytes do not fit their cells")
 
 
-def _land(grant: WriteGrant, room: list[memoryview], piece: Bytes) -> bool:
-    """Put a piece at the front of what room is left; False once the grant is revoked."""
+def _land(grant: WriteGrant, room: list[memoryview], burst: Bytes) -> bool:
+    """Put a burst at the front of what room is left; False once the grant is revoked."""
     at = 0
     with grant.lock:
         if grant.revoked:
             return False
-        while at < piece.nbytes:
+        while at < burst.nbytes:
             view = room[0]
-            size = min(view.nbytes, piece.nbytes - at)
-            np.copyto(np.frombuffer(view[:size], np.uint8), piece[at : at + size])
+            size = min(view.nbytes, burst.nbytes - at)
+            np.copyto(np.frombuffer(view[:size], np.uint8), burst[at : at + size])
             at += size
             if size == view.nbytes:
                 room.pop(0)

@@ -12,9 +12,9 @@ import numpy as np
 from kv_transfer.memory.checksum import crc32
 from kv_transfer.memory.departure import Departure
 from kv_transfer.memory.device_pool import DevicePool
-from kv_transfer.memory.write_stop_lock import PieceLock
+from kv_transfer.memory.write_stop_lock import BurstLock
 from kv_transfer.transports.torch_dist.communicator import SLOTS, Bytes, Communicator, Slots
-from kv_transfer.transports.torch_dist.wire import MAX_DIRECT_BYTES, MAX_PAYLOAD_BYTES, PIECE_BYTES
+from kv_transfer.transports.torch_dist.wire import BURST_BYTES, MAX_DIRECT_BYTES, MAX_PAYLOAD_BYTES
 from kv_transfer.transports.write_queue import WriteJob, WriteQueue
 from tandem.errors import TransferError
 
@@ -36,7 +36,7 @@ class Packer(Protocol):
 
 
 class HostPacker:
-    """Payload that crosses in pieces of host memory, gathered one at a time."""
+    """Payload that crosses in bursts of host memory, gathered one at a time."""
 
     def __init__(self, departure: Departure, group: Communicator) -> None:
         self._departure = departure
@@ -53,7 +53,7 @@ class HostPacker:
 
 
 class PackedHostWrite:
-    def __init__(self, views: list[memoryview], slots: Slots, job: WriteJob, lock: PieceLock) -> None:
+    def __init__(self, views: list[memoryview], slots: Slots, job: WriteJob, lock: BurstLock) -> None:
         self.num_bytes = _bounded(sum(view.nbytes for view in views), MAX_PAYLOAD_BYTES)
         self.checksum = 0
         self._views = views
@@ -63,14 +63,14 @@ class PackedHostWrite:
 
     def cross(self) -> None:
         """The checksum is of what was gathered, computed while it is in the cache."""
-        for i, at in enumerate(range(0, self.num_bytes, PIECE_BYTES)):
-            slot, size = i % SLOTS, min(PIECE_BYTES, self.num_bytes - at)
+        for i, at in enumerate(range(0, self.num_bytes, BURST_BYTES)):
+            slot, size = i % SLOTS, min(BURST_BYTES, self.num_bytes - at)
             self._slots.wait(slot)
-            piece = self._slots.bytes[slot][:size]
+            burst = self._slots.bytes[slot][:size]
             with self._lock:
                 if not self._job.stopped:
-                    _gather(self._views, piece)
-            self.checksum = crc32(piece.data, self.checksum)
+                    _gather(self._views, burst)
+            self.checksum = crc32(burst.data, self.checksum)
             self._slots.post(slot, size)
         for slot in range(SLOTS):
             self._slots.wait(slot)
@@ -87,7 +87,7 @@ class DevicePacker:
         reads = job.order.source.reads(job.order.cells)
         _bounded(reads.num_bytes, MAX_DIRECT_BYTES)
         with queue.reading(job):
-            packed, checksum = self._pool.take(reads)
+            packed, checksum = self._pool.pack_summed(reads)
         return PackedDeviceWrite(packed, checksum, reads.num_bytes, self._group)
 
 
@@ -109,13 +109,13 @@ def _bounded(num_bytes: int, limit: int) -> int:
     return num_bytes
 
 
-def _gather(views: list[memoryview], piece: Bytes) -> None:
-    """Fill `piece` from the front of the views, which become shorter."""
+def _gather(views: list[memoryview], burst: Bytes) -> None:
+    """Fill `burst` from the front of the views, which become shorter."""
     at = 0
-    while at < piece.nbytes:
+    while at < burst.nbytes:
         view = views[0]
-        size = min(view.nbytes, piece.nbytes - at)
-        np.copyto(piece[at : at + size], np.frombuffer(view[:size], np.uint8))
+        size = min(view.nbytes, burst.nbytes - at)
+        np.copyto(burst[at : at + size], np.frombuffer(view[:size], np.uint8))
         at += size
         if size == view.nbytes:
             views.pop(0)

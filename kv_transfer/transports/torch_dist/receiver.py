@@ -1,7 +1,7 @@
 """`torch_dist`, receiving end: payload comes through a process group, two-sided, and lands beside the pool first.
 
 Each peer has a connection for headers, a thread, and a communicator: gloo for host memory, NCCL where both pools are on
-GPUs (see device_lane). torch_dist_intakes puts what has come into place.
+GPUs (see device_to_device.py). intakes.py puts what has come into place.
 """
 
 import hmac
@@ -64,7 +64,7 @@ class TorchDistReceiver:
         self._stall_s = stall_s
         self._grants = GrantTable()
         self._secret = secrets.token_bytes(TOKEN_BYTES)
-        self._strangers = RefusalLog(NAME)
+        self._refusals = RefusalLog(NAME)
         self._lock = threading.Lock()
         self._closing = threading.Event()
         nccl.prepare(stall_s)
@@ -92,7 +92,7 @@ class TorchDistReceiver:
         self._grants.listen_quiet(listener)
 
     def close(self) -> None:
-        """Waits for a piece that a peer has announced, `stall_s` at most."""
+        """Waits for a burst that a peer has announced, `stall_s` at most."""
         self._grants.revoke_all()
         with self._lock:
             self._closing.set()
@@ -106,13 +106,13 @@ class TorchDistReceiver:
         self._store = None
 
     def _accept(self) -> None:
-        for sock in accept_connections(self._server, self._closing, self._strangers):
+        for sock in accept_connections(self._server, self._closing, self._refusals):
             with self._lock:
                 if self._closing.is_set() or len(self._peers) >= MAX_WRITERS:
                     sock.close()
                     continue
                 thread = threading.Thread(target=self._serve, args=(sock,), name="kv-dist-peer", daemon=True)
-                if not start_serving(thread, self._strangers):
+                if not start_serving(thread, self._refusals):
                     sock.close()
                     continue
                 self._peers[sock] = thread
@@ -121,7 +121,7 @@ class TorchDistReceiver:
         session: _Session | None = None
         try:
             keep_alive(sock)
-            session = _Session(self._region, self._store, self._greet(sock), sock.getsockname()[0], self._stall_s)
+            session = _Session(self._region, self._store, self._handshake(sock), sock.getsockname()[0], self._stall_s)
             while (data := one_sided_wire.receive_exactly(sock, torch_dist_wire.HEADER_BYTES)) is not None:
                 header = torch_dist_wire.unpack_header(data)
                 session.check_turn(header)
@@ -132,11 +132,11 @@ class TorchDistReceiver:
                     raise TransferError(
                         f"{header.payload_bytes} bytes announced: at most {MAX_PAYLOAD_BYTES} are taken"
                     )
-                landed = session.take(header, self._grants.find(header.token))
+                landed = session.receive(header, self._grants.find(header.token))
                 self._answer(sock, MessageKind.DONE if landed else MessageKind.REFUSED, header.number)
         except (OSError, TransferError) as error:
             if session is None:
-                self._strangers.record("a connection was dropped before it was served", error)
+                self._refusals.record("a connection was dropped before it was served", error)
             else:
                 log.info("torch_dist sender dropped: %s", error)
         finally:
@@ -147,7 +147,7 @@ class TorchDistReceiver:
             hang_up(sock)
             sock.close()
 
-    def _greet(self, sock: socket.socket) -> RendezvousOffer:
+    def _handshake(self, sock: socket.socket) -> RendezvousOffer:
         sock.settimeout(HELLO_S)
         hello = one_sided_wire.receive(sock)
         if (
@@ -221,12 +221,12 @@ class _Session:
         except CommunicatorBroken as error:
             log.info("torch_dist sender is late: %s", error)
 
-    def take(self, header: MessageHeader, grant: WriteGrant | None) -> bool:
+    def receive(self, header: MessageHeader, grant: WriteGrant | None) -> bool:
         """Whether a write's payload has landed. Raises TransferError."""
         if self._intake is None:
             return False
         try:
-            return self._intake.take(header, grant)
+            return self._intake.receive(header, grant)
         except CommunicatorBroken as error:
             log.info("torch_dist: %s", error)
             self.close()

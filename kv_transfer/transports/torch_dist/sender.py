@@ -1,8 +1,8 @@
 """`torch_dist`, sending end: a write's payload goes through a process group with this one peer.
 
-Host memory goes over gloo, piece by piece; between pools on two GPUs it goes over NCCL and touches no host (see
-device_lane). When the communicator breaks (the other side was frozen for too long, say), the write fails and the next
-one begins with a new communicator.
+Host memory goes over gloo, burst by burst; between pools on two GPUs it goes over NCCL and touches no host (see
+device_to_device.py). When the communicator breaks (the other side was frozen for too long, say), the write fails and
+the next one begins with a new communicator.
 """
 
 import itertools
@@ -155,7 +155,7 @@ class TorchDistWriter(QueuedWriter):
         try:
             while (data := one_sided_wire.receive_exactly(self._sock, torch_dist_wire.ANSWER_BYTES)) is not None:
                 self._on_answer(*torch_dist_wire.unpack_answer(data))
-            reason = "the receiver has gone"
+            reason = "the receiver has disconnected"
         except (OSError, TransferError) as error:
             reason = f"torch_dist connection lost: {error}"
         self._break(reason)
@@ -163,7 +163,7 @@ class TorchDistWriter(QueuedWriter):
     def _on_answer(self, kind: MessageKind, number: int) -> None:
         sent = self._unanswered.pop(number, None)
         if sent is None:
-            raise TransferError("an answer to nothing")
+            raise TransferError("an answer without a write")
         if kind is MessageKind.DONE:
             sent.job.succeed(sent.parcel.checksum, sent.parcel.num_bytes)
         else:

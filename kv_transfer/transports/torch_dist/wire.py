@@ -19,7 +19,7 @@ from zlib import crc32
 from kv_transfer.layout.cell_range import CellRange
 from tandem.errors import TransferError
 
-PIECE_BYTES = 1 << 20
+BURST_BYTES = 1 << 20
 """Of payload in host memory, in one message of the communicator; between devices all of it is one."""
 MAX_PAYLOAD_BYTES = 1 << 30
 """Of one write."""
@@ -69,8 +69,8 @@ class RendezvousOffer:
 def pack_header(header: MessageHeader) -> bytes:
     """A header as bytes."""
     c = header.cells
-    box = (c.first_layer, c.num_layers, c.first_unit, c.num_units, c.first_head, c.num_heads)
-    data = _HEADER.pack(_MAGIC, header.kind, header.number, header.token, *box, header.payload_bytes)
+    counts = (c.first_layer, c.num_layers, c.first_unit, c.num_units, c.first_head, c.num_heads)
+    data = _HEADER.pack(_MAGIC, header.kind, header.number, header.token, *counts, header.payload_bytes)
     return data + _CRC.pack(crc32(data))
 
 
@@ -79,11 +79,11 @@ def unpack_header(data: bytes) -> MessageHeader:
     fields, checksum = data[: _HEADER.size], data[_HEADER.size :]
     if _CRC.pack(crc32(fields)) != checksum:
         raise TransferError("a header of the torch_dist transport is damaged")
-    magic, kind, number, token, *box, payload_bytes = _HEADER.unpack(fields)
+    magic, kind, number, token, *counts, payload_bytes = _HEADER.unpack(fields)
     if magic != _MAGIC or kind not in (MessageKind.WRITE, MessageKind.RENEW, MessageKind.RENEW_DIRECT):
         raise TransferError("not a message of the torch_dist transport")
     names = ("first_layer", "num_layers", "first_unit", "num_units", "first_head", "num_heads")
-    cells = CellRange(**dict(zip(names, box, strict=True)))
+    cells = CellRange(**dict(zip(names, counts, strict=True)))
     return MessageHeader(kind=MessageKind(kind), number=number, token=token, cells=cells, payload_bytes=payload_bytes)
 
 
@@ -105,7 +105,7 @@ def pack_rendezvous(meeting: RendezvousOffer) -> bytes:
 
 
 def unpack_rendezvous(data: bytes) -> RendezvousOffer:
-    """Raises TransferError."""
+    """The offer in an advert. Raises TransferError for bytes that are none."""
     try:
         fields = json.loads(data)
         return RendezvousOffer(

@@ -102,7 +102,7 @@ class OpenApiRoute:
 
     def _operation(self, method: str, path: str, guarded: Guarded, show_error: ErrorShape) -> dict[str, Any]:
         told = (guarded.handler.__doc__ or path).strip().splitlines()[0]
-        asks = self._keys.are_asked_for and not (guarded.page is not None and self._guard.is_open(guarded.page))
+        asks = self._keys.are_required and not (guarded.page is not None and self._guard.is_open(guarded.page))
         operation = f"{method} {path}"
         found: dict[str, Any] = {
             "operationId": _operation_id(method, path),

@@ -11,7 +11,7 @@ MAX_TOKENS = 24
 ANSWER = 240
 SLOW = {"engine__prefill_chunk_tokens": 80, "engine__max_batched_tokens": 96}
 """Computing is dear: whatever is held somewhere is worth fetching."""
-CAME = re.compile(r"^(\S+): .*fetch/\S+: (\d+) of (\d+) tokens came from (\S+) in")
+CAME = re.compile(r"^(\S+): .*fetch/\S+: fetched (\d+) of (\d+) tokens from (\S+) in")
 
 
 def fetched(cluster) -> list[tuple[str, int, int, str]]:

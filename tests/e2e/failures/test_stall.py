@@ -34,7 +34,9 @@ async def test_a_rank_that_is_stopped_ends_its_worker_and_no_stream(oracle):
         await ask("one is stopped")
         await asyncio.gather(*(ended(fd) for fd in group))
         told = [
-            line for line in cluster.logs.lines if line.startswith("decode-0") and "the engine hangs: a step" in line
+            line
+            for line in cluster.logs.lines
+            if line.startswith("decode-0") and "the engine is stalled: a step" in line
         ]
         assert len(told) == 1, cluster.logs.lines
         assert not [line for line in cluster.logs.lines if line.startswith("decode-1") and "hangs" in line]

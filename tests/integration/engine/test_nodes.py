@@ -73,7 +73,7 @@ def test_two_nodes_say_and_keep_what_one_does(size: int, tmp_path: Path) -> None
             # The other way: what a peer has put here, in blocks that it was given, is there before a step reads it.
             said = go_on(alone, 0)
             together.kv_memory()[:] = alone.kv_memory()
-            mirror.comes(range(8))
+            mirror.mark_received(range(8))
             assert go_on(together, 36) == said
             assert len(ranks_of(starter)) == size // 2
         finally:

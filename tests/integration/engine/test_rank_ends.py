@@ -87,10 +87,10 @@ def test_a_group_that_ends_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) 
     assert open_files() == before, "after a refusal"
 
     def nobody(*_: object, **__: object) -> None:
-        raise RankLost("rank 0 did not meet the others")
+        raise RankLost("rank 0 did not join the group")
 
     monkeypatch.setattr(leading, "TorchGroup", nobody)
-    with pytest.raises(RankLost, match="did not meet"):
+    with pytest.raises(RankLost, match="did not join"):
         Leader(setup())
     assert open_files() == before, "after a meeting that failed"
     assert children() == []

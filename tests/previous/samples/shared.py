@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from router.tenants.shared_rate_limits import tenant_tags
+from router.admission.shared_rate_limits import tenant_tags
 from router.types.stream_ids import ChoicePosition, StreamHead, StreamIds, request_digest
 from tandem.cluster_state import entries
 from tandem.cluster_state.keys import ClusterStateKeys

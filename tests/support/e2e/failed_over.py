@@ -162,7 +162,7 @@ async def check_lost_decoder(cluster: RunningCluster, receiver: OtlpReceiver, or
     assert survivor.span_id not in ancestors(known, lost), "the first attempt's are not the second's"
     told = lines_of(cluster, request_id)
     assert any("its worker was lost" in line["message"] for line in told["router"])
-    assert any("goes on here behind" in line["message"] for line in told["decode-0"])
+    assert any("continues here after" in line["message"] for line in told["decode-0"])
 
 
 def ancestors(known: dict[str, Received], span: Received) -> set[str]:

@@ -48,7 +48,7 @@ class Pool:
         self.free: deque[BlockId] = deque(BlockId(b) for b in range(num_blocks))
         self.num_blocks = num_blocks
 
-    def take(self, count: int) -> tuple[BlockId, ...]:
+    def allocate(self, count: int) -> tuple[BlockId, ...]:
         if count > len(self.free):
             raise Unavailable("pool is full", retry_after_s=0.1)
         return tuple(self.free.popleft() for _ in range(count))
@@ -96,7 +96,7 @@ class DecodeOwner:
 
     async def bind(self, transfer_id: TransferId, num_blocks: int) -> tuple[BlockId, ...]:
         await self.bind_gate.wait()
-        blocks = self.pool.take(num_blocks)
+        blocks = self.pool.allocate(num_blocks)
         self.records[transfer_id].bound += blocks
         return blocks
 
@@ -180,7 +180,7 @@ class PrefillOwner:
             raise RequestTooLarge("larger than the pool")
         self.jobs.append(job)
         self.aborted[job.transfer_id] = asyncio.Event()
-        self.blocks[job.transfer_id] = self.pool.take(count)
+        self.blocks[job.transfer_id] = self.pool.allocate(count)
         self.tasks[job.transfer_id] = asyncio.create_task(self._compute(job))
 
     def abort(self, transfer_id: TransferId) -> None:

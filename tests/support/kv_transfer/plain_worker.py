@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from kv_transfer.layout.cell_range import CellRange
 from kv_transfer.layout.cells import TokenBlocks
 from tandem.values.kv_layout import DTYPE_BYTES, KVLayout
 
@@ -16,6 +17,12 @@ def layout(dtype="bfloat16", *, tp=1, block_size=16, heads=2, layers=2, head_dim
         block_size=block_size,
         tp_size=tp,
     )
+
+
+def cells(kv: KVLayout, first_unit: int, num_units: int, **others: int) -> CellRange:
+    """These units in all layers and heads, unless `others` say which."""
+    whole = {"first_layer": 0, "num_layers": kv.num_layers, "first_head": 0, "num_heads": kv.num_kv_heads}
+    return CellRange(**whole | others, first_unit=first_unit, num_units=num_units)
 
 
 def splits(tp, heads):
@@ -46,10 +53,15 @@ class PlainWorker:
         self.row, self.values_end = row, slots * row
         self.region = rng.integers(0, 256, (kv.tp_size, kv.num_layers, pool_blocks, size), np.uint8)
 
-    def at(self, first_token: int = 0) -> TokenBlocks:
-        """Its blocks from the one that holds `first_token` on."""
+    def at(self, held_tokens: int = 0, first_token: int = 0) -> TokenBlocks:
+        """Its blocks from the one that holds `first_token` on, of a hand-off behind `held_tokens`."""
         first = first_token // self.kv.block_size
-        return TokenBlocks(blocks=tuple(self.blocks[first:]), first_block=first, pool_blocks=self.region.shape[2])
+        return TokenBlocks(
+            blocks=tuple(self.blocks[first:]),
+            first_block=first,
+            held_tokens=held_tokens,
+            pool_blocks=self.region.shape[2],
+        )
 
     def ranks_of(self, head: int) -> list[int]:
         """Who holds it, by counting through the ranks."""

@@ -37,7 +37,7 @@ def make_region(seed: int, num_blocks: int = NUM_BLOCKS) -> KVRegion:
     return KVRegion.from_buffer(pool.buffer, LAYOUT, fd=pool.fd)
 
 
-def box(first_unit: int, num_units: int, first_layer: int = 0, num_layers: int = LAYOUT.num_layers) -> CellRange:
+def cell_range(first_unit: int, num_units: int, first_layer: int = 0, num_layers: int = LAYOUT.num_layers) -> CellRange:
     """Cells over all heads."""
     return CellRange(
         first_layer=first_layer,
@@ -64,7 +64,7 @@ def landing(region: KVRegion, *blocks: int) -> Landing:
 
 def block_views(region: KVRegion, blocks: Sequence[int]) -> list[memoryview]:
     """All bytes of these blocks, in the order of the wire."""
-    return landing(region, *blocks).room(box(0, len(blocks)))
+    return landing(region, *blocks).room(cell_range(0, len(blocks)))
 
 
 def blocks_of(numbers: Sequence[int]) -> tuple[BlockId, ...]:
@@ -112,7 +112,7 @@ def _send(name: str, advert: str, host_id: str, streams: str, *files: Path) -> N
     for line in sys.stdin:
         _verb, grant, first, count = line.split()
         sources = list(range(int(first), int(first) + int(count)))
-        chunk = order(key, bytes.fromhex(grant), box(int(first), int(count)), sources)
+        chunk = order(key, bytes.fromhex(grant), cell_range(int(first), int(count)), sources)
         try:
             result = writer.write(chunk).result(10)
             _say(f"done {result.checksum}")

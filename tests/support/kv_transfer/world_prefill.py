@@ -103,7 +103,7 @@ class Process:
             self.sender_event(key, ev.PrefillScheduled(queue_s=0.0, tail_hash=None))
         elif step <= total:
             done = min(step * LAYOUT.block_size, len(job.token_ids))
-            self.sender_event(key, ev.PrefillProgress(num_computed_tokens=done, blocks=blocks))
+            self.sender_event(key, ev.KVComputed(num_computed_tokens=done, blocks=blocks))
         elif step == total + 1:
             token = FirstToken(token=SampledToken(token_id=1), cached_tokens=0)
             self.sender_event(key, ev.FirstTokenSampled(first_token=token))

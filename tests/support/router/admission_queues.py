@@ -8,10 +8,10 @@ from dataclasses import replace
 from router.admission.cluster_capacity import CapacityPolicy
 from router.admission.continuations import Continuations
 from router.admission.fair_admission import FairAdmission
+from router.admission.rate_limits import RateLimiter
 from router.admission.types import AdmissionPolicy
 from router.dispatch.admission_queue import AdmissionQueue
 from router.dispatch.dispatcher import Dispatcher
-from router.tenants.rate_limits import RateLimiter
 from router.types.requests import RoutedRequest
 from tandem.config.admission import LimitsConfig
 from tests.support.fake_worker import FakeWorker
@@ -20,14 +20,21 @@ from tests.support.router.cluster import Cluster, cluster, routed
 
 @asynccontextmanager
 async def gated(
-    *workers: FakeWorker, running: int = 1, passing: int = 100, limits: LimitsConfig | None = None, **bounds: float
+    *workers: FakeWorker,
+    running: int = 1,
+    inflight: int = 100,
+    passing: int = 100,
+    limits: LimitsConfig | None = None,
+    **bounds: float,
 ) -> AsyncIterator[tuple[Dispatcher, Cluster]]:
     async with cluster(*workers) as core:
         admission = FairAdmission(
             view=core.registry.view,
-            places=lambda _: 100,
+            num_running=lambda: core.dispatcher.num_inflight,
             limiter=RateLimiter(limits or LimitsConfig(), clock=time.monotonic),
-            policy=AdmissionPolicy(room=CapacityPolicy(max_running_per_worker=running), **bounds),
+            policy=AdmissionPolicy(
+                max_inflight=inflight, room=CapacityPolicy(max_running_per_worker=running), **bounds
+            ),
             clock=time.monotonic,
             is_due=lambda: core.registry.worker_due_s() > 0.0,
         )

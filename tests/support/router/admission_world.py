@@ -2,11 +2,13 @@
 
 from router.admission.cluster_capacity import CapacityPolicy
 from router.admission.fair_admission import FairAdmission
+from router.admission.rate_limits import RateLimiter
 from router.admission.types import AdmissionPolicy, AdmissionRequest
-from router.tenants.rate_limits import RateLimiter
 from tandem.config.admission import LimitsConfig
 from tests.support.router.overload_world import snapshot
 from tests.support.router.worker_views import view_of
+
+MAX_INFLIGHT = 10**6
 
 
 class Desk:
@@ -15,15 +17,15 @@ class Desk:
     def __init__(self, *, limits: LimitsConfig | None = None, **policy: float) -> None:
         self.now_s = 100.0
         self.workers = [snapshot()]
-        self.places = 10**6
+        self.places = MAX_INFLIGHT
         self.num_refused = 0
         self.is_due = False
         room = CapacityPolicy(worker_backlog_s=0.1, max_running_per_worker=8)
         self.admission = FairAdmission(
             view=lambda: view_of(self.workers),
-            places=lambda _: self.places,
+            num_running=lambda: MAX_INFLIGHT - self.places,
             limiter=RateLimiter(limits or LimitsConfig(), clock=lambda: self.now_s),
-            policy=AdmissionPolicy(**{"room": room, "max_queue_s": 10.0, **policy}),
+            policy=AdmissionPolicy(max_inflight=MAX_INFLIGHT, **{"room": room, "max_queue_s": 10.0, **policy}),
             clock=lambda: self.now_s,
             num_refused=lambda: self.num_refused,
             is_due=lambda: self.is_due,

@@ -6,7 +6,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from random import Random
 
-from router.admission.concurrency_limit import Admission
 from router.dispatch.choices.context import DispatchSettings
 from router.dispatch.dispatcher import Dispatcher
 from router.fleet.connections import WorkerFleet
@@ -131,9 +130,7 @@ def fleet_of(*workers: FakeWorker, registry: WorkerRegistry, settings: SessionSe
 
 
 @asynccontextmanager
-async def cluster(
-    *workers: FakeWorker, settings: DispatchSettings | None = None, max_inflight: int = 100
-) -> AsyncIterator[Cluster]:
+async def cluster(*workers: FakeWorker, settings: DispatchSettings | None = None) -> AsyncIterator[Cluster]:
     """Start the workers and a router over them, and wait until they have met."""
     registry = WatchedRegistry()
     async with AsyncExitStack() as stack:
@@ -145,7 +142,6 @@ async def cluster(
         placer = Placer(registry=registry, model=CostModel(), rng=Random(2), clock=time.monotonic)
         dispatcher = Dispatcher(
             placer=placer,
-            admission=Admission(max_inflight=max_inflight, clock=time.monotonic),
             hasher=BlockHasher(SECRET),
             settings=settings or DispatchSettings(),
             clock=time.monotonic,

@@ -6,13 +6,13 @@ requests. Admission sees it as it sees a real one: by columns.
 
 import heapq
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import count
 
 from router.admission.fair_admission import FairAdmission
+from router.admission.rate_limits import RateLimiter
 from router.admission.types import AdmissionEntry, AdmissionPolicy, AdmissionRequest
-from router.tenants.rate_limits import RateLimiter
 from router.types.worker_view import WorkerInfo, WorkerKey, WorkerLoad, WorkerSnapshot
 from tandem.config.admission import LimitsConfig
 from tandem.errors import ServingError
@@ -97,9 +97,9 @@ class World:
         self.idle_with_queue_s = 0.0
         self.admission = FairAdmission(
             view=lambda: view_of(self._snapshots()),
-            places=lambda _: 10**6,
+            num_running=int,
             limiter=RateLimiter(limits or LimitsConfig(), clock=lambda: self.now_s),
-            policy=policy,
+            policy=replace(policy, max_inflight=10**6),
             clock=lambda: self.now_s,
         )
 

@@ -12,7 +12,7 @@ from enum import Enum
 from random import Random
 from typing import Any
 
-from router.admission.concurrency_limit import Admission
+from router.admission.rate_limits import RateLimiter
 from router.dispatch.choices.context import DispatchSettings, HedgingSettings
 from router.dispatch.dispatcher import Dispatcher
 from router.fleet.readiness import ReadinessCheck
@@ -21,8 +21,7 @@ from router.placement.decision_log import DecisionLog
 from router.placement.place import CostModel
 from router.placement.placer import Placer
 from router.placement.prefix_replication import ReplicationPolicy
-from router.process.admission_setup import make_gate
-from router.tenants.rate_limits import RateLimiter
+from router.process.admission_setup import make_admission_queue
 from router.types.requests import ChoiceDelta, RoutedRequest
 from router.types.session_events import (
     AttemptFinished,
@@ -222,7 +221,6 @@ class WholeRouter:
         self.registry = WorkerRegistry(prefix_map=PrefixMap(), clock=self.clock)
         self.metrics = RouterMetrics("toy")
         self.decisions = DecisionLog(16, clock=self.clock)
-        self.places = Admission(max_inflight=MAX_INFLIGHT, clock=self.clock)
         placer = Placer(
             registry=self.registry,
             model=CostModel(),
@@ -234,7 +232,6 @@ class WholeRouter:
         )
         self.dispatcher = Dispatcher(
             placer=placer,
-            admission=self.places,
             hasher=self.hasher,
             settings=DispatchSettings(hedging=HedgingSettings()),
             clock=self.clock,
@@ -243,10 +240,10 @@ class WholeRouter:
         )
         limits = LimitsConfig(default=TenantLimits(concurrent_requests=1000, tokens_per_minute=10**9))
         self.limiter = RateLimiter(limits, clock=self.clock)
-        config = ClusterConfig(router=RouterConfig(queue=QueueConfig(max_running_per_worker=8)))
-        self.gate = make_gate(
-            config, self.dispatcher, self.places, self.registry, self.clock, self.limiter, self.metrics
+        config = ClusterConfig(
+            router=RouterConfig(max_inflight_requests=MAX_INFLIGHT, queue=QueueConfig(max_running_per_worker=8))
         )
+        self.gate = make_admission_queue(config, self.dispatcher, self.registry, self.clock, self.limiter, self.metrics)
         self.readiness = ReadinessCheck(self.registry, self.metrics, lambda _: True)
         self.workers = [PortWorker(f"d{i}", self) for i in range(num_decode)]
         self.workers += [PortWorker(f"p{i}", self) for i in range(num_prefill)]
@@ -296,7 +293,7 @@ class WholeRouter:
         assert (admission.num_inflight, admission.num_waiting, admission.num_waiting_tokens) == (0, 0, 0)
         assert (len(self.gate._turns), admission._watch.num_in_transit, len(admission._entries)) == (0, 0, 0)
         assert [self.limiter.num_inflight(tenant) for tenant in TENANTS] == [0] * len(TENANTS)
-        assert (self.places.num_inflight, len(dispatcher._runs), dispatcher.num_waiting_for_room) == (0, 0, 0)
+        assert (dispatcher.num_inflight, len(dispatcher._runs), dispatcher.num_waiting_for_room) == (0, 0, 0)
         assert dispatcher.health.poison.check([])
         breakers = dispatcher.health.breakers._breakers.values()
         assert {breaker._probed_s for breaker in breakers} <= {None}, (

@@ -138,8 +138,8 @@ def orphan(router: int) -> DecodeTask:
 def test_two_routers_of_one_choice_have_gone_and_neither_of_its_tasks_stays() -> None:
     first, second = orphan(1), orphan(2)
     orphans = OrphanedStreams(keep_s=10.0)
-    orphans.take_in(first, now_s=0.0)
-    orphans.take_in(second, now_s=1.0)
+    orphans.add(first, now_s=0.0)
+    orphans.add(second, now_s=1.0)
     assert len(orphans) == 2
     assert orphans.lapsed(10.0) == [first]
     assert orphans.of_router(Incarnation(1)) == []
@@ -150,10 +150,10 @@ def test_two_routers_of_one_choice_have_gone_and_neither_of_its_tasks_stays() ->
 def test_of_two_tasks_of_a_choice_the_latest_good_one_is_given_away() -> None:
     orphans, tasks = OrphanedStreams(keep_s=10.0), [orphan(router) for router in range(1, 4)]
     for each in tasks:
-        orphans.take_in(each, now_s=0.0)
+        orphans.add(each, now_s=0.0)
     tasks[2].phase = TaskPhase.DONE
-    assert orphans.give_away(RequestId("r")) == (tasks[1], [tasks[0], tasks[2]])
-    assert orphans.give_away(RequestId("r")) == (None, [])
+    assert orphans.claim(RequestId("r")) == (tasks[1], [tasks[0], tasks[2]])
+    assert orphans.claim(RequestId("r")) == (None, [])
     assert orphans.lapsed(10.0) == []
 
 
@@ -164,9 +164,9 @@ async def test_whose_two_routers_have_gone_is_generated_once_for_the_third() -> 
         leave(bench)
         bench.submit(prefill=False, max_tokens=LONG)
         leave(bench)
-        assert len(bench.worker._book) == 2
+        assert len(bench.worker._tasks) == 2
         adopt(bench)
-        assert len(bench.worker._book) == 1
+        assert len(bench.worker._tasks) == 1
         bench.go_on()
         tokens: list[int] = []
         while len(tokens) < LONG:

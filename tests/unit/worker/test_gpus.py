@@ -90,8 +90,8 @@ async def test_a_worker_takes_its_gpus_before_it_loads_the_model(module: Any, mo
     ("settings", "place", "words"),
     [
         ({"decode__gpus": [9]}, {}, r"decode\.gpus names GPU 9: the last visible one is GPU 7"),
-        ({}, {"gpus": (8,)}, "--gpus names GPU 8: 8 are visible"),
-        ({}, {"gpus": (1, 2)}, "--gpus names 2: 1 ranks here need one each"),
+        ({}, {"gpus": (8,)}, r"--gpus must name GPUs in \[0, 7\], got 8"),
+        ({}, {"gpus": (1, 2)}, "--gpus must name 1 GPUs, one for each rank here, got 2"),
     ],
 )
 def test_gpus_that_are_not_there_are_refused(settings: dict[str, Any], place: dict[str, Any], words: str) -> None:
@@ -105,7 +105,7 @@ def test_a_worker_on_the_cpu_takes_none(monkeypatch: pytest.MonkeyPatch) -> None
     host = FakeHost(8)
     assert take_gpus(cluster(engine__device="cpu", decode__gpus=[9]), DECODE, WorkerPlace(), host) is None
     assert take_gpus(cluster(decode__gpus=[9]), DECODE, WorkerPlace(), FakeHost(0)) is None
-    with pytest.raises(ConfigError, match=r"decode\.gpus: NVIDIA's driver names no GPU"):
+    with pytest.raises(ConfigError, match=r"decode\.gpus: the NVIDIA driver lists no GPU"):
         take_gpus(cluster(engine__device="cuda", decode__gpus=[0]), DECODE, WorkerPlace(), FakeHost(0))
     monkeypatch.setattr(torch.version, "cuda", None)
     assert take_gpus(cluster(decode__gpus=[9]), DECODE, WorkerPlace(), host) is None

@@ -209,7 +209,7 @@ async def test_whoever_hears_of_the_cache_on_the_board_does_not_hear_it_in_the_s
     port = await handler.port
     assert port.wants_events == is_told
     assert sessions.event_sinks == [*([port] if is_told else []), *([board] if publishes else [])]
-    telling = asyncio.create_task(sessions.tell_load())
+    telling = asyncio.create_task(sessions.send_loads())
     while len(router.written) < 2:  # noqa: ASYNC110 - nobody tells a router's side
         await asyncio.sleep(0)
     telling.cancel()

@@ -193,7 +193,7 @@ class PrefillSide:
             return
         tokens = self.engine_of.tokens
         coming = tokens(op.coming) if op.layers else 0
-        progress = ev.PrefillProgress(
+        progress = ev.KVComputed(
             num_computed_tokens=tokens(op.ready), blocks=table, coming_tokens=coming, num_layers=op.layers
         )
         if op.kind == FINISH:
@@ -213,7 +213,7 @@ class PrefillSide:
         table = tuple(map(BlockId, self.engine_of.table(-1)[: num_units // scope.units_per_source]))
         tokens = num_units * UNIT_TOKENS
         self.tell(life, at, sender.attempt, ev.PrefillScheduled(queue_s=0.0, tail_hash=tail, num_tokens=tokens))
-        self.tell(life, at, sender.attempt, ev.PrefillProgress(num_computed_tokens=tokens, blocks=table))
+        self.tell(life, at, sender.attempt, ev.KVComputed(num_computed_tokens=tokens, blocks=table))
         self.tell(
             life, at, sender.attempt, ev.PrefillFinished(cached_tokens=tokens, times=PhaseTimes(), tail_hash=tail)
         )

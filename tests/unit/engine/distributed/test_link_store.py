@@ -39,7 +39,7 @@ def test_ranks_of_two_nodes_meet_and_sum() -> None:
 
 
 def test_who_meets_nobody_in_time_is_told() -> None:
-    with pytest.raises(RankLost, match="rank 0 did not meet the others"):
+    with pytest.raises(RankLost, match="rank 0 did not join the group"):
         meet(RendezvousStore(), 0, "127.0.0.1", timeout_s=0.1)
 
 
@@ -49,7 +49,7 @@ def test_a_store_says_which_key_is_missing() -> None:
     store.wait(["there"], timedelta(seconds=1))
     assert (store.get("there"), store.check(["there"]), store.check(["there", "else"])) == (b"text", True, False)
     assert (store.add("count", 2), store.add("count", 3)) == (2, 5)
-    with pytest.raises(RuntimeError, match="no other rank has said else"):
+    with pytest.raises(RuntimeError, match="no other rank has set else"):
         store.get("else")
 
 

@@ -66,7 +66,7 @@ def test_only_rank_0_gathers() -> None:
 
 def test_a_rank_alone_is_not_waited_for_for_ever() -> None:
     fd = os.memfd_create("alone")
-    with pytest.raises(RankLost, match="rank 0 did not meet the others"):
+    with pytest.raises(RankLost, match="rank 0 did not join the group"):
         TorchGroup(fd, rank=0, size=2, device=torch.device("cpu"), timeout_s=0.2)
     os.close(fd)
 

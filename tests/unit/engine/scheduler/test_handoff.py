@@ -170,7 +170,7 @@ def test_credit_is_hard_and_growth_preempts_growth_instead() -> None:
         sched.commit(batch, runner.execute(batch))
         assert sched.load().num_promised_blocks == 4
     assert sched.load().num_waiting == 1
-    with pytest.raises(PoolExhausted, match="requests before this one"):
+    with pytest.raises(PoolExhausted, match="earlier requests are waiting"):
         sched.reservations.reserve(T2, ledger.request([1]))
     land(sched, runner, T1, PROMPT, 50)
     expected = continuation(PROMPT, incoming.params)
@@ -210,7 +210,7 @@ def test_reservations_do_not_overtake_whoever_was_preempted() -> None:
         assert batch is not None
         preempted = bool(sched.commit(batch, runner.execute(batch)).preemptions)
     assert sched.blocks.num_available > 0
-    with pytest.raises(PoolExhausted, match="requests before this one"):
+    with pytest.raises(PoolExhausted, match="earlier requests are waiting"):
         sched.reservations.reserve(T1, ledger.request([1]))
 
 

@@ -144,7 +144,7 @@ def test_what_can_never_run_is_refused_at_once() -> None:
     with pytest.raises(RequestTooLarge):
         sched.reservations.reserve(T1, ledger.request(range(64)))
     sched.add(ledger.request(range(5), request_id="twice"))
-    with pytest.raises(InvalidRequest, match="already here"):
+    with pytest.raises(InvalidRequest, match="already exists"):
         sched.add(ledger.request(range(5), request_id="twice"))
     assert sched.load().num_waiting == 1
 

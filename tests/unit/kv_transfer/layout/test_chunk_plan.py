@@ -15,7 +15,7 @@ def planner(chunk_bytes: int, shape: HandoffSize = SHAPE) -> ChunkPlanner:
     return ChunkPlanner(shape, chunk_bytes=chunk_bytes)
 
 
-def box(layers: tuple[int, int], units: tuple[int, int]) -> CellRange:
+def cell_range(layers: tuple[int, int], units: tuple[int, int]) -> CellRange:
     """Layers and units from (first) to (end)."""
     return CellRange(
         first_layer=layers[0],
@@ -29,29 +29,33 @@ def box(layers: tuple[int, int], units: tuple[int, int]) -> CellRange:
 
 def test_what_is_there_in_all_layers_goes_by_units() -> None:
     plan = planner(120)
-    assert plan.plan(5) == [box((0, 6), (0, 2)), box((0, 6), (2, 4)), box((0, 6), (4, 5))]
+    assert plan.plan(5) == [cell_range((0, 6), (0, 2)), cell_range((0, 6), (2, 4)), cell_range((0, 6), (4, 5))]
     assert plan.plan(5) == []
-    assert plan.plan(6) == [box((0, 6), (5, 6))]
+    assert plan.plan(6) == [cell_range((0, 6), (5, 6))]
 
 
 def test_a_step_under_way_goes_by_groups_of_layers() -> None:
     plan = planner(100)
     assert plan.plan(0, coming=5, num_layers=1) == []
-    assert plan.plan(0, coming=5, num_layers=2) == [box((0, 2), (0, 5))]
+    assert plan.plan(0, coming=5, num_layers=2) == [cell_range((0, 2), (0, 5))]
     assert plan.plan(0, coming=5, num_layers=3) == []
-    assert plan.plan(0, coming=5, num_layers=5) == [box((2, 4), (0, 5))]
-    assert plan.plan(5) == [box((4, 6), (0, 5))]
-    assert plan.plan(5, coming=7, num_layers=5) == [box((0, 5), (5, 7))]
-    assert plan.plan(7) == [box((5, 6), (5, 7))]
+    assert plan.plan(0, coming=5, num_layers=5) == [cell_range((2, 4), (0, 5))]
+    assert plan.plan(5) == [cell_range((4, 6), (0, 5))]
+    assert plan.plan(5, coming=7, num_layers=5) == [cell_range((0, 5), (5, 7))]
+    assert plan.plan(7) == [cell_range((5, 6), (5, 7))]
 
 
 def test_a_layer_too_large_for_a_chunk_is_cut_by_units() -> None:
     plan = planner(25)
-    assert plan.plan(0, coming=5, num_layers=1) == [box((0, 1), (0, 2)), box((0, 1), (2, 4)), box((0, 1), (4, 5))]
+    assert plan.plan(0, coming=5, num_layers=1) == [
+        cell_range((0, 1), (0, 2)),
+        cell_range((0, 1), (2, 4)),
+        cell_range((0, 1), (4, 5)),
+    ]
 
 
 def test_a_unit_too_large_for_a_chunk_is_cut_by_layers() -> None:
-    assert planner(25).plan(1) == [box((0, 2), (0, 1)), box((2, 4), (0, 1)), box((4, 6), (0, 1))]
+    assert planner(25).plan(1) == [cell_range((0, 2), (0, 1)), cell_range((2, 4), (0, 1)), cell_range((4, 6), (0, 1))]
     assert len(planner(1).plan(2)) == 12
 
 
@@ -61,12 +65,12 @@ def test_a_step_whose_layers_were_told_is_waited_for() -> None:
     assert plan.plan(3) == [], "it computes five units or nothing"
     assert plan.plan(0, coming=6, num_layers=5) == [], "another step than the one under way"
     assert plan.plan(9) == [
-        box((2, 4), (0, 5)),
-        box((4, 6), (0, 5)),
-        box((0, 6), (5, 6)),
-        box((0, 6), (6, 7)),
-        box((0, 6), (7, 8)),
-        box((0, 6), (8, 9)),
+        cell_range((2, 4), (0, 5)),
+        cell_range((4, 6), (0, 5)),
+        cell_range((0, 6), (5, 6)),
+        cell_range((0, 6), (6, 7)),
+        cell_range((0, 6), (7, 8)),
+        cell_range((0, 6), (8, 9)),
     ]
 
 

@@ -17,7 +17,7 @@ from kv_transfer.memory import numpy_copy
 from tandem.errors import TransferError
 from tandem.values.kv_agreement import CONVERSIONS
 from tandem.values.kv_layout import QUANTISED_DTYPES
-from tests.support.kv_transfer.plain_worker import layout
+from tests.support.kv_transfer.plain_worker import cells, layout
 
 PLAIN = tuple(TORCH_DTYPES)
 
@@ -31,7 +31,7 @@ def converted(data, source, target, *, num_vectors, head_dim, head_scales=None):
     num_tokens = num_vectors // 2
     kv = [layout(dtype, heads=1, layers=1, head_dim=head_dim, block_size=num_tokens) for dtype in (source, target)]
     mapping = CellMapping(*kv)
-    payload = mapping.payload(mapping.box(0, num_tokens))
+    payload = mapping.payload(cells(kv[0], 0, 1))
     out = np.zeros(payload.num_bytes(target), np.uint8)
     Converter(source, target, head_scales=head_scales).convert(payload, data, out)
     return out
@@ -132,28 +132,27 @@ def written(kv, blocks, pool_blocks, values, head_scales):
     return pool
 
 
-def moved(kv, tables, pools, boxes, head_scales, wire):
-    """The destination's pool after these boxes went there from the source's, converted before and after the wire."""
+def moved(kv, tables, pools, ranges, head_scales, wire):
+    """The destination's pool after these cells went there from the source's, converted before and after the wire."""
     mapping, scales = CellMapping(*kv), head_scales.numpy()
     before, after = (Converter(a, b, head_scales=scales) for a, b in ((kv[0].dtype, wire), (wire, kv[1].dtype)))
-    for cut in boxes:
-        box = mapping.box(*cut)
-        payload = mapping.payload(box)
+    for one in ranges:
+        payload = mapping.payload(one)
         data = np.empty(payload.num_bytes(kv[0].dtype), np.uint8)
-        numpy_copy.gather(mapping.reads(box, tables[0]), pools[0], data)
+        numpy_copy.gather(mapping.reads(one, tables[0]), pools[0], data)
         sent, here = np.empty(payload.num_bytes(wire), np.uint8), np.empty(payload.num_bytes(kv[1].dtype), np.uint8)
         before.convert(payload, data, sent)
         after.convert(payload, sent, here)
-        numpy_copy.scatter(mapping.writes(box, tables[1]), here, pools[1])
-        numpy_copy.copy(mapping.fan_out(box, tables[1]), pools[1], pools[1])
+        numpy_copy.scatter(mapping.writes(one, tables[1]), here, pools[1])
+        numpy_copy.copy(mapping.fan_out(one, tables[1]), pools[1], pools[1])
     return pools[1]
 
 
 @pytest.mark.parametrize(("target", "early"), list(product(QUANTISED_DTYPES, (True, False))))
 @pytest.mark.parametrize("source", PLAIN)
-@pytest.mark.parametrize("tile", [1, 700, 1 << 16])
-def test_a_converted_prompt_is_what_the_engine_would_have_written(source, target, early, tile, monkeypatch):
-    monkeypatch.setattr(dtype_conversion, "TILE_VALUES", tile)
+@pytest.mark.parametrize("batch", [1, 700, 1 << 16])
+def test_a_converted_prompt_is_what_the_engine_would_have_written(source, target, early, batch, monkeypatch):
+    monkeypatch.setattr(dtype_conversion, "BATCH_VALUES", batch)
     rng = torch.Generator().manual_seed(3)
     for (tp_source, tp_target), sizes, heads in (
         ((1, 1), (16, 16), 2),
@@ -166,7 +165,7 @@ def test_a_converted_prompt_is_what_the_engine_would_have_written(source, target
             layout(dtype, tp=tp, block_size=size, heads=heads, head_dim=6, layers=3)
             for dtype, tp, size in zip((source, target), (tp_source, tp_target), sizes, strict=True)
         ]
-        num_tokens = 139
+        num_tokens = 144
         values = (
             torch.randn(3, num_tokens, 2, heads, 6, generator=rng) * torch.rand(3, 1, 2, heads, 1, generator=rng) * 40
         )
@@ -176,9 +175,15 @@ def test_a_converted_prompt_is_what_the_engine_would_have_written(source, target
         tables = [TokenBlocks(blocks=tuple(order[: -(-num_tokens // size)]), pool_blocks=12) for size in sizes]
         pools = [written(one, table.blocks, 12, values, head_scales) for one, table in zip(kv, tables, strict=True)]
         expected, pools[1] = pools[1], np.zeros_like(pools[1])
-        boxes = [(0, 48), (48, 7), (55, 2, 0, 2), (55, 2, 2, 1), (57, 82)]
+        num_units = num_tokens // min(sizes)
+        ranges = [
+            cells(kv[0], 0, 1),
+            cells(kv[0], 1, 1, first_layer=0, num_layers=2),
+            cells(kv[0], 1, 1, first_layer=2, num_layers=1),
+            cells(kv[0], 2, num_units - 2),
+        ]
         wire = target if early else source
-        assert np.array_equal(moved(kv, tables, pools, boxes, head_scales, wire), expected)
+        assert np.array_equal(moved(kv, tables, pools, ranges, head_scales, wire), expected)
 
 
 def test_codes_on_the_wire_alone_are_what_the_engine_would_read():
@@ -196,7 +201,7 @@ def test_codes_on_the_wire_alone_are_what_the_engine_would_read():
         source = written(kv[0], tables[0].blocks, 3, values, head_scales)
         expected = written(kv[1], tables[1].blocks, 3, seen, head_scales)
         pools = [source, np.zeros_like(expected)]
-        assert np.array_equal(moved(kv, tables, pools, [(0, 32)], head_scales, wire), expected)
+        assert np.array_equal(moved(kv, tables, pools, [cells(kv[0], 0, 2)], head_scales, wire), expected)
 
 
 def test_equal_dtypes_copy_bytes():
@@ -216,7 +221,7 @@ def test_every_conversion_that_is_promised_exists():
 
 def test_payloads_of_another_size_are_refused():
     mapping = CellMapping(layout(), layout("int8"))
-    payload, converter = mapping.payload(mapping.box(0, 16)), Converter("bfloat16", "int8")
+    payload, converter = mapping.payload(cells(layout(), 0, 1)), Converter("bfloat16", "int8")
     data, room = np.zeros(1024, np.uint8), np.zeros(1024, np.uint8)
     converter.convert(payload, data, room)
     with pytest.raises(TransferError, match="payload of 1023 bytes, bfloat16 has 1024"):

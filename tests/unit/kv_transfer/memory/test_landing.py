@@ -21,14 +21,14 @@ ROUNDS = 40
 
 
 class Watched:
-    """A landing of three pieces that notes whether its grant's lock is held."""
+    """A landing of three bursts that notes whether its grant's lock is held."""
 
     is_on_device = False
 
     def __init__(self) -> None:
         self.grant: WriteGrant | None = None
         self.told: list[tuple[str, bool]] = []
-        self.settling = lambda _piece: None
+        self.settling = lambda _burst: None
 
     def _note(self, what: str) -> None:
         assert self.grant is not None
@@ -37,12 +37,12 @@ class Watched:
     def checksum(self, _cells: CellRange) -> int:
         return 7
 
-    def num_pieces(self, _cells: CellRange) -> int:
+    def num_settle_steps(self, _cells: CellRange) -> int:
         return 3
 
-    def settle(self, _cells: CellRange, piece: int) -> None:
-        self._note(f"settle {piece}")
-        self.settling(piece)
+    def settle(self, _cells: CellRange, burst: int) -> None:
+        self._note(f"settle {burst}")
+        self.settling(burst)
 
     def judged(self, _cells: CellRange, *, intact: bool) -> None:
         self._note("intact" if intact else "damaged")
@@ -72,8 +72,8 @@ def test_a_revocation_waits_for_one_piece_and_no_more(watched) -> None:
     table, landing, grant = watched
     revoking = threading.Thread(target=table.revoke, args=(KEY,))
 
-    def settling(piece: int) -> None:
-        if piece == 0:
+    def settling(burst: int) -> None:
+        if burst == 0:
             revoking.start()
             while not grant.lock._wanted.value:  # until it stands in the door
                 threading.Event().wait(0.001)
@@ -92,8 +92,8 @@ def test_a_revocation_does_not_wait_for_a_device_and_hears_when_it_has_ended(wat
     told: list[TransferKey] = []
     table.listen_quiet(told.append)
 
-    def settling(piece: int) -> None:
-        if piece == 0:
+    def settling(burst: int) -> None:
+        if burst == 0:
             assert table.revoke(KEY) is landing.grant
             assert table.revoke(KEY) is None, "as when it is asked again"
             assert not table.is_quiet(KEY)

@@ -20,7 +20,7 @@ from kv_transfer.memory import numpy_copy
 from kv_transfer.memory.cell_addresses import CellAddresses
 from kv_transfer.memory.mover import RECIPE, Level, Mover, load_mover
 from kv_transfer.memory.region import KVRegion
-from kv_transfer.memory.write_stop_lock import PieceLock, WriteStopLock
+from kv_transfer.memory.write_stop_lock import BurstLock, WriteStopLock
 from tandem.errors import InvariantError, TransferError
 from tandem.native.build import COMPILERS, build
 from tandem.native.library import NativeLibrary
@@ -42,8 +42,8 @@ def mover(request: pytest.FixtureRequest) -> Mover:
     return made
 
 
-def open_gate(check: Callable[[], None] = lambda: None, lock: PieceLock | None = None) -> WriteStopLock:
-    return WriteStopLock(check, lock or PieceLock())
+def open_gate(check: Callable[[], None] = lambda: None, lock: BurstLock | None = None) -> WriteStopLock:
+    return WriteStopLock(check, lock or BurstLock())
 
 
 class Somewhere:
@@ -158,13 +158,13 @@ def test_sides_of_different_sizes_are_a_bug(mover: Mover) -> None:
             mover.move(Somewhere(data, here), Somewhere(data, there), WHOLE, open_gate())
 
 
-def test_a_wanted_lock_is_given_up_after_each_piece(mover: Mover, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PIECE_BYTES", 1000)
+def test_a_wanted_lock_is_given_up_after_each_burst(mover: Mover, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BURST_BYTES", 1000)
     source = np.random.default_rng(3).integers(0, 256, 10_500, dtype=np.uint8)
     reads = [(5000, 5500), (0, 333), (400, 4600), (333, 67)]
     payload = np.concatenate([source[at : at + size] for at, size in reads])
     for wanted, passes in ((True, 11), (False, 1)):
-        target, lock, passed = np.zeros(10_500, np.uint8), PieceLock(), []
+        target, lock, passed = np.zeros(10_500, np.uint8), BurstLock(), []
         lock._wanted.value = wanted
         gate = open_gate(lambda passed=passed: passed.append(1), lock)
         result = mover.move(Somewhere(source, reads), Somewhere(target, [(0, 10_500)]), WHOLE, gate)
@@ -174,8 +174,8 @@ def test_a_wanted_lock_is_given_up_after_each_piece(mover: Mover, monkeypatch: p
 
 
 def test_a_closed_gate_stops_after_the_piece_under_way(mover: Mover, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PIECE_BYTES", 4096)
-    source, lock, left = np.full(20_000, 7, np.uint8), PieceLock(), [3]
+    monkeypatch.setattr(module, "BURST_BYTES", 4096)
+    source, lock, left = np.full(20_000, 7, np.uint8), BurstLock(), [3]
     target = np.zeros(20_000, np.uint8)
     lock._wanted.value = 1
 
@@ -222,7 +222,7 @@ def test_unequal_workers_as_numpy_moves_them(mover: Mover, pair: tuple[KVLayout,
     rng = random.Random(str(pair))
     source_layout, target_layout = pair
     pairing = Pairing.from_layouts(*pair, wire_dtype=source_layout.dtype)
-    unit, num_tokens, pool_tokens = pairing.mapping.unit, 64, 160
+    unit, num_tokens, pool_tokens = pairing.mapping.unit_tokens, 64, 160
     held = target_layout.block_size
     source = pool(source_layout, pool_tokens // source_layout.block_size, seed=5)
     target = pool(target_layout, pool_tokens // target_layout.block_size)
@@ -248,7 +248,7 @@ def test_unequal_workers_as_numpy_moves_them(mover: Mover, pair: tuple[KVLayout,
             num_heads=source_layout.num_kv_heads if whole else rng.randint(1, source_layout.num_kv_heads - head),
         )
         expected = np.zeros_like(target.array())
-        numpy_copy.copy(read.copies_to(placed, cells), source.array(), expected)
+        numpy_copy.copy(read.run_pairs_to(placed, cells), source.array(), expected)
         payload = b"".join(source.views(read.reads(cells)))
         target.array()[:] = 0
         assert mover.move(here, there, cells, open_gate()) == (zlib.crc32(payload), len(payload))
@@ -295,10 +295,10 @@ def test_what_is_not_there_is_refused_before_anything_moves(mover: Mover) -> Non
     assert not target.array().any()
 
 
-def test_a_hand_off_begins_with_a_unit() -> None:
+def test_addresses_of_held_tokens_within_a_unit_are_refused() -> None:
     kv = layout(1, 8)
     pairing = Pairing.from_layouts(kv, kv, wire_dtype=kv.dtype)
-    with pytest.raises(TransferError, match="within a unit"):
+    with pytest.raises(TransferError, match="held_tokens 4 is not a multiple of 8"):
         CellAddresses(pool(kv, 6), pairing.at_source(4, 0, (BlockId(1),), 6), is_source=True)
 
 

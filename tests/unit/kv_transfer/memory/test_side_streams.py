@@ -48,11 +48,11 @@ WORK: dict[str, Callable[[TorchPool], object]] = {
     "gather": lambda pool: pool.gather(READS, payload()),
     "scatter": lambda pool: pool.scatter(WRITES, payload()),
     "copy": lambda pool: pool.copy(
-        PAIRING.at_source(0, 0, (1, 3), NUM_BLOCKS).copies_to(PAIRING.at_destination(0, (0, 2), NUM_BLOCKS), CELLS)
+        PAIRING.at_source(0, 0, (1, 3), NUM_BLOCKS).run_pairs_to(PAIRING.at_destination(0, (0, 2), NUM_BLOCKS), CELLS)
     ),
     "send": lambda pool: pool.send(READS, pool, WRITES),
-    "take": lambda pool: pool.take(READS),
-    "put": lambda pool: pool.put(WRITES, pool.pack(READS)),
+    "pack_summed": lambda pool: pool.pack_summed(READS),
+    "unpack_summed": lambda pool: pool.unpack_summed(WRITES, pool.pack(READS)),
     "checksum": lambda pool: pool.checksum(READS),
     "blank": lambda pool: pool.blank(100),
 }
@@ -122,7 +122,7 @@ def test_streams_are_used_again_and_bounded(cuda: FakeCuda) -> None:
 def test_what_fails_is_awaited_before_its_memory_goes_back(cuda: FakeCuda) -> None:
     pool = a_pool(cuda)
     with pytest.raises(TransferError, match="payload"):
-        pool.put(READS, torch.zeros(4, dtype=torch.uint8))
+        pool.unpack_summed(READS, torch.zeros(4, dtype=torch.uint8))
     with pytest.raises(TransferError, match="no memory left"), pool.working():
         raise torch.OutOfMemoryError
     assert [stream.log for stream in cuda.made] == [["synchronized"] * 2]

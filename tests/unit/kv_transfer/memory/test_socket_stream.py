@@ -13,8 +13,8 @@ from kv_transfer.layout.cell_range import CellRange
 from kv_transfer.layout.strided_table import StridedBlocks, StridedLayoutTable
 from kv_transfer.memory import socket_stream as module
 from kv_transfer.memory.mover import RECIPE, Level, Mover
-from kv_transfer.memory.socket_stream import CellStream, StreamProgress
-from kv_transfer.memory.write_stop_lock import PieceLock
+from kv_transfer.memory.socket_stream import CellStream, StreamStep
+from kv_transfer.memory.write_stop_lock import BurstLock
 from tandem.errors import TransferError
 from tandem.native.build import COMPILERS, build
 from tandem.native.library import NativeLibrary
@@ -61,7 +61,7 @@ def gathered(array: np.ndarray, runs: list[tuple[int, int]]) -> bytes:
 
 
 def open_pair(
-    mover: Mover, sockets: tuple[socket.socket, socket.socket], here: Somewhere, there: Somewhere, lock: PieceLock
+    mover: Mover, sockets: tuple[socket.socket, socket.socket], here: Somewhere, there: Somewhere, lock: BurstLock
 ) -> tuple[CellStream, CellStream]:
     near, far = sockets
     going = mover.streams.open(here, WHOLE, near.fileno(), lock, is_sending=True)
@@ -74,7 +74,7 @@ def test_random_runs_arrive_exactly_and_touch_nothing_else(
     mover: Mover, sockets: tuple[socket.socket, socket.socket], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = random.Random(seed)
-    monkeypatch.setattr(module, "PIECE_BYTES", rng.choice((1000, 4096, 256 << 10)))
+    monkeypatch.setattr(module, "BURST_BYTES", rng.choice((1000, 4096, 256 << 10)))
     total = rng.choice((1, 5000, 700_000, 9_000_000))
     source = np.random.default_rng(seed).integers(0, 256, 2 * total + 100, dtype=np.uint8)
     target = np.full(3 * total + 77, CANARY, np.uint8)
@@ -85,12 +85,12 @@ def test_random_runs_arrive_exactly_and_touch_nothing_else(
     for at, size in writes:
         expected[at : at + size] = np.frombuffer(payload[begin : begin + size], np.uint8)
         begin += size
-    going, coming = open_pair(mover, sockets, Somewhere(source, reads), Somewhere(target, writes), PieceLock())
+    going, coming = open_pair(mover, sockets, Somewhere(source, reads), Somewhere(target, writes), BurstLock())
     assert going.num_bytes == coming.num_bytes == total
     left = [going, coming]
     for _ in range(MAX_STEPS):
         stream = rng.choice(left)
-        if stream.advance() is StreamProgress.DONE:
+        if stream.advance() is StreamStep.DONE:
             left.remove(stream)
         assert coming.num_moved <= going.num_moved <= total
         if not left:
@@ -104,24 +104,24 @@ def test_more_runs_than_one_call_takes(mover: Mover, sockets: tuple[socket.socke
     runs = [(2 * at, 1) for at in range(2500)]
     source = np.random.default_rng(1).integers(0, 256, 5000, dtype=np.uint8)
     target = np.zeros(5000, np.uint8)
-    going, coming = open_pair(mover, sockets, Somewhere(source, runs), Somewhere(target, runs), PieceLock())
-    assert going.advance() is StreamProgress.DONE
-    assert coming.advance() is StreamProgress.DONE
+    going, coming = open_pair(mover, sockets, Somewhere(source, runs), Somewhere(target, runs), BurstLock())
+    assert going.advance() is StreamStep.DONE
+    assert coming.advance() is StreamStep.DONE
     assert gathered(target, runs) == gathered(source, runs)
     assert not target[1::2].any()
 
 
-def test_a_wanted_lock_is_given_up_after_each_piece(
+def test_a_wanted_lock_is_given_up_after_each_burst(
     mover: Mover, sockets: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "PIECE_BYTES", 1000)
-    lock = PieceLock()
+    monkeypatch.setattr(module, "BURST_BYTES", 1000)
+    lock = BurstLock()
     lock._wanted.value = 1
     source, target = np.full(3500, 7, np.uint8), np.zeros(3500, np.uint8)
     going, coming = open_pair(mover, sockets, Somewhere(source, [(0, 3500)]), Somewhere(target, [(0, 3500)]), lock)
     for stream in (going, coming):
         moved = []
-        while stream.advance() is StreamProgress.PAUSED:
+        while stream.advance() is StreamStep.PAUSED:
             moved.append(stream.num_moved)
         assert moved == [1000, 2000, 3000]
     assert target.all()
@@ -131,13 +131,13 @@ def test_it_never_waits(mover: Mover, sockets: tuple[socket.socket, socket.socke
     size = 32 << 20  # more than both sockets hold
     source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)
     going, coming = open_pair(
-        mover, sockets, Somewhere(source, [(0, size)]), Somewhere(target, [(0, size)]), PieceLock()
+        mover, sockets, Somewhere(source, [(0, size)]), Somewhere(target, [(0, size)]), BurstLock()
     )
-    assert coming.advance() is StreamProgress.BLOCKED
-    assert going.advance() is StreamProgress.BLOCKED
+    assert coming.advance() is StreamStep.BLOCKED
+    assert going.advance() is StreamStep.BLOCKED
     assert 0 < going.num_moved < size
     for _ in range(MAX_STEPS):
-        if coming.advance() is StreamProgress.DONE:
+        if coming.advance() is StreamStep.DONE:
             break
         going.advance()
     assert target.all()
@@ -146,12 +146,12 @@ def test_it_never_waits(mover: Mover, sockets: tuple[socket.socket, socket.socke
 def test_ends_and_failures_are_told(mover: Mover, sockets: tuple[socket.socket, socket.socket]) -> None:
     near, far = sockets
     source, target = np.ones(100, np.uint8), np.zeros(100, np.uint8)
-    going, coming = open_pair(mover, sockets, Somewhere(source, [(0, 100)]), Somewhere(target, [(0, 100)]), PieceLock())
+    going, coming = open_pair(mover, sockets, Somewhere(source, [(0, 100)]), Somewhere(target, [(0, 100)]), BurstLock())
     near.sendall(b"x" * 40)
     near.shutdown(socket.SHUT_WR)
-    while coming.advance() is StreamProgress.BLOCKED:
+    while coming.advance() is StreamStep.BLOCKED:
         pass
-    assert coming.advance() is StreamProgress.ENDED
+    assert coming.advance() is StreamStep.ENDED
     assert coming.num_moved == 40
     assert coming.checksum == zlib.crc32(b"x" * 40)
     assert not target[40:].any()
@@ -164,15 +164,15 @@ def test_cells_that_are_not_there_are_refused(mover: Mover, sockets: tuple[socke
     target = np.zeros(100, np.uint8)
     with pytest.raises(TransferError, match="outside"):
         mover.streams.open(
-            Somewhere(target, [(0, 100)], num_blocks=2), WHOLE, sockets[0].fileno(), PieceLock(), is_sending=False
+            Somewhere(target, [(0, 100)], num_blocks=2), WHOLE, sockets[0].fileno(), BurstLock(), is_sending=False
         )
 
 
 def test_without_a_checksum_none_is_computed(mover: Mover, sockets: tuple[socket.socket, socket.socket]) -> None:
     source = np.ones(100, np.uint8)
     stream = mover.streams.open(
-        Somewhere(source, [(0, 100)]), WHOLE, sockets[0].fileno(), PieceLock(), is_sending=True, with_checksum=False
+        Somewhere(source, [(0, 100)]), WHOLE, sockets[0].fileno(), BurstLock(), is_sending=True, with_checksum=False
     )
-    assert stream.advance() is StreamProgress.DONE
+    assert stream.advance() is StreamStep.DONE
     assert stream.checksum == 0
     assert sockets[1].recv(200, socket.MSG_WAITALL | socket.MSG_DONTWAIT) == source.tobytes()

@@ -34,7 +34,7 @@ def test_a_device_pool_moves_the_same_bytes(source_layout, target_layout) -> Non
         first_layer=0,
         num_layers=source_layout.num_layers,
         first_unit=0,
-        num_units=TOKENS // pairing.mapping.unit,
+        num_units=TOKENS // pairing.mapping.unit_tokens,
         first_head=0,
         num_heads=source_layout.num_kv_heads,
     )

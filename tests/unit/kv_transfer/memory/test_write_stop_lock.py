@@ -1,4 +1,4 @@
-"""Locks that are handed over within one piece."""
+"""Locks that are handed over within one burst."""
 
 import ctypes
 import threading
@@ -6,17 +6,17 @@ import time
 
 import pytest
 
-from kv_transfer.memory.write_stop_lock import PieceLock, WriteStopLock
+from kv_transfer.memory.write_stop_lock import BurstLock, WriteStopLock
 from tandem.errors import TransferError
 
 WAIT_S = 20.0
 
 
-def is_wanted(lock: PieceLock) -> bool:
+def is_wanted(lock: BurstLock) -> bool:
     return ctypes.c_int32.from_address(lock.wanted).value != 0
 
 
-def until_wanted(lock: PieceLock) -> None:
+def until_wanted(lock: BurstLock) -> None:
     deadline_s = time.monotonic() + WAIT_S
     while not is_wanted(lock):
         assert time.monotonic() < deadline_s
@@ -25,9 +25,9 @@ def until_wanted(lock: PieceLock) -> None:
 
 def test_whoever_waits_comes_before_the_last_holder() -> None:
     for _ in range(50):
-        lock, order = PieceLock(), []
+        lock, order = BurstLock(), []
 
-        def wait(lock: PieceLock = lock, order: list[str] = order) -> None:
+        def wait(lock: BurstLock = lock, order: list[str] = order) -> None:
             with lock:
                 order.append("waited")
 
@@ -44,7 +44,7 @@ def test_whoever_waits_comes_before_the_last_holder() -> None:
 
 
 def test_many_threads_exclude_each_other() -> None:
-    lock, total = PieceLock(), [0]
+    lock, total = BurstLock(), [0]
 
     def count() -> None:
         for _ in range(2000):
@@ -63,7 +63,7 @@ def test_many_threads_exclude_each_other() -> None:
 
 @pytest.mark.parametrize("with_other", [False, True])
 def test_a_closed_gate_leaves_its_locks_free(with_other: bool) -> None:
-    lock, other = PieceLock(), PieceLock() if with_other else None
+    lock, other = BurstLock(), BurstLock() if with_other else None
 
     def refuse() -> None:
         raise TransferError("stop")
@@ -78,7 +78,7 @@ def test_a_closed_gate_leaves_its_locks_free(with_other: bool) -> None:
 
 
 def test_the_check_is_made_under_both_locks() -> None:
-    lock, other = PieceLock(), PieceLock()
+    lock, other = BurstLock(), BurstLock()
     held = []
     with WriteStopLock(lambda: held.append((lock._lock.locked(), other._lock.locked())), lock, other):
         assert held == [(True, True)]

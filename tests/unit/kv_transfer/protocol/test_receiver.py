@@ -29,7 +29,7 @@ from tandem.values.outputs import PhaseTimes, SampledToken
 from tests.support.kv_transfer.halves import BLOCKS, FETCH, JOB, KEY, LAYOUT, OWN, PEER, SETTINGS, TOKEN, Half, kinds
 
 
-def box(
+def cell_range(
     first: int, count: int, first_layer: int = 0, num_layers: int = 2, heads: tuple[int, int] = (0, 2)
 ) -> CellRange:
     return CellRange(
@@ -43,7 +43,7 @@ def box(
 
 
 def chunk(seq: int, cells: CellRange | None = None, rewrite: int = 0) -> Chunk:
-    return Chunk(seq=seq, rewrite=rewrite, cells=cells or box(seq, 1), checksum=seq, write_s=0.5)
+    return Chunk(seq=seq, rewrite=rewrite, cells=cells or cell_range(seq, 1), checksum=seq, write_s=0.5)
 
 
 def offer(num_units: int = 3, *, queue_s: float = 0.0, tail_hash: BlockHash | None = None) -> Offer:
@@ -134,11 +134,11 @@ def test_repeated_messages_do_nothing() -> None:
 @pytest.mark.parametrize(
     "bad",
     [
-        chunk(0, box(2, 2)),
-        chunk(0, box(0, 1, num_layers=3)),
-        chunk(0, box(0, 1, first_layer=2, num_layers=1)),
-        chunk(0, box(0, 1, heads=(1, 2))),
-        chunk(0, box(1, 1)),
+        chunk(0, cell_range(2, 2)),
+        chunk(0, cell_range(0, 1, num_layers=3)),
+        chunk(0, cell_range(0, 1, first_layer=2, num_layers=1)),
+        chunk(0, cell_range(0, 1, heads=(1, 2))),
+        chunk(0, cell_range(1, 1)),
         chunk(99),
         offer(2, queue_s=0.0),
         CommitAck(),
@@ -149,7 +149,7 @@ def test_repeated_messages_do_nothing() -> None:
 )
 def test_what_breaks_the_protocol_ends_the_attempt_and_keeps_what_landed(bad: Body) -> None:
     half = reserved()
-    half.hear(chunk(2, box(0, 1)))
+    half.hear(chunk(2, cell_range(0, 1)))
     verify(half, 2)
     half.hear(chunk(1))
     if isinstance(bad, Offer):
@@ -187,7 +187,7 @@ def test_a_block_is_kept_only_when_all_its_units_have_landed() -> None:
 
 def test_blocks_of_other_tokens_are_not_kept() -> None:
     half = reserved(replace(JOB, tail_hash=BlockHash(b"y" * 16)))
-    half.hear(chunk(2, box(0, 1)))
+    half.hear(chunk(2, cell_range(0, 1)))
     verify(half, 2)
     actions = half.hear(seal(3, b"x" * 16))
     [report] = [a for a in actions if isinstance(a, act.ReportFailed)]
@@ -215,12 +215,12 @@ def test_a_rewrite_must_not_change_its_range() -> None:
     half = reserved()
     half.hear(chunk(0))
     verify(half, 0, intact=False)
-    assert "ReportFailed" in kinds(half.hear(chunk(0, box(1, 1), rewrite=1)))
+    assert "ReportFailed" in kinds(half.hear(chunk(0, cell_range(1, 1), rewrite=1)))
 
 
 def test_blocks_land_by_layers_and_heads_too() -> None:
     half = reserved()
-    cells = [box(0, 3, layer, 1, (head, 1)) for layer in range(2) for head in range(2)]
+    cells = [cell_range(0, 3, layer, 1, (head, 1)) for layer in range(2) for head in range(2)]
     half.hear(TOKEN)
     half.hear(seal(4))
     for seq, part in enumerate(cells):
@@ -317,7 +317,7 @@ def test_a_fetch_takes_what_is_offered_if_it_is_whole_and_named() -> None:
     half.see(ev.BlocksBound(blocks=blocks))
     [reserve] = half.see(ev.GrantOpened(transport="x", grant=b"g", drain_proves_quiet=True))
     assert reserve.body.num_units == 8
-    half.hear(chunk(0, box(0, 8)))
+    half.hear(chunk(0, cell_range(0, 8)))
     assert verify(half, 0) == ()
     [commit] = half.hear(seal(1, FETCH.names[1]))
     assert (commit.info.blocks, commit.info.first_token) == (blocks, None)

@@ -55,8 +55,8 @@ def offered(**options: object) -> Half:
     return half
 
 
-def progress(num_tokens: int) -> ev.PrefillProgress:
-    return ev.PrefillProgress(num_computed_tokens=num_tokens, blocks=BLOCKS)
+def progress(num_tokens: int) -> ev.KVComputed:
+    return ev.KVComputed(num_computed_tokens=num_tokens, blocks=BLOCKS)
 
 
 FINISHED = ev.PrefillFinished(cached_tokens=0, times=PhaseTimes(), tail_hash=None)
@@ -84,8 +84,8 @@ def test_blocks_are_written_as_they_become_whole_and_the_last_one_in_part() -> N
     assert half.state is HandoffState.CLOSED
 
 
-def coming(num_tokens: int, coming_tokens: int, num_layers: int) -> ev.PrefillProgress:
-    return ev.PrefillProgress(
+def coming(num_tokens: int, coming_tokens: int, num_layers: int) -> ev.KVComputed:
+    return ev.KVComputed(
         num_computed_tokens=num_tokens, blocks=BLOCKS, coming_tokens=coming_tokens, num_layers=num_layers
     )
 
@@ -136,7 +136,7 @@ def test_only_blocks_beyond_the_held_prefix_travel() -> None:
 def test_blocks_told_first_are_the_ones_that_are_read() -> None:
     half = offered()
     half.see(progress(4))
-    half.see(ev.PrefillProgress(num_computed_tokens=8, blocks=(BlockId(90), BlockId(91), BlockId(92))))
+    half.see(ev.KVComputed(num_computed_tokens=8, blocks=(BlockId(90), BlockId(91), BlockId(92))))
     writes = half.hear(RESERVE)
     assert [w.sources for w in writes] == [BLOCKS[:1], (BlockId(91),)]
 
@@ -234,7 +234,7 @@ def test_a_fetch_is_answered_with_what_is_held_in_whole_blocks_of_both() -> None
     [offer] = half.see(ev.PrefillScheduled(queue_s=0.0, tail_hash=FETCH.names[0], num_tokens=19))
     assert offer.body.num_units == 4, "of 19 tokens 16 are whole blocks, and 8 are held there"
     blocks = tuple(BlockId(i) for i in range(20, 24))
-    half.see(ev.PrefillProgress(num_computed_tokens=16, blocks=blocks))
+    half.see(ev.KVComputed(num_computed_tokens=16, blocks=blocks))
     half.see(ev.PrefillFinished(cached_tokens=16, times=PhaseTimes(), tail_hash=FETCH.names[0]))
     [write, seal] = half.hear(Reserve(num_units=4, transport="x", grant=b"g"))
     assert (write.first_block, write.sources) == (2, blocks[2:])

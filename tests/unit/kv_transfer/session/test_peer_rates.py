@@ -85,12 +85,12 @@ def test_with_time_a_peer_is_asked_again_and_once_at_a_time(world: World) -> Non
     world.now += 5 * MINUTES
     assert world.of("slow") > 0.5e9, "it may send only when it is asked"
     assert world.of("new", "tcp") > 0.5e9, "as may others through the same"
-    world.rates.asked("slow", LIFE, world.now)
+    world.rates.on_request("slow", LIFE, world.now)
     assert world.of("slow") == pytest.approx(slow), "until it has answered nobody else tries"
     world.now += 1.0
     world.observe("slow", "tcp", 1_000_000, 1e-3)
     assert world.of("slow") > 0.5e9, "what it did long ago counts no more"
-    world.rates.asked("slow", LIFE, world.now)
+    world.rates.on_request("slow", LIFE, world.now)
     world.now += 1.0
     world.observe("slow", "tcp", 1_000_000, 10.0, times=40)
     assert world.of("slow") < 1e6
@@ -111,7 +111,7 @@ def test_a_restarted_peer_is_another(world: World) -> None:
     again = Incarnation(2)
     assert world.of("a") == pytest.approx(1000)
     assert world.of("a", "tcp", life=again) == pytest.approx(1e9)
-    world.rates.asked("a", again, world.now)
+    world.rates.on_request("a", again, world.now)
     world.observe("a", "tcp", 2_000_000, 1e-3, life=again)
     assert world.of("a", life=again) == pytest.approx(2e9)
     world.observe("a", "tcp", 1_000_000, 1e-3, times=5, life=again)

@@ -35,7 +35,7 @@ from tests.support.kv_transfer.transport_peer import (
     NUM_BLOCKS,
     PAIRING,
     block_views,
-    box,
+    cell_range,
     landing,
     make_region,
     order,
@@ -153,8 +153,8 @@ def test_bytes_land_exactly_and_nowhere_else(pair: Pair) -> None:
     destinations = rng.sample(range(NUM_BLOCKS), 10)
     sources = [3, 4, 5, 9, 1, 2, 20, 21, 22, 0]
     grant = pair.receiver.open_grant(KEY, landing(pair.lands_in, *destinations))
-    result = pair.writer.write(order(KEY, grant, box(0, 10), sources)).result(WAIT_S)
-    assert pair.receiver.verify(KEY, box(0, 10), result.checksum)
+    result = pair.writer.write(order(KEY, grant, cell_range(0, 10), sources)).result(WAIT_S)
+    assert pair.receiver.verify(KEY, cell_range(0, 10), result.checksum)
     assert block_bytes(pair.target, destinations) == block_bytes(pair.source, sources)
     assert result.num_bytes == 10 * LAYOUT.block_bytes
     others = [b for b in range(NUM_BLOCKS) if b not in destinations]
@@ -165,7 +165,7 @@ def test_layers_and_blocks_can_be_cut(pair: Pair) -> None:
     grant = pair.receiver.open_grant(KEY, landing(pair.lands_in, 7, 3, 12, 11))
     for layer in range(LAYOUT.num_layers):
         for first in (2, 0):
-            cells = box(first, 2, first_layer=layer, num_layers=1)
+            cells = cell_range(first, 2, first_layer=layer, num_layers=1)
             arrive(pair, order(KEY, grant, cells, [first, first + 1]))
     assert block_bytes(pair.target, [7, 3, 12, 11]) == block_bytes(pair.source, [0, 1, 2, 3])
 
@@ -178,7 +178,7 @@ def test_concurrent_transfers_do_not_mix(pair: Pair) -> None:
     orders = []
     for i, key in enumerate(keys):
         grant = pair.receiver.open_grant(key, landing(pair.lands_in, *blocks[3 * i : 3 * i + 3]))
-        orders += [order(key, grant, box(j, 1), [(3 * i + j) % 20]) for j in range(3)]
+        orders += [order(key, grant, cell_range(j, 1), [(3 * i + j) % 20]) for j in range(3)]
     for one, future in [(one, pair.writer.write(one)) for one in orders]:
         assert pair.receiver.verify(one.key, one.cells, future.result(WAIT_S).checksum)
     assert block_bytes(pair.target, blocks) == block_bytes(pair.source, [i % 20 for i in range(24)])
@@ -186,7 +186,7 @@ def test_concurrent_transfers_do_not_mix(pair: Pair) -> None:
 
 def test_what_changed_on_its_way_is_not_verified(pair: Pair) -> None:
     grant = pair.receiver.open_grant(KEY, landing(pair.lands_in, 3, 1))
-    for cells, sources in ((box(0, 1), [5]), (box(1, 1), [6])):
+    for cells, sources in ((cell_range(0, 1), [5]), (cell_range(1, 1), [6])):
         result = pair.writer.write(order(KEY, grant, cells, sources)).result(WAIT_S)
         assert not pair.receiver.verify(KEY, cells, result.checksum ^ (1 << sources[0]))
         result = pair.writer.write(order(KEY, grant, cells, sources)).result(WAIT_S)
@@ -196,16 +196,16 @@ def test_what_changed_on_its_way_is_not_verified(pair: Pair) -> None:
 
 def test_nothing_lands_after_a_revocation(pair: Pair) -> None:
     grant = pair.receiver.open_grant(KEY, landing(pair.lands_in, 1, 2))
-    pair.writer.write(order(KEY, grant, box(0, 1), [5])).result(WAIT_S)
+    pair.writer.write(order(KEY, grant, cell_range(0, 1), [5])).result(WAIT_S)
     if not pair.receiver.revoke(KEY):
         assert pair.quieted.wait(WAIT_S)
         assert pair.quiet == [KEY]
-    assert_refused(pair, KEY, grant, box(1, 1), [6])
+    assert_refused(pair, KEY, grant, cell_range(1, 1), [6])
     assert not any(block_bytes(pair.target, [2]))
     assert pair.receiver.revoke(KEY)
     other = replace(KEY, attempt=2)
     fresh = pair.receiver.open_grant(other, landing(pair.lands_in, 2))
-    arrive(pair, order(other, fresh, box(0, 1), [6]))
+    arrive(pair, order(other, fresh, cell_range(0, 1), [6]))
     assert block_bytes(pair.target, [2]) == block_bytes(pair.source, [6])
 
 
@@ -220,7 +220,7 @@ def test_revocations_during_writes_are_final(pair: Pair) -> None:
         key = replace(KEY, attempt=attempt)
         grant = pair.receiver.open_grant(key, landing(pair.lands_in, *range(NUM_BLOCKS)))
         pair.quieted.clear()
-        futures = [pair.writer.write(order(key, grant, box(0, 20), list(range(20)))) for _ in range(4)]
+        futures = [pair.writer.write(order(key, grant, cell_range(0, 20), list(range(20)))) for _ in range(4)]
         if not pair.receiver.revoke(key):
             assert pair.quieted.wait(WAIT_S)
         pair.target.buffer[:] = bytes(pair.target.buffer.nbytes)
@@ -236,7 +236,7 @@ def test_cancel_stops_reading_sources(pair: Pair) -> None:
         pair.source.buffer[:] = bytes([attempt]) * len(pattern)
         key = replace(KEY, attempt=attempt)
         grant = pair.receiver.open_grant(key, landing(pair.lands_in, *range(20)))
-        futures = [pair.writer.write(order(key, grant, box(0, 20), list(range(20)))) for _ in range(4)]
+        futures = [pair.writer.write(order(key, grant, cell_range(0, 20), list(range(20)))) for _ in range(4)]
         if pair.writer.cancel(key):
             assert all(future.done() for future in futures)
         for future in futures:
@@ -250,44 +250,45 @@ def test_cancel_stops_reading_sources(pair: Pair) -> None:
     pair.source.buffer[:] = pattern
     last = replace(KEY, attempt=99)
     grant = pair.receiver.open_grant(last, landing(pair.lands_in, 4))
-    arrive(pair, order(last, grant, box(0, 1), [7]))
+    arrive(pair, order(last, grant, cell_range(0, 1), [7]))
     assert block_bytes(pair.target, [4]) == block_bytes(pair.source, [7])
 
 
 def test_a_wrong_token_is_refused(pair: Pair) -> None:
     grant = pair.receiver.open_grant(KEY, landing(pair.lands_in, 1))
     forged = bytes([grant[0] ^ 1]) + grant[1:]
-    assert_refused(pair, KEY, forged, box(0, 1), [5])
-    assert_refused(pair, KEY, b"", box(0, 1), [5])
+    assert_refused(pair, KEY, forged, cell_range(0, 1), [5])
+    assert_refused(pair, KEY, b"", cell_range(0, 1), [5])
     assert not any(pair.target.buffer)
-    pair.writer.write(order(KEY, grant, box(0, 1), [5])).result(WAIT_S)
+    pair.writer.write(order(KEY, grant, cell_range(0, 1), [5])).result(WAIT_S)
 
 
 @pytest.mark.parametrize(
-    "cells", [box(1, 1), box(0, 2), box(0, 1, first_layer=3, num_layers=1), box(0, 1, num_layers=4)]
+    "cells",
+    [cell_range(1, 1), cell_range(0, 2), cell_range(0, 1, first_layer=3, num_layers=1), cell_range(0, 1, num_layers=4)],
 )
 def test_cells_outside_the_reservation_are_refused(pair: Pair, cells: object) -> None:
     grant = pair.receiver.open_grant(KEY, landing(pair.lands_in, 1))
     assert_refused(pair, KEY, grant, cells, [5] * cells.num_units)
     assert not any(pair.target.buffer)
-    pair.writer.write(order(KEY, grant, box(0, 1), [5])).result(WAIT_S)
+    pair.writer.write(order(KEY, grant, cell_range(0, 1), [5])).result(WAIT_S)
 
 
 def test_sources_outside_the_pool_are_refused(pair: Pair) -> None:
     grant = pair.receiver.open_grant(KEY, landing(pair.lands_in, 1))
-    assert_refused(pair, KEY, grant, box(0, 1), [NUM_BLOCKS])
+    assert_refused(pair, KEY, grant, cell_range(0, 1), [NUM_BLOCKS])
 
 
 def test_the_death_of_the_receiver_fails_writes(pair: Pair) -> None:
     grant = pair.receiver.open_grant(KEY, landing(pair.lands_in, 1))
-    pair.writer.write(order(KEY, grant, box(0, 1), [5])).result(WAIT_S)
+    pair.writer.write(order(KEY, grant, cell_range(0, 1), [5])).result(WAIT_S)
     pair.receiver.close()
-    assert_refused(pair, KEY, grant, box(0, 1), [5])
+    assert_refused(pair, KEY, grant, cell_range(0, 1), [5])
 
 
 def test_the_end_of_the_sender_is_a_proof(pair: Pair) -> None:
     grant = pair.receiver.open_grant(KEY, landing(pair.lands_in, 1))
-    pair.writer.write(order(KEY, grant, box(0, 1), [5])).result(WAIT_S)
+    pair.writer.write(order(KEY, grant, cell_range(0, 1), [5])).result(WAIT_S)
     pair.writer.close()
     if not pair.receiver.revoke(KEY):
         assert pair.quieted.wait(WAIT_S)
@@ -312,7 +313,7 @@ def test_closing_leaks_neither_threads_nor_descriptors(mode: str, files: TlsFile
     for _ in range(5):
         with opened(mode, files) as pair:
             grant = pair.receiver.open_grant(KEY, landing(pair.lands_in, 1))
-            pair.writer.write(order(KEY, grant, box(0, 1), [5])).result(WAIT_S)
+            pair.writer.write(order(KEY, grant, cell_range(0, 1), [5])).result(WAIT_S)
             del pair
     gc.collect()
     # Of what an earlier test left behind some may end meanwhile.

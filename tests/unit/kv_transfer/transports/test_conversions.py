@@ -95,7 +95,7 @@ class Ends:
 
 @pytest.fixture(params=WAYS, ids=lambda way: " to ".join(way))
 def ends(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
-    # Several slabs in a chunk, cut within a layer.
+    # Several parts in a chunk, cut within a layer.
     monkeypatch.setattr(departure, "MAX_CONVERTED_BYTES", 1000)
     here, wire, there = request.param
     pairing = Pairing.from_layouts(layout(here, tp=2), layout(there), wire_dtype=wire)
@@ -196,10 +196,10 @@ def test_slabs_are_the_payload_in_its_order(monkeypatch: pytest.MonkeyPatch, tps
     pairing = Pairing.from_layouts(layout("bfloat16", tps[0]), layout("int8", tps[1]), wire_dtype="int8")
     leaving = Departure(region(pairing.source, 3), pairing)
     source = pairing.at_source(0, 0, SOURCES, POOL_BLOCKS)
-    for box in (cells(), cells(first_layer=1, num_layers=2, first_unit=2, num_units=3), cells(3, 1, 5, 1)):
-        payload = source.payload(box)
-        cut = list(split_for_conversion(box, payload, payload.num_bytes("int8")))
-        parts = [leaving.convert(source, slab).tobytes() for slab in cut]
-        assert b"".join(parts) == leaving.convert(source, box).tobytes()
+    for whole in (cells(), cells(first_layer=1, num_layers=2, first_unit=2, num_units=3), cells(3, 1, 5, 1)):
+        payload = source.payload(whole)
+        cut = list(split_for_conversion(whole, payload, payload.num_bytes("int8")))
+        parts = [leaving.convert(source, part).tobytes() for part in cut]
+        assert b"".join(parts) == leaving.convert(source, whole).tobytes()
         least = pairing.unit_layer_bytes * max(count for _, count in payload.head_ranges) // 4
         assert max(map(len, parts)) <= max(limit, least)

@@ -16,11 +16,11 @@ from kv_transfer.memory.region import KVRegion
 from kv_transfer.memory.torch_pool import TorchPool
 from kv_transfer.protocol.messages import TransferKey
 from kv_transfer.transports.one_sided import wire as one_sided_wire
-from kv_transfer.transports.one_sided.receiver import ClaimReceiver, Writer, say_last
+from kv_transfer.transports.one_sided.receiver import ClaimReceiver, Writer, send_goodbye
 from kv_transfer.transports.tcp.settings import TcpSettings
 from tandem.errors import TransferError
 from tests.support.kv_transfer.transport_needs import require
-from tests.support.kv_transfer.transport_peer import box, landing, order
+from tests.support.kv_transfer.transport_peer import cell_range, landing, order
 from tests.unit.kv_transfer.transports.test_conformance import AWAY, KEY, WAIT_S, Pair, block_bytes, opened_as
 
 T = TypeVar("T")
@@ -82,7 +82,7 @@ def from_device(request: pytest.FixtureRequest) -> Iterator[tuple[Pair, Busy]]:
 def begin(pair: Pair, busy: Busy) -> tuple["Future[object]", bytes]:
     """A write whose sources the device is reading."""
     grant = pair.receiver.open_grant(KEY, landing(pair.lands_in, 1, 2))
-    future = pair.writer.write(order(KEY, grant, box(0, 1), [5]))
+    future = pair.writer.write(order(KEY, grant, cell_range(0, 1), [5]))
     assert busy.began.wait(WAIT_S)
     return future, grant
 
@@ -90,19 +90,19 @@ def begin(pair: Pair, busy: Busy) -> tuple["Future[object]", bytes]:
 def test_orders_are_taken_while_the_device_reads(from_device: tuple[Pair, Busy], loop) -> None:
     pair, busy = from_device
     first, grant = begin(pair, busy)
-    second = loop(lambda: pair.writer.write(order(KEY, grant, box(1, 1), [6])))
+    second = loop(lambda: pair.writer.write(order(KEY, grant, cell_range(1, 1), [6])))
     assert not first.done()
     assert not second.done()
     busy.let_go()
     for unit, future in enumerate((first, second)):
-        assert pair.receiver.verify(KEY, box(unit, 1), future.result(WAIT_S).checksum)
+        assert pair.receiver.verify(KEY, cell_range(unit, 1), future.result(WAIT_S).checksum)
     assert block_bytes(pair.target, [1, 2]) == block_bytes(pair.source, [5, 6])
 
 
 def test_a_cancel_is_proven_when_the_device_has_read(from_device: tuple[Pair, Busy], loop) -> None:
     pair, busy = from_device
     under_way, grant = begin(pair, busy)
-    queued = pair.writer.write(order(KEY, grant, box(1, 1), [6]))
+    queued = pair.writer.write(order(KEY, grant, cell_range(1, 1), [6]))
     assert loop(lambda: pair.writer.cancel(KEY)) is False
     with pytest.raises(TransferError, match="cancelled"):
         queued.result(WAIT_S)
@@ -135,7 +135,7 @@ def test_a_revocation_is_proven_when_the_device_has_written(mode: str, loop) -> 
         busy = Busy(pool_of(pair.lands_in))
         try:
             grant = pair.receiver.open_grant(KEY, landing(pair.lands_in, 1))
-            write = order(KEY, grant, box(0, 1), [5])
+            write = order(KEY, grant, cell_range(0, 1), [5])
 
             def arrives() -> bool:
                 result = pair.writer.write(write).result(WAIT_S)
@@ -191,7 +191,7 @@ def test_a_receiver_that_ends_sees_the_end_when_the_device_has_written() -> None
         try:
             under_way, _ = begin(pair, busy)
             (theirs,) = pair.receiver._writers
-            say_last(theirs.sock)
+            send_goodbye(theirs.sock)
             while not pair.writer.closed:
                 threading.Event().wait(0.001)
             pair.writer._reader.join(0.2)

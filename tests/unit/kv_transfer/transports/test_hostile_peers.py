@@ -33,7 +33,7 @@ from tests.support.kv_transfer.transport_peer import (
     NUM_BLOCKS,
     PAIRING,
     block_views,
-    box,
+    cell_range,
     landing,
     make_region,
     order,
@@ -97,7 +97,7 @@ def test_a_crowd_of_strangers_does_not_close_the_door() -> None:
     [(sender, offer)] = candidates([receiver.offer()], open_senders(source, choice="tcp"))
     writer = sender.connect(offer, PAIRING)
     grant = receiver.open_grant(KEY, landing(target, 1))
-    writer.write(order(KEY, grant, box(0, 1), [5])).result(WAIT_S)
+    writer.write(order(KEY, grant, cell_range(0, 1), [5])).result(WAIT_S)
     strangers[0].settimeout(WAIT_S / 2)
     assert strangers[0].recv(1) == b"", "the oldest made room"
     for stranger in strangers:
@@ -114,7 +114,7 @@ def frame(token: bytes, payload_bytes: int, num_units: int = 1, num_layers: int 
             kind=tcp_frames.FrameKind.WRITE,
             write_id=1,
             token=token,
-            cells=box(0, num_units, num_layers=num_layers),
+            cells=cell_range(0, num_units, num_layers=num_layers),
             payload_bytes=payload_bytes,
         )
     )
@@ -145,7 +145,7 @@ def test_hostile_bytes_end_only_their_connection(tcp, greet: bool, data: bytes) 
         with suppress(ConnectionResetError):
             assert sock.recv(1) == b"", "the receiver hangs up"
     grant = receiver.open_grant(KEY, landing(target, 1))
-    writer.write(order(KEY, grant, box(0, 1), [5])).result(WAIT_S)
+    writer.write(order(KEY, grant, cell_range(0, 1), [5])).result(WAIT_S)
     assert block_bytes(target, [1]) == block_bytes(source, [5])
     assert not any(block_bytes(target, [0, *range(2, NUM_BLOCKS)]))
     writer.close()
@@ -213,7 +213,7 @@ def test_a_receiver_that_stops_reading_fails_the_connection() -> None:
         peer, _ = server.accept()
         writer = TcpWriter(source, [PlainChannel(sock)], PAIRING, stall_s=0.2)
         with pytest.raises(TransferError, match="stalled"):
-            writer.write(order(KEY, bytes(16), box(0, 4096), list(range(4096)), pool_blocks=4096)).result(WAIT_S)
+            writer.write(order(KEY, bytes(16), cell_range(0, 4096), list(range(4096)), pool_blocks=4096)).result(WAIT_S)
         assert writer.closed
         writer.close()
         peer.close()

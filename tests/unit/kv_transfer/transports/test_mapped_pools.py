@@ -1,4 +1,4 @@
-"""`memory` and `shm` with the compiled mover and without: unequal workers; cancels and revocations between pieces."""
+"""`memory` and `shm` with the compiled mover and without: unequal workers; cancels and revocations between bursts."""
 
 import logging
 import random
@@ -52,10 +52,10 @@ def layout(tp: int, block_size: int, head_dim: int = 16) -> KVLayout:
 
 
 @pytest.fixture(params=["compiled", "numpy"])
-def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Moved in small pieces, by one or the other."""
-    monkeypatch.setattr(mover_module, "PIECE_BYTES", 4096)
-    monkeypatch.setattr(region_copy, "PIECE_BYTES", 4096)
+def bursts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Moved in small bursts, by one or the other."""
+    monkeypatch.setattr(mover_module, "BURST_BYTES", 4096)
+    monkeypatch.setattr(region_copy, "BURST_BYTES", 4096)
     if request.param == "numpy":
         for module in (landing_module, in_process, shm_receiver, shm_sender):
             monkeypatch.setattr(module, "load_mover", lambda: None)
@@ -64,7 +64,7 @@ def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.fixture(params=["memory", "shm"])
-def ends(request: pytest.FixtureRequest, pieces: None) -> Iterator[Ends]:
+def ends(request: pytest.FixtureRequest, bursts: None) -> Iterator[Ends]:
     opened = []
 
     def open_ends(pairing: Pairing) -> tuple[KVRegion, KVRegion, KVReceiver, PeerWriter]:
@@ -91,12 +91,12 @@ def blocks(kv: KVLayout, rng: random.Random, tokens: int = NUM_TOKENS) -> tuple[
     return tuple(BlockId(b) for b in rng.sample(range(POOL_TOKENS // kv.block_size), tokens // kv.block_size))
 
 
-def box(pairing: Pairing, **changes: int) -> CellRange:
+def cell_range(pairing: Pairing, **changes: int) -> CellRange:
     whole = CellRange(
         first_layer=0,
         num_layers=NUM_LAYERS,
         first_unit=0,
-        num_units=NUM_TOKENS // pairing.mapping.unit,
+        num_units=NUM_TOKENS // pairing.mapping.unit_tokens,
         first_head=0,
         num_heads=NUM_HEADS,
     )
@@ -119,9 +119,9 @@ def test_unequal_workers_hand_over_what_numpy_would(ends: Ends, source_kv: KVLay
     read = pairing.at_source(0, 0, blocks(source_kv, rng), source.num_blocks)
     placed = pairing.at_destination(0, blocks(target_kv, rng), target.num_blocks)
     grant = receiver.open_grant(KEY, Landing(target, placed, pairing))
-    half = box(pairing).num_units // 2
+    half = cell_range(pairing).num_units // 2
     chunks = [
-        box(pairing, first_layer=layer, num_layers=1, first_unit=unit, num_units=half)
+        cell_range(pairing, first_layer=layer, num_layers=1, first_unit=unit, num_units=half)
         for layer in range(NUM_LAYERS)
         for unit in (0, half)
     ]
@@ -131,8 +131,8 @@ def test_unequal_workers_hand_over_what_numpy_would(ends: Ends, source_kv: KVLay
         assert not receiver.verify(KEY, cells, result.checksum ^ 1)
         assert receiver.verify(KEY, cells, result.checksum)
     expected = np.zeros_like(target.array())
-    numpy_copy.copy(read.copies_to(placed, box(pairing)), source.array(), expected)
-    numpy_copy.copy(placed.fan_out(box(pairing)), expected, expected)
+    numpy_copy.copy(read.run_pairs_to(placed, cell_range(pairing)), source.array(), expected)
+    numpy_copy.copy(placed.fan_out(cell_range(pairing)), expected, expected)
     assert np.array_equal(target.array(), expected)
 
 
@@ -155,7 +155,7 @@ def test_nothing_lands_or_is_read_after_a_proof_in_a_storm(ends: Ends) -> None:
             quiet[key] = threading.Event()
             landing = Landing(target, pairing.at_destination(0, to, target.num_blocks), pairing)
             grant = receiver.open_grant(key, landing)
-            order = WriteOrder(key=key, grant=grant, cells=box(pairing), source=origin)
+            order = WriteOrder(key=key, grant=grant, cells=cell_range(pairing), source=origin)
             futures += [writer.write(order) for _ in range(WRITES)]
         with suppress(TransferError):
             futures[rng.randrange(2 * WRITES)].result(WAIT_S)
@@ -179,7 +179,7 @@ def test_a_cancel_does_not_wait_for_all_that_is_queued(ends: Ends) -> None:
     read = pairing.at_source(0, 0, blocks(kv, rng), source.num_blocks)
     placed = pairing.at_destination(0, blocks(kv, rng), target.num_blocks)
     grant = receiver.open_grant(KEY, Landing(target, placed, pairing))
-    order = WriteOrder(key=KEY, grant=grant, cells=box(pairing), source=read)
+    order = WriteOrder(key=KEY, grant=grant, cells=cell_range(pairing), source=read)
     futures = [writer.write(order) for _ in range(200)]
     assert writer.cancel(replace(KEY, attempt=2))
     assert not futures[-1].done()

@@ -21,7 +21,7 @@ from tandem.errors import TransferError
 from tandem.values.ids import TransferId
 from tests.support.kv_transfer.device_fakes import on_device
 from tests.support.kv_transfer.transport_needs import require
-from tests.support.kv_transfer.transport_peer import PAIRING, block_views, box, landing, make_region, order
+from tests.support.kv_transfer.transport_peer import PAIRING, block_views, cell_range, landing, make_region, order
 
 KEY = TransferKey(transfer_id=TransferId("t"), attempt=1)
 WAIT_S = 20.0
@@ -50,7 +50,7 @@ class Victim:
         self.writer: PeerWriter = sender.connect(offer, PAIRING)
 
     def write(self) -> object:
-        return self.writer.write(order(KEY, self.grant, box(0, MANY), list(range(MANY)), pool_blocks=MANY))
+        return self.writer.write(order(KEY, self.grant, cell_range(0, MANY), list(range(MANY)), pool_blocks=MANY))
 
 
 @contextmanager
@@ -116,7 +116,7 @@ def test_a_broken_communicator_is_replaced(place: Callable[[KVRegion], KVRegion]
     for attempt in (1, 2, 3):
         key = replace(KEY, attempt=attempt)
         grant = receiver.open_grant(key, landing(lands_in, *range(MANY)))
-        chunks.append(order(key, grant, box(0, MANY), list(range(MANY)), pool_blocks=MANY))
+        chunks.append(order(key, grant, cell_range(0, MANY), list(range(MANY)), pool_blocks=MANY))
     writer.write(chunks[0]).result(WAIT_S)
     writer._group.close()
     with pytest.raises(TransferError):

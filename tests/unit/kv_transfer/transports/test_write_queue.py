@@ -8,9 +8,9 @@ from kv_transfer.protocol.messages import TransferKey
 from kv_transfer.transports.write_queue import WriteJob, WriteQueue
 from tandem.errors import TransferError
 from tandem.values.ids import TransferId
-from tests.support.kv_transfer.transport_peer import box, order
+from tests.support.kv_transfer.transport_peer import cell_range, order
 
-ORDER = order(TransferKey(transfer_id=TransferId("t"), attempt=1), b"", box(0, 1), [0])
+ORDER = order(TransferKey(transfer_id=TransferId("t"), attempt=1), b"", cell_range(0, 1), [0])
 WAIT_S = 20.0
 
 

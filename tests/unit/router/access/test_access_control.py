@@ -14,12 +14,12 @@ from pydantic import ValidationError
 from router.access.access_control import AccessControl
 from router.access.api_keys import ApiKeyStore
 from router.access.watched_files import FileWatcher
+from router.admission.rate_limits import RateLimiter
+from router.admission.shared_rate_limits import SharedRateLimits
 from router.http.app import create_app
 from router.http.routing.access_guard import Guard, OperatorPage, operator
 from router.http.routing.route_table import Routes
 from router.http.server.http_server import HttpServer
-from router.tenants.rate_limits import RateLimiter
-from router.tenants.shared_rate_limits import SharedRateLimits
 from tandem.config.access import OperatorAccess, is_shared
 from tandem.config.admission import ApiKey, LimitsConfig
 from tandem.config.cluster import RouterConfig

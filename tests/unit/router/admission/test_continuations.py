@@ -29,7 +29,7 @@ def again(stream: str, *, worker: int = 1, n: int = 1) -> RoutedRequest:
 
 def used(gate: Dispatcher) -> tuple[int, float, int, int]:
     account = gate.queue.admission._limiter._account("a")
-    return account.requests_taken, account.tokens_taken, account.num_inflight, account.num_promised
+    return account.requests_taken, account.tokens_taken, account.usage.num_inflight, account.num_promised
 
 
 async def outcome(gate: Dispatcher, request: RoutedRequest) -> str | None:

@@ -6,8 +6,8 @@ import pytest
 
 from router.admission.cluster_capacity import CapacityPolicy, DrainMeter, InTransit, measure_capacity
 from router.admission.counts import Rejection
+from router.admission.rate_limits import TokenBucket
 from router.admission.types import AdmissionRequest
-from router.tenants.rate_limits import TokenBucket
 from tandem.config.admission import LimitsConfig, TenantLimits
 from tandem.errors import DeadlineExceeded, Overloaded, Unavailable
 from tandem.values.roles import WorkerRole
@@ -339,7 +339,7 @@ def test_a_refusal_by_the_queue_costs_nothing_of_a_limit() -> None:
 
 
 def test_a_bucket_lets_one_request_larger_than_itself_through_when_full() -> None:
-    bucket = TokenBucket(per_minute=60, now_s=0.0)
+    bucket = TokenBucket.full(60, 0.0)
     assert bucket.wait_s(500.0, 0.0) == 0.0
     bucket.consume(500.0, 0.0)
     assert bucket.wait_s(1.0, 0.0) == pytest.approx(441.0)

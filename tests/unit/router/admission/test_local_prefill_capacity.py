@@ -177,9 +177,9 @@ async def test_dispatch_is_told_who_passed(is_local: bool, monkeypatch: pytest.M
     room = LocalPrefillCapacity(most_tokens=1e3, always_tokens=0, slack_tokens=1e6, tokens_per_s=1e3, wait_s=0.0)
     async with gated(FakeWorker("d0"), FakeWorker("p0", role=WorkerRole.PREFILL)) as (gate, core):
         watch = gate.queue.admission._watch
-        look_around = watch.look
+        measure = watch.measure
         if is_local:
-            monkeypatch.setattr(watch, "look", lambda: replace(look_around(), slack_tokens=0.0, local=room))
+            monkeypatch.setattr(watch, "measure", lambda: replace(measure(), slack_tokens=0.0, local=room))
         await collect(gate.generate(routed(LONG_PROMPT)))
         assert core.observed.modes == ["local_cheaper" if is_local else "disaggregated"]
 

@@ -11,10 +11,11 @@ from router.admission.counts import Rejection
 from router.admission.types import AdmissionEntry
 from router.metrics.admission import AdmissionMetrics
 from router.metrics.tenants import MAX_TENANTS, TenantLabels
-from router.types.requests import MAX_PRIORITY
+from router.types.requests import MAX_PRIORITY, ResumePoint
 from tandem.config.admission import LimitsConfig, TenantLimits
 from tandem.errors import Overloaded, RequestTooLarge, Unavailable
 from tandem.v1 import session_pb2 as pb
+from tandem.values.ids import Incarnation
 from tests.support.fake_worker import FakeWorker, Submission, expected_tokens, hold
 from tests.support.router.admission_queues import gated, of
 from tests.support.router.cluster import PROMPT, collect, routed
@@ -52,6 +53,35 @@ async def test_tenants_take_turns() -> None:
         held.give_all()
         await asyncio.gather(first, *tasks)
         assert order == ["a0-0", "b0-0", "a1-0", "b1-0", "a2-0"]
+
+
+async def test_request_beyond_the_bound_of_those_in_flight_waits_for_a_place() -> None:
+    worker = FakeWorker("d0", script=hold)
+    async with gated(worker, running=9, inflight=2) as (gate, core):
+        tasks = [asyncio.create_task(collect(gate.generate(of("a", i)))) for i in range(4)]
+        held = [await worker.submissions.get() for _ in range(2)]
+        assert (gate.queue.admission.num_waiting, core.dispatcher.num_inflight) == (2, 2)
+        for _ in range(2):
+            held.pop().give_all()
+            held.insert(0, await worker.submissions.get())
+            assert core.dispatcher.num_inflight == 2
+        for one in held:
+            one.give_all()
+        await asyncio.gather(*tasks)
+
+
+async def test_drain_that_ran_out_of_time_lets_not_even_promised_streams_in() -> None:
+    async with gated(FakeWorker("d0", script=hold)) as (gate, _):
+        stuck = asyncio.create_task(collect(gate.generate(of("a", 0))))
+        await asyncio.sleep(0)
+        await gate.drain(most_s=0.01)
+        assert gate.queue.admission.num_inflight == 1
+        with pytest.raises(Unavailable, match="draining") as caught:
+            await collect(
+                gate.generate(replace(of("a", 1), resume=(ResumePoint(worker=Incarnation(9), num_tokens=0),)))
+            )
+        assert caught.value.retry_after_s == 1.0
+        stuck.cancel()
 
 
 async def test_a_client_that_leaves_while_it_waits_leaves_nothing() -> None:
@@ -214,7 +244,7 @@ async def test_what_no_worker_took_costs_its_tenant_nothing() -> None:
         with pytest.raises(Unavailable):
             await collect(gate.generate(of("a", 1)))
         account = gate.queue.admission._limiter._account("a")
-        assert (account.requests_taken, account.tokens_taken, account.num_inflight) == (0, 0.0, 0)
+        assert (account.requests_taken, account.tokens_taken, account.usage.num_inflight) == (0, 0.0, 0)
         assert gate.queue.admission._counters.counter("a") == 0.0
         assert "a" not in gate.queue.admission.counts.tenants
         core.assert_idle()

@@ -189,17 +189,6 @@ async def test_without_workers_unavailable_at_once() -> None:
         router.assert_idle()
 
 
-async def test_beyond_the_admission_bound_overloaded() -> None:
-    worker = FakeWorker("d0", script=hold)
-    async with cluster(worker, max_inflight=1) as router:
-        client = asyncio.create_task(collect(router.generate(routed())))
-        await worker.submissions.get()
-        with pytest.raises(Overloaded) as caught:
-            await collect(router.generate(routed(request_id="r2")))
-        assert caught.value.retry_after_s is not None
-        client.cancel()
-
-
 async def test_a_request_id_is_used_once_at_a_time() -> None:
     worker = FakeWorker("d0", script=hold)
     async with cluster(worker) as router:

@@ -8,7 +8,6 @@ from random import Random
 import pytest
 
 from router.__main__ import make_dispatcher
-from router.admission.concurrency_limit import Admission
 from router.dispatch.choices.context import DispatchSettings
 from router.dispatch.dispatcher import Dispatcher
 from router.metrics.router_metrics import RouterMetrics
@@ -101,7 +100,6 @@ class World:
         self.registry = WorkerRegistry(prefix_map=PrefixMap(), clock=clock)
         self.dispatcher = Dispatcher(
             placer=Placer(registry=self.registry, model=CostModel(), rng=Random(1), clock=clock),
-            admission=Admission(max_inflight=8, clock=clock),
             hasher=BlockHasher(SECRET),
             settings=DispatchSettings(rejoin_s=rejoin_s),
             clock=clock,
@@ -180,6 +178,5 @@ def test_the_limit_is_the_one_that_is_configured() -> None:
     config = load(None, {"router.rejoin_s": 7.5})
     registry = WorkerRegistry(prefix_map=PrefixMap(), clock=lambda: 0.0)
     metrics, decisions = RouterMetrics("m"), DecisionLog(1, clock=lambda: 0.0)
-    admission = Admission(max_inflight=1, clock=lambda: 0.0)
-    made = make_dispatcher(config, registry, metrics, SECRET, decisions, admission)
+    made = make_dispatcher(config, registry, metrics, SECRET, decisions)
     assert made._context.settings.rejoin_s == 7.5

@@ -12,6 +12,7 @@ from tandem.values.ids import Incarnation
 from tandem.values.outputs import FinishReason
 from tandem.values.roles import WorkerRole
 from tests.support.fake_worker import FakeWorker, Submission, expected_tokens
+from tests.support.router.admission_queues import gated
 from tests.support.router.cluster import LONG_PROMPT, PROMPT, cluster, collect, routed
 
 LENGTH = 8
@@ -143,11 +144,11 @@ async def test_a_full_router_takes_a_stream_that_goes_on() -> None:
     worker = FakeWorker("d0", script=begun)
     worker.keeps = {"r1-0": whole()}
     async with (
-        cluster(worker, max_inflight=1) as router,
-        aclosing(router.generate(routed(max_tokens=LENGTH))) as former,
+        gated(worker, running=9, inflight=1) as (gate, router),
+        aclosing(gate.generate(routed(max_tokens=LENGTH))) as former,
     ):
         await anext(former)
-        assert await collect(router.generate(continued())) == {0: whole()}
+        assert await collect(gate.generate(continued())) == {0: whole()}
         with pytest.raises(StreamTaken):
             await anext(former)
         await former.aclose()
@@ -156,11 +157,11 @@ async def test_a_full_router_takes_a_stream_that_goes_on() -> None:
 
 async def test_a_continuation_that_is_refused_leaves_the_stream_where_it_was() -> None:
     worker = FakeWorker("d0", script=begun)
-    async with cluster(worker) as router, aclosing(router.generate(routed(max_tokens=LENGTH))) as former:
+    async with gated(worker) as (gate, router), aclosing(gate.generate(routed(max_tokens=LENGTH))) as former:
         await anext(former)
-        router.dispatcher._admission.close()
+        gate.queue.admission.ended = True
         with pytest.raises(Unavailable, match="draining"):
-            await collect(router.generate(continued()))
+            await collect(gate.generate(continued()))
         (submission,) = [worker.submissions.get_nowait()]
         submission.give(whole()[2:], first_index=2, finish=FinishReason.LENGTH)
         assert [t.token_id for delta in [d async for d in former] for t in delta.tokens] == whole()[2:]

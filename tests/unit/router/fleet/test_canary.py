@@ -146,16 +146,6 @@ async def test_a_canary_asks_each_worker_for_one_token_and_is_not_counted() -> N
         router.assert_idle()
 
 
-async def test_no_room_at_the_router_says_nothing_of_a_worker() -> None:
-    held = FakeWorker("d0", script=hold)
-    async with cluster(held, max_inflight=1) as router, _canary(router) as (canary, readiness):
-        client = asyncio.create_task(collect(router.generate(routed())))
-        await held.submissions.get()
-        await canary.ask(router.registry.snapshots()[0].info.key)
-        assert readiness.not_ready_reason() is None
-        client.cancel()
-
-
 async def test_a_fault_is_logged_and_workers_are_asked_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
     async with cluster(FakeWorker("d0")) as router, _canary(router) as (canary, _):
         generate, asked = router.dispatcher.generate, asyncio.Event()

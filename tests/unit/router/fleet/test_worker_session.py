@@ -245,9 +245,9 @@ class _EndingCall:
     ("messages", "level", "text"),
     [
         (
-            [pb.WorkerMessage(draining=pb.Draining(reason="the worker was told to stop"))],
+            [pb.WorkerMessage(draining=pb.Draining(reason="the worker is stopping"))],
             "INFO",
-            "worker d0 left: the worker has drained: the worker was told to stop",
+            "worker d0 left: the worker has drained: the worker is stopping",
         ),
         ([], "WARNING", "worker d0 left: the worker closed the session without announcing a drain"),
     ],

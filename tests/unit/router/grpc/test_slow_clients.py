@@ -84,7 +84,7 @@ async def test_the_deadline_ends_a_request_whose_client_reads_nothing() -> None:
             submission.give([5] * 8, first_index=start)
 
     worker = FakeWorker("d0", script=flood)
-    async with cluster(worker, max_inflight=2) as core, door(parts, core.dispatcher) as stub:
+    async with cluster(worker) as core, door(parts, core.dispatcher) as stub:
         sampling = common_pb2.SamplingParams(max_tokens=450, ignore_eos=True)
         calls = [stub.Generate(pb.GenerateRequest(prompt="a", n=8, sampling=sampling)) for _ in range(2)]
         submissions = [await worker.submissions.get() for _ in range(16)]

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from router.host_peers.exchange import HostPeerExchange
 from router.metrics.merge import merge
 from router.metrics.router_metrics import RouterMetrics
-from router.siblings.exchange import SiblingExchange
 
 MODEL = {"model_name": "m", "engine": "router"}
 
@@ -79,11 +79,11 @@ async def test_what_cannot_be_read_is_left_out(tmp_path: Path, text: bytes, capl
         merge([counted(1, ttft_s=0.5).render(), text])
     own = counted(4, ttft_s=0.1).render()
     async with (
-        SiblingExchange(tmp_path, index=0, render=lambda: own) as one,
-        SiblingExchange(tmp_path, index=1, render=lambda: text),
+        HostPeerExchange(tmp_path, index=0, render=lambda: own) as one,
+        HostPeerExchange(tmp_path, index=1, render=lambda: text),
     ):
         assert await one.figures() == own
-    assert "figures of another router process cannot be read" in caplog.text
+    assert "metrics of another router process cannot be read" in caplog.text
 
 
 def test_labels_may_hold_what_separates_words() -> None:
@@ -95,9 +95,9 @@ async def test_whoever_is_asked_tells_of_all(tmp_path: Path) -> None:
     rendered = [counted(number, ttft_s=0.1).render() for number in (1, 2, 3)]
     (tmp_path / "router-9.sock").touch()  # of one that has died
     async with (
-        SiblingExchange(tmp_path, index=0, render=lambda: rendered[0]) as first,
-        SiblingExchange(tmp_path, index=1, render=lambda: rendered[1]),
-        SiblingExchange(tmp_path, index=2, render=lambda: rendered[2]) as third,
+        HostPeerExchange(tmp_path, index=0, render=lambda: rendered[0]) as first,
+        HostPeerExchange(tmp_path, index=1, render=lambda: rendered[1]),
+        HostPeerExchange(tmp_path, index=2, render=lambda: rendered[2]) as third,
     ):
         for one in (first, third):
             text = await one.figures()
@@ -107,7 +107,7 @@ async def test_whoever_is_asked_tells_of_all(tmp_path: Path) -> None:
 
 
 async def test_one_that_does_not_answer_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.siblings.exchange.ANSWER_S", 0.05)
+    monkeypatch.setattr("router.host_peers.exchange.ANSWER_S", 0.05)
     left = asyncio.Event()
 
     async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -116,7 +116,7 @@ async def test_one_that_does_not_answer_is_left_out(tmp_path: Path, monkeypatch:
         left.set()
 
     silent = await asyncio.start_unix_server(say_nothing, tmp_path / "router-1.sock")
-    async with SiblingExchange(tmp_path, index=0, render=counted(4, ttft_s=0.1).render) as one:
+    async with HostPeerExchange(tmp_path, index=0, render=counted(4, ttft_s=0.1).render) as one:
         text = await one.figures()
     assert value(text, "vllm:request_success_total", **MODEL, finished_reason="stop") == 4
     await left.wait()

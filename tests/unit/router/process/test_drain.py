@@ -11,6 +11,7 @@ import grpc.aio
 import httpx
 import pytest
 
+from router.dispatch.admission_queue import AdmissionQueue
 from router.grpc.server import GrpcServer, build_server
 from router.http.app import create_app
 from router.http.server.http_server import HttpServer
@@ -19,7 +20,8 @@ from router.process.drain import PortTakeover, drain
 from tandem.v1 import inference_pb2 as pb
 from tandem.v1.inference_pb2_grpc import InferenceStub
 from tests.support.fake_worker import FakeWorker, Submission, hold
-from tests.support.router.cluster import Cluster, cluster
+from tests.support.router.admission_queues import gated
+from tests.support.router.cluster import Cluster
 from tests.support.router.servers import fakes
 
 BODY = {"prompt": "a", "max_tokens": 4}
@@ -34,6 +36,7 @@ class _Router:
     """Both doors over a real dispatcher."""
 
     core: Cluster
+    queue: AdmissionQueue
     http: HttpServer
     rpc: GrpcServer
     client: httpx.AsyncClient
@@ -43,7 +46,7 @@ class _Router:
         return await self.client.post(f"http://127.0.0.1:{self.http.port}/v1/completions", json=BODY)
 
     async def drain(self, drain_s: float, *, leaves_to: PortTakeover = PortTakeover.NOBODY) -> None:
-        await drain(self.core.dispatcher, self.http, self.rpc, drain_s=drain_s, leaves_to=leaves_to)
+        await drain(self.queue, self.http, self.rpc, drain_s=drain_s, leaves_to=leaves_to)
 
 
 @asynccontextmanager
@@ -51,16 +54,16 @@ async def _router(worker: FakeWorker) -> AsyncIterator[_Router]:
     parts = fakes.make_doors(fakes.make_tokenizer())
     # Deadlines are on dispatch's clock.
     parts.frontend.clock = asyncio.get_running_loop().time
-    async with cluster(worker) as core:
-        app = create_app(parts.frontend, core.dispatcher, parts.ready, parts.config, parts.metrics)
-        server = build_server(parts.frontend, core.dispatcher, parts.config, parts.metrics)
+    async with gated(worker, running=100) as (queue, core):
+        app = create_app(parts.frontend, queue, parts.ready, parts.config, parts.metrics)
+        server = build_server(parts.frontend, queue, parts.config, parts.metrics)
         async with (
             HttpServer(app, host="127.0.0.1", port=0, grace_s=60.0) as http,
             GrpcServer(server, host="127.0.0.1", port=0, grace_s=60.0) as rpc,
             httpx.AsyncClient(trust_env=False, timeout=60.0) as client,
             grpc.aio.insecure_channel(f"127.0.0.1:{rpc.port}") as channel,
         ):
-            yield _Router(core, http, rpc, client, InferenceStub(channel))
+            yield _Router(core, queue, http, rpc, client, InferenceStub(channel))
 
 
 async def test_draining_doors_refuse_at_once_and_finish_what_runs() -> None:

@@ -129,7 +129,7 @@ def test_a_time_without_workers_says_nothing_of_how_fast_the_queue_drains() -> N
     desk = Desk()
     desk.workers, desk.is_due = [], True
     desk.ask()
-    rate = desk.admission._forecast.rate(desk.admission._watch.look())
+    rate = desk.admission._forecast.rate(desk.admission._watch.measure())
     desk.now_s += 9.0
     desk.admission.hopeless()
-    assert desk.admission._forecast.rate(desk.admission._watch.look()) == pytest.approx(rate)
+    assert desk.admission._forecast.rate(desk.admission._watch.measure()) == pytest.approx(rate)

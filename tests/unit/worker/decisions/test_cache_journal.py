@@ -115,10 +115,10 @@ def test_a_lost_board_is_written_again_and_a_true_one_is_not() -> None:
     journal.restart(0, [name(1)])
     journal.written(journal.next_write())
     there = Footprint(next_sequence=0, state_sequence=0, num_entries=0)
-    assert journal.seen(there)
+    assert journal.on_read(there)
     assert journal.next_write() is None
     for lost in (None, Footprint(next_sequence=5, state_sequence=0, num_entries=1)):
-        assert not journal.seen(lost)
+        assert not journal.on_read(lost)
         write = journal.next_write()
         assert write is not None
         assert write.is_fresh
@@ -131,7 +131,7 @@ def test_whoever_had_read_everything_reads_on_when_the_board_was_lost() -> None:
     journal.written(journal.next_write())
     for first, count, is_told in ((0, 3, True), (3, 20_000, False)):
         journal.apply(first, stored(*range(100 + first, 100 + first + count)))
-        assert not journal.seen(None)
+        assert not journal.on_read(None)
         write = journal.next_write()
         assert write is not None
         assert write.is_fresh
@@ -156,7 +156,7 @@ def test_a_write_in_doubt_is_settled_by_what_is_there() -> None:
         journal.doubt()
         assert journal.is_in_doubt
         assert journal.next_write() is None
-        assert journal.seen(board.found())
+        assert journal.on_read(board.found())
         assert not journal.is_in_doubt
         again = journal.next_write()
         assert (again is None) == happened
@@ -202,7 +202,7 @@ class Life:
         self.change(self.rng.randrange(4))
         self.suffer()
         if self.rng.random() < 0.3 or self.journal.is_in_doubt:
-            self.journal.seen(self.board.found())
+            self.journal.on_read(self.board.found())
         if (write := self.journal.next_write()) is not None:
             self.try_to(write)
 
@@ -237,7 +237,7 @@ class Life:
     def settle(self) -> None:
         """Redis is well again: two looks, a second apart."""
         for _ in range(2):
-            self.journal.seen(self.board.found())
+            self.journal.on_read(self.board.found())
             while (write := self.journal.next_write()) is not None:
                 self.board.write(write)
                 self.journal.written(write)

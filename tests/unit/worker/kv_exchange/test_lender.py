@@ -124,7 +124,7 @@ async def test_what_is_not_here_is_refused(bench: Bench) -> None:
 
 
 async def test_a_worker_that_only_lends_computes_for_nobody(bench: Bench) -> None:
-    with pytest.raises(InvalidRequest, match="only lends"):
+    with pytest.raises(InvalidRequest, match="only serves fetches"):
         await OutgoingTransfers(bench.lender).submit(job(fetch=False, token_ids=PROMPT))
 
 

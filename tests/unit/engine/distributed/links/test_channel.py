@@ -85,5 +85,5 @@ def test_a_silent_peer_is_waited_for_only_so_long(ends) -> None:
     near.set_timeout(0.01)
     with pytest.raises(RankLost, match="rank 1 does not answer"):
         near.receive()
-    with pytest.raises(RankLost, match="rank 1 does not listen"):
+    with pytest.raises(RankLost, match="rank 1 does not accept messages"):
         near.send(ChannelKind.STEP, bytes(1 << 22))

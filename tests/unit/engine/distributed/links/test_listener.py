@@ -64,13 +64,13 @@ def door(given: NodeGroup, desk: HeartbeatServer) -> Iterator[NodeListener]:
 
 
 @pytest.fixture
-def turned_away() -> Iterator[threading.Semaphore]:
-    """One more whenever a door says that it has turned somebody away."""
+def rejected() -> Iterator[threading.Semaphore]:
+    """Released once for each connection that a listener rejects."""
     told = threading.Semaphore(0)
 
     class Told(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if "is turned away" in record.getMessage():
+            if record.getMessage().startswith("rejected "):
                 told.release()
 
     watcher = Told()
@@ -146,14 +146,14 @@ def test_what_others_say_of_the_group_must_agree(door: NodeListener, given: Node
 
 
 def test_ranks_of_another_revision_knock_until_their_own_group_is_there(
-    given: NodeGroup, desk: HeartbeatServer, turned_away: threading.Semaphore
+    given: NodeGroup, desk: HeartbeatServer, rejected: threading.Semaphore
 ) -> None:
     door = NodeListener(replace(given, revision="new"), desk.serve)
     old = replace(given, revision="old")
     for other in (old, replace(old, size=6)):  # the roll-out may be of another size
         with pytest.raises(RankLost):
             joining._come(other, 2, None, other.open_tls())
-        assert turned_away.acquire(timeout=WAIT_S)
+        assert rejected.acquire(timeout=WAIT_S)
     for known in ("new", ""):  # nobody may have said it
         same = Guests(replace(given, revision=known))
         assert same.connect(2, Purpose.STEPS)
@@ -164,7 +164,7 @@ def test_ranks_of_another_revision_knock_until_their_own_group_is_there(
 def test_ranks_that_run_another_tandem_knock_until_they_run_the_same(
     door: NodeListener,
     given: NodeGroup,
-    turned_away: threading.Semaphore,
+    rejected: threading.Semaphore,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     old = JoiningRank(rank=2, size=4, num_nodes=2, purpose=Purpose.STEPS, software="1.9")
@@ -173,7 +173,7 @@ def test_ranks_that_run_another_tandem_knock_until_they_run_the_same(
     monkeypatch.setattr(joining, "installed", lambda: "1.9")
     with pytest.raises(RankLost):
         joining._come(given, 2, None, given.open_tls())
-    assert turned_away.acquire(timeout=WAIT_S)
+    assert rejected.acquire(timeout=WAIT_S)
     for known in ("2.0", ""):  # a checkout does not tell
         monkeypatch.setattr(joining, "installed", lambda known=known: known)
         link = joining._come(given, 2 if known else 3, None, given.open_tls())
@@ -192,8 +192,8 @@ def test_another_secret_opens_nothing_and_ends_nobody(door: NodeListener, given:
     [
         (ChannelKind.CHALLENGE, b'{"nonce": "00", "proof": "00"}', "does not know this cluster's secret"),
         (ChannelKind.CHALLENGE, b'{"nonce": "\\ud800", "proof": "\xc3\xa9"}', "does not know this cluster's secret"),
-        (ChannelKind.CHALLENGE, b"[" * 4000, "a greeting is not understood"),
-        (ChannelKind.REFUSED, b"go home", "refused by who has proven nothing"),
+        (ChannelKind.CHALLENGE, b"[" * 4000, "malformed handshake message"),
+        (ChannelKind.REFUSED, b"go home", "rejected by an unauthenticated peer"),
     ],
 )
 def test_who_answers_in_the_leaders_place_is_not_believed_and_ends_nobody(
@@ -223,12 +223,12 @@ def test_who_answers_in_the_leaders_place_is_not_believed_and_ends_nobody(
     ],
 )
 def test_nonsense_is_turned_away_with_a_word(
-    kind: ChannelKind, said: bytes, given: NodeGroup, desk: HeartbeatServer, turned_away: threading.Semaphore
+    kind: ChannelKind, said: bytes, given: NodeGroup, desk: HeartbeatServer, rejected: threading.Semaphore
 ) -> None:
     door = NodeListener(replace(given, tls=None), desk.serve)
     with socket.create_connection((given.host, given.port)) as sock:
         RankChannel(sock, "door", carries_descriptors=False).send(kind, said)
-        assert turned_away.acquire(timeout=WAIT_S)
+        assert rejected.acquire(timeout=WAIT_S)
     door.close()
 
 
@@ -257,7 +257,7 @@ def test_who_stands_between_with_a_certificate_but_no_secret_is_noticed(
         server.settimeout(WAIT_S)
         between = threads.submit(pass_on, server)
         there = replace(given, port=server.getsockname()[1])
-        with pytest.raises(RankLost, match="does not know this cluster's secret, or somebody stands before it"):
+        with pytest.raises(RankLost, match="does not know this cluster's secret, or the connection is intercepted"):
             joining._connect(there, 2, None, there.open_tls(), Purpose.STEPS, "")
         between.result(timeout=WAIT_S)
 
@@ -306,14 +306,14 @@ def test_who_has_no_certificate_of_the_authority_is_turned_away(
     door: NodeListener,
     given: NodeGroup,
     tmp_path: Path,
-    turned_away: threading.Semaphore,
+    rejected: threading.Semaphore,
 ) -> None:
     other = tmp_path / "other"
     other.mkdir()
     tls = Authority().issue(other) if stranger == "another authority" else None
     with pytest.raises((OSError, RankLost)):
         joining._come(replace(given, tls=tls), 2, None, replace(given, tls=tls).open_tls())
-    assert turned_away.acquire(timeout=WAIT_S)
+    assert rejected.acquire(timeout=WAIT_S)
     guests.come(2, 3)
     assert sorted(guests.gathered(door)) == [2, 3], "who belongs here came in all the same"
 
@@ -352,7 +352,7 @@ def test_a_rank_that_goes_before_all_are_there_ends_the_wait(
 
 def test_ranks_that_do_not_come_are_named(guests: Guests, given: NodeGroup, desk: HeartbeatServer) -> None:
     door = NodeListener(replace(given, join_s=0.0), desk.serve)
-    with pytest.raises(RankLost, match="ranks 2, 3 have not come within 0 s"):
+    with pytest.raises(RankLost, match="ranks 2, 3 have not joined within 0 s"):
         guests.gathered(door)
     door.close()
 
@@ -369,7 +369,7 @@ def test_what_is_said_in_the_clear_stays_on_this_machine(given: NodeGroup) -> No
 def test_a_group_has_as_many_ranks_on_each_node(given: NodeGroup) -> None:
     assert list(given.ranks_of(1)) == list(given.elsewhere) == [2, 3]
     for node in (0, 2):
-        with pytest.raises(ConfigError, match=f"there is no node {node}"):
+        with pytest.raises(ConfigError, match=rf"node must be in \[1, 1\], got {node}"):
             given.ranks_of(node)
     with pytest.raises(ConfigError, match="5 ranks cannot be spread evenly over 2 nodes"):
         replace(given, size=5)

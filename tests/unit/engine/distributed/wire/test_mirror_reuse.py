@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.distributed.wire.mirror_state import MirrorBook
+from engine.distributed.wire.mirror_state import MirrorState
 from tests.unit.engine.distributed.wire.test_mirror_state import BLOCK_SIZE, NUM_BLOCKS, step
 
 
@@ -25,7 +25,7 @@ class Pool:
     """Both sides of one pool, whose free blocks are reused last in, first out."""
 
     def __init__(self) -> None:
-        self.book = MirrorBook(NUM_BLOCKS)
+        self.book = MirrorState(NUM_BLOCKS)
         self.here = [[0] * BLOCK_SIZE for _ in range(NUM_BLOCKS)]
         self.there = [[0] * BLOCK_SIZE for _ in range(NUM_BLOCKS)]
         # Block 0 stands behind every row's end, and is a block as well.
@@ -39,7 +39,7 @@ class Pool:
         """Blocks for a transfer."""
         taken = [self.free.pop() for _ in range(min(1 + number % 3, len(self.free)))]
         if taken:
-            self.book.comes(taken)
+            self.book.mark_received(taken)
             self.transfers.append(Owner(taken))
 
     def land(self, number: int) -> None:
@@ -82,7 +82,7 @@ class Pool:
         """A peer reads a sequence, here."""
         if self.sequences:
             owner = self.sequences[number % len(self.sequences)]
-            for block in self.book.leaves(owner.table).tolist():
+            for block in self.book.stale(owner.table).tolist():
                 self.here[block] = list(self.there[block])
             assert self.read(self.here, owner) == owner.cells
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.distributed.wire import mirror_state
-from engine.distributed.wire.mirror_state import MirrorBook
+from engine.distributed.wire.mirror_state import MirrorState
 from engine.types.step_inputs import StepInputs
 
 NUM_BLOCKS = 8
@@ -48,7 +48,7 @@ class Sides:
         self.here = dict.fromkeys(range(NUM_BLOCKS), 0)
         self.there = dict.fromkeys(range(NUM_BLOCKS), 0)
         self.last = dict.fromkeys(range(NUM_BLOCKS), 0)
-        self.book = MirrorBook(NUM_BLOCKS)
+        self.book = MirrorState(NUM_BLOCKS)
         self.now = 0
 
     def write(self, side: dict[int, int], block: int) -> None:
@@ -68,11 +68,11 @@ def test_who_reads_a_block_reads_what_was_written_last(done: list[tuple]) -> Non
     sides = Sides()
     for kind, table, *more in done:
         if kind == "comes":
-            sides.book.comes(table)
+            sides.book.mark_received(table)
             for block in table:
                 sides.write(sides.here, block)
         elif kind == "leaves":
-            for block in sides.book.leaves(table).tolist():
+            for block in sides.book.stale(table).tolist():
                 sides.here[block] = sides.there[block]
             assert [block for block in table if sides.here[block] != sides.last[block]] == []
         elif kind == "step":
@@ -90,12 +90,12 @@ def test_who_reads_a_block_reads_what_was_written_last(done: list[tuple]) -> Non
 
 
 def test_nothing_is_copied_twice_and_nothing_that_nobody_reads() -> None:
-    book = MirrorBook(NUM_BLOCKS)
-    book.comes([2, 3, 0])
+    book = MirrorState(NUM_BLOCKS)
+    book.mark_received([2, 3, 0])
     assert book.step(step([2, 5], 2, 4)).tolist() == [2], "3 is read by nobody, 0 only fills the row"
     assert book.step(step([2, 5], 6, 1)).tolist() == []
-    assert book.leaves([2, 5, 3]).tolist() == [2, 5]
-    assert book.leaves([2, 5, 3]).tolist() == []
+    assert book.stale([2, 5, 3]).tolist() == [2, 5]
+    assert book.stale([2, 5, 3]).tolist() == []
     assert book.step(step([3], 0, 1)).tolist() == [3]
 
 
@@ -108,16 +108,16 @@ def test_a_step_sorts_only_what_it_must_take_there(monkeypatch: pytest.MonkeyPat
         return unique(values)
 
     monkeypatch.setattr(mirror_state.np, "unique", counted)
-    book = MirrorBook(NUM_BLOCKS)
-    book.comes([3])
+    book = MirrorState(NUM_BLOCKS)
+    book.mark_received([3])
     assert book.step(step([1, 2, 4, 5], 12, 4)).tolist() == []
     assert book.step(step([1, 3], 4, 4)).tolist() == [3]
     assert sorted_sizes == [0, 1]
 
 
 def test_what_is_written_over_before_anybody_reads_it_is_forgotten() -> None:
-    book = MirrorBook(NUM_BLOCKS)
-    book.comes([2, 3])
+    book = MirrorState(NUM_BLOCKS)
+    book.mark_received([2, 3])
     book.step(step([0], 0, 1, loads=[(5, 3)]))
     assert book.num_newer_here == 1
     book.step(step([0], 0, 1, copies=[(0, 2)]))

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from engine.distributed.wire.mirrored_blocks import content, decode_blocks, encode_blocks, put
+from engine.distributed.wire.mirrored_blocks import decode_blocks, encode_blocks, read_blocks, write_blocks
 from tandem.errors import InvariantError
 
 
@@ -15,8 +15,8 @@ def planes() -> np.ndarray:
 def test_blocks_arrive_as_they_left(blocks: list[int]) -> None:
     source, target = planes(), np.zeros((3, 10, 8), dtype=np.uint8)
     wanted = np.array(blocks, dtype=np.int64)
-    found, data = decode_blocks(memoryview(encode_blocks(wanted) + content(source, wanted)), num_blocks=10)
-    put(target, found, data)
+    found, data = decode_blocks(memoryview(encode_blocks(wanted) + read_blocks(source, wanted)), num_blocks=10)
+    write_blocks(target, found, data)
     assert found.tolist() == blocks
     assert (target[:, wanted] == source[:, wanted]).all()
     assert not target[:, np.setdiff1d(np.arange(10), wanted)].any()
@@ -40,4 +40,4 @@ def test_what_is_no_list_of_blocks_is_refused(data: bytes) -> None:
 
 def test_blocks_of_another_size_are_refused() -> None:
     with pytest.raises(InvariantError, match="are not 2 blocks"):
-        put(planes(), np.array([1, 2]), memoryview(bytes(7)))
+        write_blocks(planes(), np.array([1, 2]), memoryview(bytes(7)))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kv_transfer.layout.pairing import Pairing
-from kv_transfer.layout.runs import Copy
+from kv_transfer.layout.runs import RunPair
 from kv_transfer.memory import departure
 from kv_transfer.memory.checksum import crc32
 from kv_transfer.memory.departure import Departure
@@ -35,7 +35,7 @@ class LateAgent:
 
     def __init__(self, _name: str, memory: memoryview, *, loopback: bool) -> None:
         self._memory = memory
-        self._posted: deque[Sequence[Copy]] = deque()
+        self._posted: deque[Sequence[RunPair]] = deque()
         self.num_posted = 0
         self.closed = False
         self.on_wait = lambda: None
@@ -43,7 +43,7 @@ class LateAgent:
     def meet(self, *_: object) -> None:
         pass
 
-    def post(self, copies: Sequence[Copy], _grain: int) -> int:
+    def post(self, copies: Sequence[RunPair], _grain: int) -> int:
         self._posted.append(list(copies))
         self.num_posted += 1
         return self.num_posted
@@ -109,8 +109,8 @@ class Ends:
     params=[("bfloat16", "int8", "int8"), ("float32", "int8", "int8"), ("bfloat16", "fp8_e4m3", "fp8_e4m3")]
 )
 def ends(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
-    monkeypatch.setattr(departure, "MAX_CONVERTED_BYTES", 1000)  # several slabs in a chunk, cut within a layer
-    monkeypatch.setattr(nixl_sender, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(departure, "MAX_CONVERTED_BYTES", 1000)  # several parts in a chunk, cut within a layer
+    monkeypatch.setattr(nixl_sender, "BURST_BYTES", 1000)
     monkeypatch.setattr(nixl_sender, "BOUNCE_BYTES", 8000)  # the ring goes round many times
     made = Ends(*request.param, monkeypatch)
     yield made
@@ -126,7 +126,7 @@ def test_what_lands_is_what_was_converted_though_it_leaves_late(ends: Ends) -> N
     assert ends.agent.num_posted > 16
 
 
-def test_the_lock_is_free_between_two_slabs(ends: Ends) -> None:
+def test_the_lock_is_free_between_two_parts(ends: Ends) -> None:
     """So that a cancel waits for no more than one, and what comes after it is not converted."""
     seen: list[bool] = []
 

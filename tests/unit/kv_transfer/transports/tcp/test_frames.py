@@ -19,14 +19,22 @@ from kv_transfer.memory.landing import Landing
 from kv_transfer.memory.region import KVRegion
 from kv_transfer.protocol.messages import TransferKey
 from kv_transfer.transports.tcp import frames as tcp_frames
+from kv_transfer.transports.tcp.bursts import MAX_VIEWS, bursts, drop_moved
 from kv_transfer.transports.tcp.frames import ANSWER_BYTES, FrameHeader, FrameKind
-from kv_transfer.transports.tcp.pieces import MAX_VIEWS, drop_moved, pieces
 from kv_transfer.transports.tcp.receiver import TcpReceiver
 from kv_transfer.transports.tcp.sender import TcpSender
 from kv_transfer.transports.tcp.settings import TcpSettings
 from tandem.errors import TransferError
 from tandem.values.ids import TransferId
-from tests.support.kv_transfer.transport_peer import LAYOUT, PAIRING, block_views, box, landing, make_region, order
+from tests.support.kv_transfer.transport_peer import (
+    LAYOUT,
+    PAIRING,
+    block_views,
+    cell_range,
+    landing,
+    make_region,
+    order,
+)
 
 KEY = TransferKey(transfer_id=TransferId("t"), attempt=1)
 WAIT_S = 20.0
@@ -53,7 +61,7 @@ def write(token: bytes, number: int, cells: CellRange) -> bytes:
 
 
 def one_layer(layer: int) -> CellRange:
-    return box(0, 1, first_layer=layer, num_layers=1)
+    return cell_range(0, 1, first_layer=layer, num_layers=1)
 
 
 def dial(receiver: TcpReceiver) -> socket.socket:
@@ -140,7 +148,7 @@ def test_frames_count_once_and_in_order(
 def test_a_payload_of_another_size_than_its_cells_is_refused(receiver: TcpReceiver, target: KVRegion) -> None:
     token = receiver.open_grant(KEY, landing(target, 3))
     with dial(receiver) as sock:
-        sock.sendall(write(token, 1, box(0, 1)))
+        sock.sendall(write(token, 1, cell_range(0, 1)))
         assert_hung_up(sock)
     assert not any(target.buffer)
 
@@ -168,7 +176,7 @@ def test_a_sender_takes_answers_once_and_in_order(answers: list[tuple[FrameKind,
         thread.start()
         writer = TcpSender(source, settings=TcpSettings(streams=1)).connect(advert, PAIRING)
         thread.join()
-        future = writer.write(order(KEY, bytes(16), box(0, 1), [2]))
+        future = writer.write(order(KEY, bytes(16), cell_range(0, 1), [2]))
         accepted[0].recv(tcp_frames.HEADER_BYTES + LAYOUT.block_bytes, socket.MSG_WAITALL)
         for kind, number in answers:
             accepted[0].sendall(tcp_frames.pack_answer(kind, number))
@@ -190,14 +198,14 @@ def test_pieces_are_the_same_bytes_in_bounded_groups() -> None:
         cuts = sorted(rng.sample(range(1, len(data)), min(len(data) - 1, rng.randrange(40))))
         views = [data[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(data)], strict=True)]
         limit = rng.choice([1, 7, 100, 1000, 10_000])
-        groups = list(pieces(views, limit))
+        groups = list(bursts(views, limit))
         assert b"".join(view for group in groups for view in group) == data
         assert all(0 < sum(map(len, group)) <= limit for group in groups)
 
 
 def test_pieces_have_no_more_views_than_the_kernel_takes() -> None:
     data = memoryview(bytes(3 * MAX_VIEWS + 5))
-    groups = list(pieces([data[i : i + 1] for i in range(len(data))], 1 << 20))
+    groups = list(bursts([data[i : i + 1] for i in range(len(data))], 1 << 20))
     assert [len(group) for group in groups] == [MAX_VIEWS] * 3 + [5]
 
 
@@ -207,9 +215,9 @@ def test_what_is_taken_from_pieces_is_checksummed_once() -> None:
         data = memoryview(rng.randbytes(rng.randrange(1, 3000)))
         views = [data[i : i + 97] for i in range(0, len(data), 97)]
         value = 0
-        for piece in pieces(views, rng.choice([50, 97, 500, 4000])):
-            while piece:
-                value = drop_moved(piece, rng.randint(1, sum(map(len, piece))), value)
+        for burst in bursts(views, rng.choice([50, 97, 500, 4000])):
+            while burst:
+                value = drop_moved(burst, rng.randint(1, sum(map(len, burst))), value)
         assert value == zlib.crc32(data)
 
 
@@ -236,17 +244,17 @@ def test_what_landed_is_not_read_again_to_verify_it(
     source = make_region(seed=3)
     writer = TcpSender(source).connect(receiver.offer(), PAIRING)
     token = receiver.open_grant(KEY, landing(target, 4, 9))
-    result = writer.write(order(KEY, token, box(0, 2), [2, 3])).result(WAIT_S)
+    result = writer.write(order(KEY, token, cell_range(0, 2), [2, 3])).result(WAIT_S)
 
     def read_again(_views: object) -> int:
         raise AssertionError("read again")
 
     monkeypatch.setattr("kv_transfer.memory.landing.checksum_of", read_again)
-    assert receiver.verify(KEY, box(0, 2), result.checksum)
+    assert receiver.verify(KEY, cell_range(0, 2), result.checksum)
     other = TransferKey(transfer_id=TransferId("other"), attempt=1)
     token = receiver.open_grant(other, landing(target, 4, 9))
-    result = writer.write(order(other, token, box(0, 2), [2, 3])).result(WAIT_S)
-    assert not receiver.verify(other, box(0, 2), result.checksum ^ 1)
+    result = writer.write(order(other, token, cell_range(0, 2), [2, 3])).result(WAIT_S)
+    assert not receiver.verify(other, cell_range(0, 2), result.checksum ^ 1)
     writer.close()
     os.close(source.fd)
     assert isinstance(landing(target, 4), Landing)
@@ -260,7 +268,7 @@ def test_cells_are_written_once_unless_they_are_found_damaged(receiver: TcpRecei
     token = receiver.open_grant(KEY, landing(target, 4, 9))
 
     def write(*blocks: int) -> int:
-        return writer.write(order(KEY, token, box(0, 2), list(blocks))).result(WAIT_S).checksum
+        return writer.write(order(KEY, token, cell_range(0, 2), list(blocks))).result(WAIT_S).checksum
 
     def assert_refused() -> None:
         with pytest.raises(TransferError, match="refused"):
@@ -268,10 +276,10 @@ def test_cells_are_written_once_unless_they_are_found_damaged(receiver: TcpRecei
 
     first = write(2, 3)
     assert_refused()
-    assert not receiver.verify(KEY, box(0, 2), first ^ 1)
+    assert not receiver.verify(KEY, cell_range(0, 2), first ^ 1)
     assert write(2, 3) == first
     assert_refused()
-    assert receiver.verify(KEY, box(0, 2), first)
+    assert receiver.verify(KEY, cell_range(0, 2), first)
     assert_refused()
     writer.close()
     assert b"".join(block_views(target, [4, 9])) == b"".join(block_views(source, [2, 3]))

@@ -14,7 +14,7 @@ from kv_transfer.transports.tcp import frames as tcp_frames
 from kv_transfer.transports.tcp.frames import FrameHeader, FrameKind
 from kv_transfer.transports.tcp.receiver import TcpReceiver
 from tandem.values.ids import TransferId
-from tests.support.kv_transfer.transport_peer import LAYOUT, block_views, box, landing, make_region
+from tests.support.kv_transfer.transport_peer import LAYOUT, block_views, cell_range, landing, make_region
 
 KEY = TransferKey(transfer_id=TransferId("t"), attempt=1)
 SIZE = LAYOUT.layer_block_bytes
@@ -43,7 +43,7 @@ def test_a_frame_counts_on_its_own_stream_only(tcp, name: int, index: int) -> No
     target, receiver = tcp
     token, payload = receiver.open_grant(KEY, landing(target, 3)), os.urandom(SIZE)
     header = FrameHeader(
-        kind=FrameKind.WRITE, write_id=1, token=token, cells=box(0, 1, num_layers=1), payload_bytes=SIZE
+        kind=FrameKind.WRITE, write_id=1, token=token, cells=cell_range(0, 1, num_layers=1), payload_bytes=SIZE
     )
     frame = tcp_frames.pack_header(header, tcp_frames.seed_of(7, 0))
     with stream(receiver, 7, 0) as first, stream(receiver, name, index) as second:

@@ -11,17 +11,17 @@ import pytest
 from kv_transfer.memory import landing as landing_module
 from kv_transfer.memory.mover import load_mover
 from kv_transfer.memory.region import KVRegion
-from kv_transfer.memory.socket_stream import CellStream, StreamProgress
+from kv_transfer.memory.socket_stream import CellStream, StreamStep
 from kv_transfer.protocol.messages import TransferKey
 from kv_transfer.transports.tcp import receiver as tcp_receiver
 from kv_transfer.transports.tcp import sender as tcp_sender
-from kv_transfer.transports.tcp.pieces import ViewsPart
+from kv_transfer.transports.tcp.bursts import ViewsPart
 from kv_transfer.transports.tcp.receiver import TcpReceiver
 from kv_transfer.transports.tcp.sender import TcpSender, TcpWriter
 from kv_transfer.transports.tcp.settings import MAX_STREAMS, TcpSettings
 from tandem.errors import TransferError
 from tandem.values.ids import TransferId
-from tests.support.kv_transfer.transport_peer import PAIRING, block_views, box, landing, make_region, order
+from tests.support.kv_transfer.transport_peer import PAIRING, block_views, cell_range, landing, make_region, order
 
 KEY = TransferKey(transfer_id=TransferId("t"), attempt=1)
 WAIT_S = 20.0
@@ -41,7 +41,7 @@ class Ends:
         self.writer: TcpWriter = sender.connect(self.receiver.offer(), PAIRING)
         blocks = list(range(NUM_BLOCKS))
         self.token = self.receiver.open_grant(KEY, landing(self.target, *blocks))
-        self.whole = order(KEY, self.token, box(0, NUM_BLOCKS), blocks, pool_blocks=NUM_BLOCKS)
+        self.whole = order(KEY, self.token, cell_range(0, NUM_BLOCKS), blocks, pool_blocks=NUM_BLOCKS)
 
     @property
     def lock(self):
@@ -57,7 +57,7 @@ class Ends:
         return futures
 
     def one(self, block: int):
-        return order(KEY, self.token, box(block, 1), [block], pool_blocks=NUM_BLOCKS)
+        return order(KEY, self.token, cell_range(block, 1), [block], pool_blocks=NUM_BLOCKS)
 
 
 @pytest.fixture(params=["compiled", "python"])
@@ -132,8 +132,8 @@ def test_nothing_lands_once_another_stream_has_ended(ends: Ends) -> None:
 def slow_down(monkeypatch: pytest.MonkeyPatch, landing_now: threading.Event, go_on: threading.Event) -> None:
     """Whichever parcel lands waits in the middle of a call: that of compiled code, or of views."""
 
-    def slow(advance: Callable[[object], StreamProgress]) -> Callable[[object], StreamProgress]:
-        def waiting(parcel: object) -> StreamProgress:
+    def slow(advance: Callable[[object], StreamStep]) -> Callable[[object], StreamStep]:
+        def waiting(parcel: object) -> StreamStep:
             if threading.current_thread().name == "kv-tcp-peer":
                 landing_now.set()
                 assert go_on.wait(WAIT_S)
@@ -175,7 +175,7 @@ def test_cancel_is_final_on_every_stream(ends: Ends) -> None:
     for attempt in range(STREAMS):  # behind the filled-up frames of each stream
         other = TransferKey(transfer_id=TransferId("other"), attempt=attempt)
         token = ends.receiver.open_grant(other, landing(region, 7))
-        ends.writer.write(order(other, token, box(0, 1), [9], pool_blocks=NUM_BLOCKS)).result(WAIT_S)
+        ends.writer.write(order(other, token, cell_range(0, 1), [9], pool_blocks=NUM_BLOCKS)).result(WAIT_S)
     assert all_bytes(region, [7]) == all_bytes(ends.source, [9])
     assert AFTER not in bytes(ends.target.buffer), "sources were read after the proof"
     os.close(region.fd)

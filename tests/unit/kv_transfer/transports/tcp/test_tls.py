@@ -32,7 +32,7 @@ from tandem.errors import ConfigError, TransferError
 from tandem.rpc.mutual_tls import TlsFiles
 from tandem.values.ids import TransferId
 from tests.support.certificates import Authority
-from tests.support.kv_transfer.transport_peer import PAIRING, block_views, box, landing, make_region, order
+from tests.support.kv_transfer.transport_peer import PAIRING, block_views, cell_range, landing, make_region, order
 
 KEY = TransferKey(transfer_id=TransferId("t"), attempt=1)
 WAIT_S = 20.0
@@ -93,7 +93,7 @@ def assert_serves(receiver: TcpReceiver, files: TlsFiles | None, source: KVRegio
     tls = TlsIdentity(files) if files else None
     writer = TcpSender(source, settings=TcpSettings(tls=tls)).connect(receiver.offer(), PAIRING)
     grant = receiver.open_grant(KEY, landing(target, 1))
-    writer.write(order(KEY, grant, box(0, 1), [5])).result(WAIT_S)
+    writer.write(order(KEY, grant, cell_range(0, 1), [5])).result(WAIT_S)
     assert b"".join(block_views(target, [1])) == b"".join(block_views(source, [5]))
     writer.close()
     receiver.revoke(KEY)

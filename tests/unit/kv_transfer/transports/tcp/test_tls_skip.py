@@ -64,10 +64,10 @@ class Records:
         self._ready = 0
         self.num_waits = 0
 
-    def receive(self, piece: list[memoryview]) -> int | None:
+    def receive(self, burst: list[memoryview]) -> int | None:
         if not self._ready:
             return None
-        count = min(len(piece[0]), self._ready)
+        count = min(len(burst[0]), self._ready)
         self._ready -= count
         return count
 

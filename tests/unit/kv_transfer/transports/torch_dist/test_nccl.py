@@ -51,7 +51,15 @@ from kv_transfer.transports.torch_dist.wire import (
 from tandem.errors import TransferError
 from tandem.values.ids import TransferId
 from tests.support.kv_transfer.device_fakes import on_device
-from tests.support.kv_transfer.transport_peer import LAYOUT, PAIRING, block_views, box, landing, make_region, order
+from tests.support.kv_transfer.transport_peer import (
+    LAYOUT,
+    PAIRING,
+    block_views,
+    cell_range,
+    landing,
+    make_region,
+    order,
+)
 
 CPU = torch.device("cpu")
 LIMIT_S = 0.5
@@ -307,7 +315,7 @@ def ends() -> Iterator[Ends]:
 def writes(receiver: TorchDistReceiver, lands_in: KVRegion, attempt: int) -> WriteOrder:
     """An order with a grant of its own, of three blocks."""
     key = TransferKey(transfer_id=TransferId("t"), attempt=attempt)
-    return order(key, receiver.open_grant(key, landing(lands_in, 4, 5, 6)), box(0, 3), [1, 2, 3])
+    return order(key, receiver.open_grant(key, landing(lands_in, 4, 5, 6)), cell_range(0, 3), [1, 2, 3])
 
 
 def test_where_devices_cannot_be_joined_payload_goes_through_hosts(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,7 +335,7 @@ def test_where_devices_cannot_be_joined_payload_goes_through_hosts(ends: Ends, m
     writer.close()
 
 
-@pytest.mark.parametrize("where", ["take", "put", "blank"])
+@pytest.mark.parametrize("where", ["pack_summed", "unpack_summed", "blank"])
 def test_a_device_without_memory_fails_one_write_and_not_the_pair(
     ends: Ends, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -322,7 +322,7 @@ def test_only_a_worker_that_did_not_say_so_leaves_with_a_warning(
     registry: WorkerRegistry, caplog: pytest.LogCaptureFixture
 ) -> None:
     keys = [worker(name).info.key for name in ("d0", "p0")]
-    registry.draining(keys[0], "the worker was told to stop")
+    registry.draining(keys[0], "the worker is stopping")
     for key in keys:
         registry.left(key, "the worker closed the session")
     assert [record.args[0] for record in caplog.records if record.levelname == "WARNING" and record.args] == ["p0"]

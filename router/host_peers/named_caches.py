@@ -1,9 +1,9 @@
 """Named caches among router processes on one host, over sockets in the folder that only their user can enter.
 
-Whoever changes one tells each of the others before its client has the answer, so the client's next request finds it
-whichever process takes it. One that does not take it in time, because it hangs, is told again until it has, or is
-gone.
-A process that begins listens first and then asks the others for all that they have: no change falls between.
+A process that changes one sends it to each of the others before its client has the answer, so that the client's next
+request finds it whichever process serves it. To a process that does not take it in time, because it hangs, it is sent
+again until it has, or is gone. A process that begins listens first and then fetches all that the others have: no change
+falls between.
 """
 
 import asyncio
@@ -23,9 +23,9 @@ from router.types.worker_view import WorkerKey
 from tandem.values.ids import BlockHash, Incarnation, WorkerId
 
 ANSWER_S = 0.5
-"""For another process to take a change."""
+"""Seconds in which another process takes a change."""
 _BEGIN_S = 5.0
-"""For one to tell all that it has."""
+"""Seconds in which one sends all that it has."""
 _AGAIN_S = 0.5
 _SIZE_BYTES = 4
 _MOST_BYTES = 64 << 20
@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 class NamedCacheExchange:
-    """One process's place among them; an async context manager."""
+    """Sends the changes of this process to the others, and applies theirs; an async context manager."""
 
     def __init__(self, folder: Path, *, index: int, names: SharedNamedCaches) -> None:
         self._folder = folder
@@ -41,9 +41,8 @@ class NamedCacheExchange:
         self._names = names
         self._server: asyncio.Server | None = None
         self._num_changes = 0
-        self._owed: dict[Path, dict[tuple[str, str], int]] = {}
-        """Names of which another process has not taken what became of them, with the number of the change; they are
-        sent as they are by then."""
+        self._unsent: dict[Path, dict[tuple[str, str], int]] = {}
+        """Names whose changes another process has not taken yet, with the number of the change."""
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -51,7 +50,7 @@ class NamedCacheExchange:
         self._path.unlink(missing_ok=True)  # of an earlier life
         self._server = await asyncio.start_unix_server(self._answer, self._path)
         self._path.chmod(0o600)
-        await asyncio.gather(*map(self._learn, self._others()))
+        await asyncio.gather(*map(self._fetch_all, self._others()))
         self._task = asyncio.create_task(self._republish())
         return self
 
@@ -66,11 +65,11 @@ class NamedCacheExchange:
             self._path.unlink(missing_ok=True)
 
     async def publish(self, tenant: str, name: str) -> None:
-        """Return when the others have taken what became of it, or had their time."""
+        """Send a change; return when the others have taken it, or had their time."""
         self._num_changes += 1
         for path in self._others():
-            self._owed.setdefault(path, {})[tenant, name] = self._num_changes
-        await asyncio.gather(*map(self._pay, tuple(self._owed)))
+            self._unsent.setdefault(path, {})[tenant, name] = self._num_changes
+        await asyncio.gather(*map(self._send, tuple(self._unsent)))
 
     def _others(self) -> list[Path]:
         return [path for path in sorted(self._folder.glob("named-*.sock")) if path != self._path]
@@ -78,23 +77,23 @@ class NamedCacheExchange:
     async def _republish(self) -> None:
         while True:
             await asyncio.sleep(_AGAIN_S)
-            await asyncio.gather(*map(self._pay, tuple(self._owed)))
+            await asyncio.gather(*map(self._send, tuple(self._unsent)))
 
-    async def _pay(self, path: Path) -> None:
-        owed = dict(self._owed.get(path, {}))
+    async def _send(self, path: Path) -> None:
+        unsent = dict(self._unsent.get(path, {}))
         if path not in self._others():
-            self._owed.pop(path, None)  # it asks when it begins again
-        elif owed and await _exchange(path, [self._names.update_for(*name) for name in owed], ANSWER_S) is not None:
-            self._paid(path, owed)
+            self._unsent.pop(path, None)  # it asks when it begins again
+        elif unsent and await _exchange(path, [self._names.update_for(*name) for name in unsent], ANSWER_S) is not None:
+            self._note_sent(path, unsent)
 
-    def _paid(self, path: Path, taken: dict[tuple[str, str], int]) -> None:
-        left = {name: number for name, number in self._owed.get(path, {}).items() if taken.get(name) != number}
+    def _note_sent(self, path: Path, sent: dict[tuple[str, str], int]) -> None:
+        left = {name: number for name, number in self._unsent.get(path, {}).items() if sent.get(name) != number}
         if left:
-            self._owed[path] = left
+            self._unsent[path] = left
         else:
-            self._owed.pop(path, None)
+            self._unsent.pop(path, None)
 
-    async def _learn(self, path: Path) -> None:
+    async def _fetch_all(self, path: Path) -> None:
         for update in await _exchange(path, [], _BEGIN_S) or ():
             self._names.apply(update)
 
@@ -108,13 +107,13 @@ class NamedCacheExchange:
         except (OSError, asyncio.IncompleteReadError):
             pass  # it has ended
         except _BadUpdate as error:
-            _log.error("what another router process says of a named cache makes no sense: %s", error)
+            _log.error("an update of a named cache by another router process is malformed: %s", error)
         finally:
             writer.close()
 
 
 class _BadUpdate(Exception):
-    """Bytes that say nothing of a named cache."""
+    """A frame that is no update of a named cache."""
 
 
 async def _exchange(path: Path, updates: list[NamedCacheUpdate], most_s: float) -> list[NamedCacheUpdate] | None:

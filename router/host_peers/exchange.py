@@ -1,8 +1,8 @@
-"""Router processes that share one host's doors (`router.processes`): each can tell what all of them know.
+"""Metrics, usage and status of all router processes of one host (`router.processes`), from any of them.
 
-Which process answers a scrape, or shows the status, is the kernel's choice, so whoever does asks the others, over
-sockets in a folder that only their user can enter. One that does not answer in time is left out: it is starting, or
-gone.
+Which process answers a scrape, or a request for the status, is the kernel's choice, so that process collects from the
+others, over sockets in a folder that only their user can enter. One that does not answer in time is left out: it is
+starting, or gone.
 """
 
 import asyncio
@@ -20,11 +20,11 @@ MAX_BYTES = 16 << 20
 _log = logging.getLogger(__name__)
 
 
-class SiblingExchange:
-    """One process's place among them, for one thing that they tell; an async context manager."""
+class HostPeerExchange:
+    """Serves what this process knows of one subject, and collects what the others know; an async context manager."""
 
     def __init__(self, folder: Path, *, index: int, render: Callable[[], bytes], name: str = "router") -> None:
-        """`render` gives what this process knows itself; `name` tells apart what is told."""
+        """`render` gives what this process knows; `name` is the subject's."""
         self._folder = folder
         self._path = folder / f"{name}-{index}.sock"
         self._pattern = f"{name}-*.sock"
@@ -46,27 +46,27 @@ class SiblingExchange:
             self._path.unlink(missing_ok=True)
 
     async def others(self) -> list[bytes]:
-        """What those tell that answer, this process left out."""
+        """Answers of the other processes, without those that do not answer."""
         paths = [path for path in sorted(self._folder.glob(self._pattern)) if path != self._path]
-        return [told for told in await asyncio.gather(*map(self._ask, paths)) if told]
+        return [answer for answer in await asyncio.gather(*map(self._fetch, paths)) if answer]
 
     async def figures(self) -> bytes:
-        """Metrics of all that answer, where that is what they tell."""
-        told = await self.others()
-        if not told:
+        """Metrics of all processes that answer, where metrics are the subject."""
+        others = await self.others()
+        if not others:
             return self._render()
         try:
-            return await asyncio.to_thread(merge, [self._render(), *told])
+            return await asyncio.to_thread(merge, [self._render(), *others])
         except ValueError:
-            _log.exception("figures of another router process cannot be read")
+            _log.exception("metrics of another router process cannot be read")
             return self._render()
 
-    async def _ask(self, path: Path) -> bytes | None:
+    async def _fetch(self, path: Path) -> bytes | None:
         try:
             async with asyncio.timeout(ANSWER_S):
                 reader, writer = await asyncio.open_unix_connection(path, limit=MAX_BYTES)
                 try:
-                    return await _all_of(reader)
+                    return await _read_all(reader)
                 finally:
                     writer.close()
         except (OSError, TimeoutError):
@@ -79,8 +79,8 @@ class SiblingExchange:
         writer.close()
 
 
-async def _all_of(reader: asyncio.StreamReader) -> bytes | None:
-    """To the end; None when there is no end within the bound."""
+async def _read_all(reader: asyncio.StreamReader) -> bytes | None:
+    """Read to the end; None when there is no end within the bound."""
     text = bytearray()
     while part := await reader.read(1 << 16):
         text += part

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.tenants.rate_limits import RECENT_S, RateLimiter, RateLimitGrant
-from router.tenants.shared_rate_limits import SharedRateLimits, tenant_tags
+from router.admission.rate_limits import RECENT_S, LimitUsage, RateLimiter, RateLimitGrant
+from router.admission.shared_rate_limits import SharedRateLimits, tenant_tags
 from tandem.config.admission import LimitsConfig, TenantLimits
 from tandem.errors import Overloaded
 from tandem.values.ids import Incarnation
@@ -77,7 +77,7 @@ def test_requests_under_way_elsewhere_count_until_their_router_is_gone() -> None
 
 def level(limiter: RateLimiter, tenant: str, most: int) -> float:
     """Tokens that a tenant may still have."""
-    bucket = limiter._account(tenant).tokens
+    bucket = limiter._account(tenant).tokens_bucket(limiter._clock())
     assert bucket is not None
     return most - bucket.wait_s(float(most), limiter._clock()) * most / 60.0
 
@@ -149,3 +149,48 @@ def test_tenants_that_nobody_knows_here_are_ignored() -> None:
     for _ in range(2):
         stranger.apply_remote(Incarnation(1), routers.all[0].tallies())
     assert stranger.limiter.num_elsewhere("a") == 0
+
+
+class Host:
+    """The account of a host, as its processes 1 and 2 see it."""
+
+    def __init__(self, *, is_first: bool) -> None:
+        self._is_first = is_first
+
+    def routers(self) -> frozenset[Incarnation]:
+        return frozenset((Incarnation(1), Incarnation(2)))
+
+    def is_first(self) -> bool:
+        return self._is_first
+
+
+def on_one_host(usage: LimitUsage, *, is_first: bool) -> SharedRateLimits:
+    config = LimitsConfig(default=TenantLimits(requests_per_minute=10, concurrent_requests=9))
+    limiter = RateLimiter(config, clock=lambda: 0.0, usage_of=lambda _: usage)
+    return SharedRateLimits(limiter, tenants=TENANTS, tag_of=TAG_OF, host=Host(is_first=is_first))
+
+
+def test_what_another_host_lets_in_is_counted_once_for_all_processes_of_this_one() -> None:
+    usage, elsewhere = LimitUsage(), Routers(1, requests_per_minute=10)
+    here = [on_one_host(usage, is_first=True), on_one_host(usage, is_first=False)]
+    for num_requests in (0, 4):
+        for _ in range(num_requests):
+            elsewhere.limiters[0].admit("a", 1.0)
+        for each in here:
+            each.apply_remote(Incarnation(3), elsewhere.all[0].tallies())
+    assert [each.limiter.num_elsewhere("a") for each in here] == [4, 4]
+    with usage:
+        assert usage.requests is not None
+        assert usage.requests.level == 6.0
+
+
+def test_what_redis_says_of_a_process_of_this_host_is_not_counted_beside_their_account() -> None:
+    usage = LimitUsage()
+    here = [on_one_host(usage, is_first=True), on_one_host(usage, is_first=False)]
+    here[1].apply_remote(Incarnation(1), here[0].tallies())
+    here[0].limiter.admit("a", 1.0)
+    here[1].apply_remote(Incarnation(1), here[0].tallies())
+    assert here[1].limiter.num_elsewhere("a") == 0
+    with usage:
+        assert usage.requests is not None
+        assert usage.requests.level == 9.0

@@ -9,7 +9,7 @@ import pytest
 
 from router.api.request.named_caches import NamedCache, NamedCaches
 from router.api.request.shared_named_caches import NamedCacheUpdate, SharedNamedCaches
-from router.siblings.named_caches import NamedCacheExchange, _decoded, _encoded
+from router.host_peers.named_caches import NamedCacheExchange, _decoded, _encoded
 from router.text.conversation import Message
 from router.text.tools import AssistantToolCall
 from router.types.worker_view import WorkerKey
@@ -168,8 +168,8 @@ async def test_told_to_all_before_the_client_is_answered(processes: list[Process
 async def test_one_that_hangs_is_told_again(
     processes: list[Process], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.siblings.named_caches.ANSWER_S", 0.05)
-    monkeypatch.setattr("router.siblings.named_caches._AGAIN_S", 0.01)
+    monkeypatch.setattr("router.host_peers.named_caches.ANSWER_S", 0.05)
+    monkeypatch.setattr("router.host_peers.named_caches._AGAIN_S", 0.01)
     goes_on, hanging = asyncio.Event(), NamedCacheExchange(tmp_path, index=1, names=processes[1].names)
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -180,20 +180,20 @@ async def test_one_that_hangs_is_told_again(
         server = await asyncio.start_unix_server(answer, tmp_path / "named-1.sock")
         processes[0].make("a")
         await first.publish("t", "a")
-        assert first._owed
+        assert first._unsent
         processes[0].caches.remove("t", "a")
         processes[0].make("b")
         await first.publish("t", "b")
         goes_on.set()
         async with asyncio.timeout(WAIT_S):
-            while first._owed:  # noqa: ASYNC110 - nobody is told when it is taken
+            while first._unsent:  # noqa: ASYNC110 - nobody is told when it is taken
                 await asyncio.sleep(0.01)
         assert [cache.name for cache in processes[1].caches.all("t")] == ["b"]
         assert ("t", "a", None) in processes[1].caches.all_entries()
         server.close()
         (tmp_path / "named-1.sock").unlink()
         await first.publish("t", "b")
-        assert not first._owed, "nobody is there any more"
+        assert not first._unsent, "nobody is there any more"
 
 
 async def test_nonsense_changes_nothing(processes: list[Process], tmp_path: Path) -> None:

@@ -1,16 +1,17 @@
-"""One limit per tenant, however many routers it asks: each tells the others what it has given. Pure.
+"""One limit per tenant for the routers of several hosts: each publishes what it has let in. Pure.
 
-Every router keeps a whole account of each tenant and takes from it what the others say they gave. What is told are
-sums, so nothing is counted twice, whatever is lost or read again on the way. Between a request and
-the others' knowing of it pass some tenths of a second: by that much a limit may be overdrawn, and the account then has
-to fill up again. What a router gave before it was first heard of is not known and not counted.
+Every host keeps a whole account of each tenant and takes from it what routers of other hosts let in. Sums are
+published, so nothing is counted twice, whatever is lost or read again on the way. Between a request and the other
+hosts' knowing of it pass some tenths of a second: by that much a limit may be overdrawn, and the account then has to
+fill up again. What a router let in before it was first heard of is not known and not counted.
 """
 
 import hmac
 from collections.abc import Callable, Iterable, Set
 from functools import lru_cache
+from typing import Protocol
 
-from router.tenants.rate_limits import RateLimiter
+from router.admission.rate_limits import RateLimiter
 from tandem.cluster_state.entries import MAX_TALLIES, TAG_BYTES, TenantTally
 from tandem.config.admission import LimitsConfig
 from tandem.values.ids import Incarnation
@@ -19,7 +20,7 @@ _MAX_TENANTS = 1 << 16
 
 
 def tenant_tags(secret: bytes) -> Callable[[str], bytes]:
-    """How tenants are called among routers: their names are nobody else's business."""
+    """Names of tenants among routers, from which nobody without the secret learns who they are."""
     key = hmac.digest(secret, b"tandem tenant v1", "sha256")
 
     @lru_cache(maxsize=_MAX_TENANTS)
@@ -29,12 +30,32 @@ def tenant_tags(secret: bytes) -> Callable[[str], bytes]:
     return tag
 
 
-class SharedRateLimits:
-    """One router's part."""
+class HostAccount(Protocol):
+    """The account that the router processes of one host share: `router.host_peers.rate_limits.RateLimitFile`."""
 
-    def __init__(self, limiter: RateLimiter, *, tenants: Iterable[str], tag_of: Callable[[str], bytes]) -> None:
-        """`tenants`: all that there are; who is called otherwise is not known here."""
+    def routers(self) -> frozenset[Incarnation]:
+        """Those whose requests it counts by itself."""
+
+    def is_first(self) -> bool:
+        """Whether this process counts in, for all of them, what other hosts let in."""
+
+
+class SharedRateLimits:
+    """What one router publishes of its tenants, and what it hears of them."""
+
+    def __init__(
+        self,
+        limiter: RateLimiter,
+        *,
+        tenants: Iterable[str],
+        tag_of: Callable[[str], bytes],
+        host: HostAccount | None = None,
+    ) -> None:
+        """`tenants`: all that there are; who is called otherwise is not known here. `host`: None for a router that
+        shares its account with no other process.
+        """
         self.limiter = limiter
+        self._host = host
         self._tag_of = tag_of
         self._tenant_of: dict[bytes, str] = {}
         self._know(tenants)
@@ -42,12 +63,12 @@ class SharedRateLimits:
         limiter.num_elsewhere = self._num_elsewhere
 
     def reconfigure(self, limits: LimitsConfig, tenants: Iterable[str]) -> None:
-        """Others are in force from now on, for these tenants. What was used before still counts."""
+        """Use other limits from now on, for these tenants. What was used before still counts."""
         self.limiter.reconfigure(limits)
         self._know(tenants)
 
     def tallies(self) -> tuple[TenantTally, ...]:
-        """What this router has given, for the others."""
+        """Sums of what this router has let in, for other hosts."""
         return tuple(
             TenantTally(
                 tenant=self._tag_of(usage.tenant),
@@ -60,10 +81,12 @@ class SharedRateLimits:
         )
 
     def apply_remote(self, router: Incarnation, tallies: Iterable[TenantTally]) -> None:
-        """What another router has given until now."""
+        """Count in what another router has let in since it was last heard of; nothing of a process of this host."""
+        if self._host is not None and router in self._host.routers():
+            return
         former = self._heard.get(router)
         latest = self._heard[router] = {tally.tenant: tally for tally in tallies if tally.tenant in self._tenant_of}
-        if former is None:
+        if former is None or not (self._host is None or self._host.is_first()):
             return
         for tag, tally in latest.items():
             before = former.get(tag)
@@ -74,7 +97,7 @@ class SharedRateLimits:
                 self.limiter.used_elsewhere(self._tenant_of[tag], requests, tokens)
 
     def keep(self, routers: Set[Incarnation]) -> None:
-        """Those that are here; what the others had under way has ended."""
+        """Forget all other routers: what they had under way has ended."""
         for router in self._heard.keys() - routers:
             del self._heard[router]
 
@@ -83,4 +106,4 @@ class SharedRateLimits:
 
     def _num_elsewhere(self, tenant: str) -> int:
         tag = self._tag_of(tenant)
-        return sum(told[tag].num_inflight for told in self._heard.values() if tag in told)
+        return sum(tallies[tag].num_inflight for tallies in self._heard.values() if tag in tallies)

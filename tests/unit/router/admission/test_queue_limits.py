@@ -1,0 +1,41 @@
+"""Bounds of what is prepared and of what runs; those of the queue: `test_fair_admission`, `test_overload`."""
+
+import pytest
+
+from router.admission.queue_limits import InflightLimit, PreparationLimit
+from router.admission.types import AdmissionPolicy
+from tandem.errors import Overloaded
+from tests.support.router.admission_world import Desk
+
+
+def test_inflight_limit_leaves_a_share_to_what_is_not_background_work() -> None:
+    num_running = 0
+    limit = InflightLimit(AdmissionPolicy(max_inflight=4), lambda: num_running)
+    assert [limit.num_free(priority) for priority in (-5, 0, 1)] == [4, 4, 3]
+    num_running = 3
+    assert [limit.num_free(priority) for priority in (-5, 0, 1)] == [1, 1, 0]
+    num_running = 5  # a stream that goes on has a place whatever is free
+    assert [limit.num_free(priority) for priority in (0, 1)] == [-1, -2]
+
+
+def test_inflight_limit_of_one_gives_background_work_its_turn() -> None:
+    assert InflightLimit(AdmissionPolicy(max_inflight=1), int).num_free(1) == 1
+
+
+def test_background_requests_wait_while_others_may_run() -> None:
+    desk = Desk()
+    desk.places = 10**6 // 4  # three quarters are taken
+    assert not desk.ask(priority=0).waiting
+    assert desk.ask(priority=1).waiting
+
+
+def test_preparation_limit_reached_refuses_and_places_come_back() -> None:
+    limit = PreparationLimit(2)
+    with limit.preparing():
+        with pytest.raises(ZeroDivisionError), limit.preparing():
+            raise ZeroDivisionError
+        with limit.preparing(), pytest.raises(Overloaded, match="2 requests wait to be tokenized") as caught:
+            limit.preparing().__enter__()
+    assert caught.value.retry_after_s == 1.0
+    with limit.preparing(), limit.preparing():
+        pass

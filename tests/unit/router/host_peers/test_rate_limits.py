@@ -1,0 +1,310 @@
+"""Router processes of one host count a tenant's requests together: real processes, which are stopped and killed."""
+
+import errno
+import logging
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router.admission.rate_limits import RateLimiter, RateLimitGrant
+from router.host_peers.rate_limits import RateLimitFile
+from router.process.admission_setup import make_limits
+from tandem.config.admission import LimitsConfig, TenantLimits
+from tandem.config.cluster import RouterConfig
+from tandem.errors import Overloaded
+from tandem.values.ids import Incarnation
+
+SECRET = b"a secret of the cluster"
+NOW_S = 123_456.789
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload([__name__])
+
+
+def limiter_over(file: RateLimitFile, limits: dict[str, Any], clock: Callable[[], float]) -> RateLimiter:
+    return make_limits(RouterConfig.model_validate({"limits": limits}), SECRET, clock, file).limiter
+
+
+class RouterProcess:
+    """What a child process runs: a limiter over the shared file, told over a pipe what to do."""
+
+    def __init__(self, file: RateLimitFile, limits: dict[str, Any]) -> None:
+        self.file = file
+        self.now_s = NOW_S
+        self.limiter = limiter_over(file, limits, lambda: self.now_s)
+        self.grants: list[RateLimitGrant] = []
+
+    def admit(self, count: int = 1, tenant: str = "") -> int:
+        """How many of so many tries were admitted."""
+        former = len(self.grants)
+        for _ in range(count):
+            try:
+                self.grants.append(self.limiter.admit(tenant, 10.0))
+            except Overloaded:
+                continue
+        return len(self.grants) - former
+
+    def end(self, count: int) -> None:
+        for _ in range(count):
+            self.limiter.settle(self.grants.pop(), 10.0)
+
+    def admit_and_end(self, count: int) -> int:
+        """As `admit`, one after the other."""
+        admitted = 0
+        for _ in range(count):
+            admitted += self.admit()
+            self.end(len(self.grants))
+        return admitted
+
+    def pass_time(self, seconds: float) -> None:
+        self.now_s += seconds
+
+    def hold_lock(self) -> None:
+        self.file.lock()
+
+    def set_limits(self, **limits: int) -> None:
+        self.limiter.reconfigure(LimitsConfig(default=TenantLimits(**limits)))
+
+
+def serve(pipe: Connection, folder: Path, router: int, limits: dict[str, Any]) -> None:
+    with RateLimitFile(folder, router=Incarnation(router)) as file:
+        process = RouterProcess(file, limits)
+        pipe.send(None)
+        while (call := pipe.recv()) is not None:
+            name, args, more = call
+            pipe.send(getattr(process, name)(*args, **more))
+
+
+class Peers:
+    """Child processes over one folder; each call is answered before the next, unless it is only sent."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.processes: list[multiprocessing.process.BaseProcess] = []
+        self._pipes: list[Connection] = []
+
+    def start(self, count: int, **limits: Any) -> None:
+        for _ in range(count):
+            ours, theirs = _FORKS.Pipe()
+            router = len(self.processes) + 1
+            process = _FORKS.Process(target=serve, args=(theirs, self.folder, router, {"default": limits}), daemon=True)
+            process.start()
+            theirs.close()
+            ours.recv()
+            self.processes.append(process)
+            self._pipes.append(ours)
+
+    def call(self, index: int, name: str, *args: Any, **more: Any) -> Any:
+        self.send(index, name, *args, **more)
+        return self.answer(index)
+
+    def send(self, index: int, name: str, *args: Any, **more: Any) -> None:
+        self._pipes[index].send((name, args, more))
+
+    def answer(self, index: int) -> Any:
+        assert self._pipes[index].poll(60.0), "no answer"
+        return self._pipes[index].recv()
+
+    def signal(self, index: int, number: int) -> None:
+        pid = self.processes[index].pid
+        assert pid is not None
+        os.kill(pid, number)
+
+    def kill(self, index: int) -> None:
+        self.signal(index, signal.SIGKILL)
+        self.processes[index].join()
+
+    def stop(self) -> None:
+        for process, pipe in zip(self.processes, self._pipes, strict=True):
+            if process.is_alive():
+                self.signal(self.processes.index(process), signal.SIGCONT)
+                pipe.send(None)
+                process.join()
+            pipe.close()
+
+
+@pytest.fixture
+def peers(tmp_path: Path) -> Iterator[Peers]:
+    made = Peers(tmp_path)
+    yield made
+    made.stop()
+
+
+def test_concurrent_requests_end_in_one_process_frees_the_slot_in_another_at_once(peers: Peers) -> None:
+    peers.start(2, concurrent_requests=1)
+    for _ in range(50):
+        assert peers.call(0, "admit") == 1
+        assert peers.call(1, "admit") == 0
+        peers.call(0, "end", 1)
+        assert peers.call(1, "admit") == 1
+        assert peers.call(0, "admit") == 0
+        peers.call(1, "end", 1)
+
+
+def test_requests_per_minute_asked_of_two_processes_lets_exactly_that_many_through(peers: Peers) -> None:
+    peers.start(2, requests_per_minute=5)
+    assert [peers.call(number % 2, "admit_and_end", 1) for number in range(8)] == [1] * 5 + [0] * 3
+    for index in (0, 1):
+        peers.call(index, "pass_time", 12.0)
+    assert [peers.call(index, "admit_and_end", 1) for index in (1, 0)] == [1, 0]
+
+
+def test_tokens_per_minute_settled_in_one_process_bind_the_other(peers: Peers) -> None:
+    peers.start(2, tokens_per_minute=40)
+    assert [peers.call(number % 2, "admit_and_end", 1) for number in range(5)] == [1, 1, 1, 1, 0]
+
+
+def test_requests_of_many_processes_at_once_are_counted_exactly(peers: Peers) -> None:
+    peers.start(3, requests_per_minute=2000)
+    for index in range(3):
+        peers.send(index, "admit_and_end", 1500)
+    assert sum(peers.answer(index) for index in range(3)) == 2000
+
+
+def test_concurrent_requests_tried_by_many_processes_at_once_fill_the_bound_exactly(peers: Peers) -> None:
+    peers.start(3, concurrent_requests=4)
+    for _ in range(40):
+        for index in range(3):
+            peers.send(index, "admit", 3)
+        admitted = [peers.answer(index) for index in range(3)]
+        assert sum(admitted) == 4
+        for index in range(3):
+            peers.call(index, "end", admitted[index])
+
+
+def test_killed_process_gives_its_slots_back_at_once(peers: Peers) -> None:
+    peers.start(3, concurrent_requests=4)
+    assert [peers.call(index, "admit", 2) for index in range(3)] == [2, 2, 0]
+    peers.kill(0)
+    assert [peers.call(2, "admit", 4), peers.call(1, "admit", 1)] == [2, 0]
+    # Its place is taken by another, which begins with nothing.
+    peers.start(1, concurrent_requests=4)
+    peers.call(2, "end", 2)
+    assert peers.call(3, "admit", 4) == 2
+
+
+def test_killed_process_that_held_the_lock_holds_up_nobody(peers: Peers) -> None:
+    peers.start(2, concurrent_requests=2)
+    peers.call(0, "hold_lock")
+    peers.kill(0)
+    assert peers.call(1, "admit", 3) == 2
+
+
+def test_stopped_process_that_holds_the_lock_is_waited_for_once(
+    peers: Peers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    peers.start(1, concurrent_requests=2)
+    assert peers.call(0, "admit") == 1
+    with RateLimitFile(peers.folder, router=Incarnation(9)) as file:
+        limiter = limiter_over(file, {"default": {"concurrent_requests": 2}}, lambda: NOW_S)
+        limiter.settle(limiter.admit("", 1.0), 1.0)
+        peers.call(0, "hold_lock")
+        peers.signal(0, signal.SIGSTOP)
+        monkeypatch.setattr("router.host_peers.rate_limits._LONGEST_LOCK_S", 0.05)
+        with caplog.at_level(logging.ERROR):
+            limiter.admit("", 1.0)
+            with pytest.raises(Overloaded):
+                limiter.admit("", 1.0)
+        assert len([record for record in caplog.records if "locked" in record.getMessage()]) == 1
+        peers.kill(0)
+        limiter.admit("", 1.0)
+
+
+def test_limits_that_processes_read_at_different_times_keep_what_was_used(peers: Peers) -> None:
+    peers.start(2, requests_per_minute=10)
+    assert peers.call(0, "admit_and_end", 8) == 8
+    peers.call(0, "set_limits", requests_per_minute=12)
+    assert [peers.call(index, "admit_and_end", 1) for index in (0, 1, 0, 1, 0)] == [1, 1, 1, 0, 1]
+    peers.call(1, "set_limits", requests_per_minute=12)
+    assert [peers.call(index, "admit_and_end", 1) for index in (0, 1)] == [0, 0]
+
+
+def test_tenants_have_accounts_of_their_own_however_many_there_are(peers: Peers) -> None:
+    peers.start(2, concurrent_requests=1)
+    for number in range(300):
+        index = number % 2
+        assert peers.call(index, "admit", tenant=f"t{number}") == 1
+    for number in range(300):
+        assert peers.call(1 - number % 2, "admit", tenant=f"t{number}") == 0
+
+
+def test_file_of_processes_that_are_all_gone_begins_anew(peers: Peers) -> None:
+    peers.start(2, concurrent_requests=2, requests_per_minute=2)
+    assert [peers.call(index, "admit") for index in (0, 1)] == [1, 1]
+    for index in (0, 1):
+        peers.kill(index)
+    peers.start(1, concurrent_requests=2, requests_per_minute=2)
+    assert peers.call(2, "admit", 3) == 2
+
+
+def test_file_is_for_its_user_alone(tmp_path: Path) -> None:
+    with RateLimitFile(tmp_path, router=Incarnation(1)) as file:
+        file.usage_of(bytes(16))
+    (made,) = tmp_path.iterdir()
+    assert made.stat().st_mode & 0o777 == 0o600
+
+
+def test_link_in_place_of_the_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "other").touch()
+    (tmp_path / "rate-limits-1").symlink_to(tmp_path / "other")
+    with pytest.raises(OSError, match="symbolic link"), RateLimitFile(tmp_path, router=Incarnation(1)):
+        pass
+
+
+def test_full_disk_leaves_each_process_its_own_account(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with ExitStack() as stack:
+        file = stack.enter_context(RateLimitFile(tmp_path, router=Incarnation(1)))
+        limiter = limiter_over(file, {"default": {"concurrent_requests": 1}}, lambda: NOW_S)
+        first = limiter.admit("a", 1.0)
+        monkeypatch.setattr(os, "posix_fallocate", full)
+        for number in range(200):
+            limiter.admit(f"t{number}", 1.0)
+            with pytest.raises(Overloaded):
+                limiter.admit(f"t{number}", 1.0)
+        assert "No space left" in caplog.text
+        limiter.settle(first, 1.0)
+        limiter.admit("a", 1.0)
+
+
+def test_first_of_the_living_counts_for_other_hosts_and_all_are_known_by_name(peers: Peers) -> None:
+    peers.start(2, concurrent_requests=1)
+    with RateLimitFile(peers.folder, router=Incarnation(77)) as file:
+        assert file.routers() == {1, 2, 77}
+        assert not file.is_first()
+        peers.kill(0)
+        assert not file.is_first()
+        peers.kill(1)
+        assert file.is_first()
+        # What Redis still says of the dead is not counted beside what the account says.
+        assert file.routers() == {1, 2, 77}
+
+
+def test_account_that_cannot_be_opened_leaves_no_descriptor_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with RateLimitFile(tmp_path, router=Incarnation(1)):
+        pass
+    before = os.listdir("/proc/self/fd")
+    monkeypatch.setattr("router.host_peers.rate_limits._MAX_COLUMNS", 0)
+    with pytest.raises(OSError, match="more than 0 router processes"), RateLimitFile(tmp_path, router=Incarnation(2)):
+        pass
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_account_that_was_closed_still_ends_requests(tmp_path: Path) -> None:
+    with RateLimitFile(tmp_path, router=Incarnation(1)) as file:
+        limiter = limiter_over(file, {"default": {"concurrent_requests": 1, "tokens_per_minute": 50}}, lambda: NOW_S)
+        grant = limiter.admit("", 1.0)
+    limiter.settle(grant, 1.0)
+    assert limiter.num_inflight("") == 0
