@@ -25,11 +25,10 @@ from router.api.slow_client import WRITE_TIMEOUT_S
 from router.cluster_state.redis_tasks import RouterClusterState
 from router.dispatch.choices.context import DispatchSettings
 from router.dispatch.dispatcher import Dispatcher
-from router.fleet.canary import CANARY_SALT, Canary
 from router.fleet.configured_workers import ConfiguredPoolSizes, ConfiguredWorkers, configured_addresses
 from router.fleet.connections import WorkerFleet
+from router.fleet.probes import CANARY_SALT, QUALITY_SALT, Canary, QualityProbe
 from router.fleet.profiles import Profiles
-from router.fleet.quality_probe import QUALITY_SALT, QualityProbe
 from router.fleet.reachable_workers import ReachableWorkers
 from router.fleet.readiness import ReadinessCheck
 from router.fleet.worker_session import SessionSettings
@@ -104,13 +103,15 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         readiness = ReadinessCheck(registry, metrics, canary.answering, access.not_ready_reason)
         gate.refuse_while(canary.no_tokens_reason)
         status = await open_status(stack, place, model, dispatcher, gate, metrics, decisions, readiness)
-        batches = await open_batches(stack, frontend, gate, config.router, metrics)
+        batches = await open_batches(stack, frontend, dispatcher, gate, config.router, metrics)
         extras = OptionalRoutes(
             decisions=decisions, status=status, batches=batches, profiles=_profile_routes(config, secret, fleet)
         )
-        app = create_app(frontend, gate, readiness, config.router, metrics, extras, access)
+        app = create_app(frontend, dispatcher, readiness, config.router, metrics, extras, access)
         bounds = connection_bounds(config.router.connections, raise_file_limit())
-        server = build_server(frontend, gate, config.router, metrics, bounds.grpc, shares_port=True, keeper=access)
+        server = build_server(
+            frontend, dispatcher, config.router, metrics, bounds.grpc, shares_port=True, keeper=access
+        )
         http, rpc = await _open_servers(stack, config, place, app, server, bounds.http, access.tls, predecessor)
         reached = ReachableWorkers(registry, canary, addresses=fleet.addresses, tell=heart.send)
         handing = await _await_successor(stack, config, place, http, lifetime, reached, predecessor)
@@ -123,7 +124,7 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         status.close()
         await canary.stop()
         leaves_to = await _port_takeover(config, peers, handing)
-        await drain(gate, http, rpc, drain_s=config.decode.drain_s, leaves_to=leaves_to)
+        await drain(dispatcher, http, rpc, drain_s=config.decode.drain_s, leaves_to=leaves_to)
 
 
 def _open_tracer(stack: AsyncExitStack, config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -> Tracer:

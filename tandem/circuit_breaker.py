@@ -1,46 +1,120 @@
-"""Whether to try again: after failures in a row, only now and then, and never in step with others. Pure."""
+"""Leaves alone what keeps failing, and tries it again with one call at a time. Pure.
 
-from dataclasses import dataclass
+CLOSED -- several failures in a row, or too large a share of them --> OPEN -- after a while --> HALF_OPEN
+HALF_OPEN -- the probe ended well --> CLOSED; -- it failed --> OPEN, for twice as long
+"""
+
+import math
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
 from random import Random
+
+from tandem.backoff import Backoff
+
+
+class BreakerState(Enum):
+    """Whether calls are let through; a label."""
+
+    CLOSED = "closed"
+    HALF_OPEN = "half_open"
+    OPEN = "open"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BreakerPolicy:
-    """How patient a breaker is."""
+    """When to give up and when to try again."""
 
-    max_failures: int = 2
-    """In a row, until it opens."""
-    first_open_s: float = 0.25
-    """Doubled with each probe that fails."""
-    most_open_s: float = 3.0
+    most_in_a_row: int = 5
+    failure_share: float = 0.5
+    least_outcomes: float = 10.0
+    """Below this a share says nothing."""
+    remembered_s: float = 30.0
+    open: Backoff = field(default_factory=partial(Backoff, first_s=2.0, most_s=30.0))
+    probe_s: float = 10.0
+    """A probe of which nothing was heard for so long is taken for lost."""
 
 
 class CircuitBreaker:
-    """Closed: try at will. Open: wait. Half open: one probe, whose outcome closes it or opens it for longer."""
+    __slots__ = (
+        "_failed",
+        "_in_a_row",
+        "_num_trips",
+        "_opened_until_s",
+        "_policy",
+        "_probed_s",
+        "_rng",
+        "_seen_s",
+        "_total",
+        "_tripped",
+    )
 
-    def __init__(self, rng: Random, policy: BreakerPolicy | None = None) -> None:
+    def __init__(self, policy: BreakerPolicy, rng: Random | None = None) -> None:
+        """`rng`: keeps those that failed together from coming back together; None: they may."""
+        self._policy = policy
         self._rng = rng
-        self._policy = policy or BreakerPolicy()
-        self._num_failures = 0
-        self._probe_s = 0.0
+        self._in_a_row = 0
+        self._total = 0.0
+        self._failed = 0.0
+        self._seen_s = 0.0
+        self._tripped = False
+        self._num_trips = 0
+        self._opened_until_s = 0.0
+        self._probed_s: float | None = None
 
-    @property
-    def is_closed(self) -> bool:
-        """Nothing keeps anybody from trying."""
-        return self._num_failures < self._policy.max_failures
+    def state(self, now_s: float) -> BreakerState:
+        if not self._tripped:
+            return BreakerState.CLOSED
+        return BreakerState.OPEN if now_s < self._opened_until_s else BreakerState.HALF_OPEN
+
+    def allows(self, now_s: float) -> bool:
+        """Whether a call may begin."""
+        return self.wait_s(now_s) <= 0.0
 
     def wait_s(self, now_s: float) -> float:
-        """How long until the next try is allowed; 0: now."""
-        return 0.0 if self.is_closed else max(0.0, self._probe_s - now_s)
+        """How long until a call may begin; 0: now."""
+        if not self._tripped:
+            return 0.0
+        until_s = self._opened_until_s if self._probed_s is None else self._probed_s + self._policy.probe_s
+        return max(0.0, until_s - now_s)
 
-    def succeeded(self) -> None:
-        """A try went well."""
-        self._num_failures = 0
+    def began(self, now_s: float) -> None:
+        """A call began: of a half-open breaker this is the probe."""
+        if self.state(now_s) is BreakerState.HALF_OPEN:
+            self._probed_s = now_s
+
+    def succeeded(self, now_s: float) -> None:
+        """A call went well. What was begun before the breaker opened says nothing while it is open."""
+        self._count(now_s, 0.0)
+        self._in_a_row = 0
+        if self._tripped and self._probed_s is not None:
+            self._tripped, self._num_trips, self._probed_s = False, 0, None
+            self._total = self._failed = 0.0
 
     def failed(self, now_s: float) -> None:
-        """A try did not; half of the waiting time is at random."""
-        self._num_failures += 1
-        num_probes = self._num_failures - self._policy.max_failures
-        if num_probes >= 0:
-            open_s = min(self._policy.most_open_s, self._policy.first_open_s * 2.0 ** min(num_probes, 30))
-            self._probe_s = now_s + open_s * self._rng.uniform(0.5, 1.0)
+        """A call failed for a reason of the other side's own."""
+        self._count(now_s, 1.0)
+        self._in_a_row += 1
+        policy, state = self._policy, self.state(now_s)
+        share = self._failed / self._total
+        if state is BreakerState.OPEN:
+            return
+        if (
+            state is BreakerState.HALF_OPEN
+            or self._in_a_row >= policy.most_in_a_row
+            or (self._total >= policy.least_outcomes and share >= policy.failure_share)
+        ):
+            self._trip(now_s)
+
+    def released(self) -> None:
+        """A call was taken back before anything was known of it: if it was the probe, another may follow."""
+        self._probed_s = None
+
+    def _trip(self, now_s: float) -> None:
+        self._num_trips += 1
+        self._opened_until_s = now_s + self._policy.open.wait_s(self._num_trips, self._rng)
+        self._tripped, self._probed_s = True, None
+
+    def _count(self, now_s: float, failed: float) -> None:
+        kept = math.exp(min(0.0, self._seen_s - now_s) / self._policy.remembered_s)
+        self._total, self._failed, self._seen_s = self._total * kept + 1.0, self._failed * kept + failed, now_s

@@ -14,7 +14,7 @@ from cluster.autoscaler.report import PlannerMetrics
 from router.access.audit_file import AuditFile
 from router.access.watched_files import FileWatcher
 from router.cluster_state.redis_metrics import ClusterStateMetrics
-from router.fleet.quality_probe import QualityProbe
+from router.fleet.probes import QualityProbe
 from router.metrics.admission import AdmissionMetrics
 from router.metrics.router_metrics import RouterMetrics
 from router.metrics.worker_health import HealthMetrics

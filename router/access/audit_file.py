@@ -3,7 +3,7 @@
 Lines wait in a bounded queue; a line that finds no room there or on the disk is lost and counted. Several router
 processes append to the same file, each line in one write. The process that finds the file full renames it, and the
 others see that the name is another file's now, which is also how `logrotate` is noticed. Why not logging's handlers:
-`docs/extend/adr/0042-audit-log-keeps-its-own-writer.md`.
+`docs/extend/adr/0020-audit-log-keeps-its-own-writer.md`.
 """
 
 import fcntl

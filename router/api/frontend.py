@@ -92,12 +92,19 @@ class Frontend:
                 options=fields.template,
             )
         reasoning = self.thinking.reasoning(ids, begins_turn=fields.add_generation_prompt)
-        default = self.model.defaults.max_tokens
-        one = self._finish(ids, self._thinking_first(fields, reasoning), default_max_tokens=default, param="messages")
-        one = replace(one, calling=calling, reasoning=reasoning)
+        one = self._finish(
+            ids,
+            self._thinking_first(fields, reasoning),
+            default_max_tokens=self.model.defaults.max_tokens,
+            param="messages",
+            operation="chat",
+            started_s=started_s,
+            calling=calling,
+            reasoning=reasoning,
+        )
         one = with_beams(one, fields, most_beams=self._config.max_choices)
         check_prompt_scoring_size([one], self._config.max_answer_values)
-        return self._traced("chat", one, fields, started_s)
+        return self._traced(one, fields)
 
     async def prepare_prompts(
         self, prompts: Sequence[str | tuple[int, ...]], fields: ClientRequest
@@ -112,11 +119,18 @@ class Frontend:
                 started_s = self.clock()
                 text = prompt if isinstance(prompt, str) else None
                 ids = await self._prompt_ids(prompt, fields)
-                default = DEFAULT_COMPLETION_TOKENS
-                one = self._finish(ids, fields, default_max_tokens=default, param="prompt", num_prompts=len(prompts))
+                one = self._finish(
+                    ids,
+                    fields,
+                    default_max_tokens=DEFAULT_COMPLETION_TOKENS,
+                    param="prompt",
+                    num_prompts=len(prompts),
+                    operation=fields.operation,
+                    started_s=started_s,
+                    prompt_text=text,
+                )
                 one = with_beams(one, fields, most_beams=self._config.max_choices)
-                one = self._traced(fields.operation, one, fields, started_s)
-                prepared.append(replace(one, prompt_text=text))
+                prepared.append(self._traced(one, fields))
         check_prompt_scoring_size(prepared, self._config.max_answer_values)
         return prepared
 
@@ -215,7 +229,12 @@ class Frontend:
         *,
         default_max_tokens: int | None,
         param: str,
+        operation: str,
+        started_s: float,
         num_prompts: int = 1,
+        calling: ToolCallReading | None = None,
+        reasoning: Reasoning | None = None,
+        prompt_text: str | None = None,
     ) -> PreparedRequest:
         """`param`: the field that `ids` are of."""
         if not ids:
@@ -232,10 +251,6 @@ class Frontend:
             # Else `check_fields` has seen it: what became smaller has stayed within the bounds.
             sampling.validate(vocab_size=self.model.vocab_size)
         seen = fields.last_seen
-        # A stream that is continued has the time that is left of its own.
-        time_left_s = self._config.request_timeout_s - (seen.age_s if seen else 0.0)
-        if fields.time_left_s is not None:
-            time_left_s = min(time_left_s, fields.time_left_s)
         request = RoutedRequest(
             request_id=name_request(seen.head.request_id if seen else None),
             prompt_token_ids=tuple(ids),
@@ -243,12 +258,14 @@ class Frontend:
             grammar_param=None if fields.structure is None else fields.structure.param,
             hash_root=self.hash_root(self._salt(fields)),
             tenant=fields.tenant,
+            operation=operation,
+            arrived_s=started_s,
             num_choices=fields.num_choices,
             # Text that may end the answer is read as it comes.
             reads_along=fields.reads_along or bool(fields.stop),
             priority=fields.priority,
             reads=fields.reads,
-            deadline_s=self.clock() + time_left_s,
+            deadline_s=self._deadline_s(fields),
             resume=tuple(ResumePoint(worker=c.worker, num_tokens=c.num_tokens) for c in seen.choices) if seen else (),
             resumptions=seen.head.resumptions + 1 if seen else 0,
         )
@@ -260,6 +277,9 @@ class Frontend:
             include_stop=fields.include_stop,
             skip_special_tokens=fields.skip_special_tokens,
             has=seen.choices if seen else (),
+            calling=calling,
+            reasoning=reasoning,
+            prompt_text=prompt_text,
         )
 
     def _num_kept(self, fields: ClientRequest, num_tokens: int) -> int:
@@ -281,6 +301,14 @@ class Frontend:
                     param=name,
                 )
         return room
+
+    def _deadline_s(self, fields: ClientRequest) -> float:
+        # A stream that is continued has the time that is left of its own.
+        seen = fields.last_seen
+        time_left_s = self._config.request_timeout_s - (seen.age_s if seen else 0.0)
+        if fields.time_left_s is not None:
+            time_left_s = min(time_left_s, fields.time_left_s)
+        return self.clock() + time_left_s
 
     def _max_tokens(self, fields: ClientRequest, wanted: int, num_prompts: int, *, stated: bool) -> int:
         """Within the bound of an answer that is in memory as a whole before its client has anything of it."""
@@ -304,14 +332,14 @@ class Frontend:
             return fields.seed
         return self._mint_seed() if fields.last_seen is None else fields.last_seen.head.seed
 
-    def _traced(self, operation: str, one: PreparedRequest, fields: ClientRequest, started_s: float) -> PreparedRequest:
-        """With its arrival, and its span begun if it is sampled; names after OpenTelemetry's GenAI conventions."""
-        one = replace(one, request=replace(one.request, arrived_s=started_s, operation=operation))
+    def _traced(self, one: PreparedRequest, fields: ClientRequest) -> PreparedRequest:
+        """With its span begun if it is sampled; names after OpenTelemetry's GenAI conventions."""
+        request = one.request
+        operation, started_s = request.operation, request.arrived_s or self.clock()
         name = f"{operation} {self.model.name}"
         span = self._tracer.request(name, fields.trace, started_s, by_operator=fields.by_operator)
         if span is None:
             return one
-        request = one.request
         span.set_attributes(
             {
                 "gen_ai.operation.name": operation,

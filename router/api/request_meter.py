@@ -52,7 +52,7 @@ class RequestMeter:
             prompt_tokens=len(request.prompt_token_ids),
             choices=request.num_choices,
             span=request.span,
-            traits=RequestTraits.of(request),
+            traits=RequestTraits.from_request(request),
             arrived_s=request.arrived_s,
         )
 

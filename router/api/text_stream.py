@@ -1,7 +1,7 @@
 """From dispatch's tokens to a client's text: detokenize, look for stop strings, count, measure.
 
-`RequestText` is the text of one request, without I/O. `read_text` gives the answers of one client call to a
-`TextSink`, in whatever turn brings their tokens. Cancelling it cancels the requests.
+`RequestText` is the one sink on the way back: what dispatch gives it becomes text, and goes in the same turn to the
+`TextSink` of whoever writes it. `read_text` runs the requests of one client call. Cancelling it cancels them.
 """
 
 import asyncio
@@ -22,8 +22,23 @@ _HELD_TOKENS = 256
 """Of a choice that nobody reads along with: its text is made of so many at a time, which takes a millisecond or two."""
 
 
+class TextSink(Protocol):
+    """Takes a client call's text where it arrives; see `router.types.requests.DeltaSink`."""
+
+    def on_delta(self, delta: TextDelta) -> bool:
+        """The next delta; whether nothing more should come before `ready`."""
+        ...
+
+    async def ready(self) -> None:
+        """Return when there is room again. Raises what ends the call."""
+        ...
+
+
 class RequestText:
-    """The text of all choices of one request, measured."""
+    """The `DeltaSink` of one request: the text of all its choices, measured and shown.
+
+    Tokens that nobody reads along with, of a request whose text ends no choice, become text many at a time.
+    """
 
     def __init__(
         self,
@@ -31,6 +46,7 @@ class RequestText:
         prepared: PreparedRequest,
         tokenizer: Tokenizer,
         meter: RequestMeter,
+        sink: TextSink,
         first_index: int = 0,
     ) -> None:
         """`first_index`: of the first choice, over all prompts of the client's call."""
@@ -41,8 +57,41 @@ class RequestText:
         self._choices = [ChoiceText(first_index + i, prepared, tokenizer) for i in range(request.num_choices)]
         self._remainders = [ResumeFilter(has) for has in prepared.has]
         self._meter = meter
+        self._show = sink.on_delta
+        self._is_shown = False
+        self._held: list[list[SampledToken]] | None = None
+        self.ready = sink.ready
+        if not request.reads_along:
+            # There is always room: an answer is bounded by `max_tokens`.
+            self._held = [[] for _ in range(request.num_choices)]
+            self.ready = _at_once
 
-    def feed(self, delta: ChoiceDelta, *, num_measured: int = 0) -> TextDelta | None:
+    def on_delta(self, delta: ChoiceDelta) -> bool:
+        """See DeltaSink. Raises InternalError."""
+        if self._held is not None and delta.reading is None:
+            return self._hold(delta, self._held[delta.choice_index])
+        shown = self._feed(delta)
+        if shown is None:
+            return False
+        is_enough = self._show(shown)
+        if not self._is_shown and shown.tokens:
+            self._is_shown = True
+            self._meter.first_shown()
+        return is_enough
+
+    def _hold(self, delta: ChoiceDelta, held: list[SampledToken]) -> bool:
+        whole = delta._replace(tokens=(*held, *delta.tokens)) if held else delta
+        if delta.finish is None:
+            self._meter.tokens(delta.choice_index, len(delta.tokens))
+            if len(whole.tokens) < _HELD_TOKENS:
+                held += delta.tokens
+                return False
+        measured = len(held) if delta.finish is not None else len(whole.tokens)
+        held.clear()
+        shown = self._feed(whole, num_measured=measured)
+        return shown is not None and self._show(shown)
+
+    def _feed(self, delta: ChoiceDelta, *, num_measured: int = 0) -> TextDelta | None:
         """What dispatch's delta means to the client; None when nothing. Raises InternalError.
 
         `num_measured`: leading tokens that were measured when they came.
@@ -71,65 +120,8 @@ class RequestText:
         self._meter.succeeded()
 
 
-class TextSink(Protocol):
-    """Takes a client call's text where it arrives; see `router.types.requests.DeltaSink`."""
-
-    def on_delta(self, delta: TextDelta) -> bool:
-        """The next delta; whether nothing more should come before `ready`."""
-        ...
-
-    async def ready(self) -> None:
-        """Return when there is room again. Raises what ends the call."""
-        ...
-
-
-class _StreamingSink:
-    """A `DeltaSink` that shows each delta's text at once."""
-
-    def __init__(self, text: RequestText, sink: TextSink, meter: RequestMeter | None = None) -> None:
-        """`meter`: hears when the first tokens were shown."""
-        self._feed = text.feed
-        self._pass_on = sink.on_delta
-        self._unshown = meter
-        self.ready = sink.ready
-
-    def on_delta(self, delta: ChoiceDelta) -> bool:
-        shown = self._feed(delta)
-        if shown is None:
-            return False
-        must_pause = self._pass_on(shown)
-        if self._unshown is not None and shown.tokens:
-            self._unshown.first_shown()
-            self._unshown = None
-        return must_pause
-
-
-class _BufferingSink:
-    """A `DeltaSink` that nobody reads along with, of a request whose text ends no choice: many tokens at a time."""
-
-    def __init__(self, text: RequestText, meter: RequestMeter, sink: TextSink, num_choices: int) -> None:
-        self._text = text
-        self._meter = meter
-        self._sink = sink
-        self._held: list[list[SampledToken]] = [[] for _ in range(num_choices)]
-
-    async def ready(self) -> None:
-        """There is always room: an answer is bounded by `max_tokens`."""
-
-    def on_delta(self, delta: ChoiceDelta) -> bool:
-        if delta.reading is not None:
-            return _StreamingSink(self._text, self._sink).on_delta(delta)
-        index, held = delta.choice_index, self._held[delta.choice_index]
-        whole = delta._replace(tokens=(*held, *delta.tokens)) if held else delta
-        if delta.finish is None:
-            self._meter.tokens(index, len(delta.tokens))
-            if len(whole.tokens) < _HELD_TOKENS:
-                held += delta.tokens
-                return False
-        measured = len(held) if delta.finish is not None else len(whole.tokens)
-        held.clear()
-        shown = self._text.feed(whole, num_measured=measured)
-        return shown is not None and self._sink.on_delta(shown)
+async def _at_once() -> None:
+    """Return."""
 
 
 async def read_text(
@@ -182,15 +174,9 @@ async def _read(
     refusal: ServingError | None = None,
 ) -> None:
     """`refusal`: of the whole call, which each of its requests counts."""
-    request, sink = stream.prepared.request, stream.sink
-    text = RequestText(generator, stream.prepared, tokenizer, meter, stream.first_index)
-    delta_sink = (
-        _StreamingSink(text, sink, meter)
-        if request.reads_along
-        else _BufferingSink(text, meter, sink, request.num_choices)
-    )
+    text = RequestText(generator, stream.prepared, tokenizer, meter, stream.sink, stream.first_index)
     with meter:
         if refusal is not None:
             raise refusal
-        await generator.run(request, delta_sink)
+        await generator.run(stream.prepared.request, text)
         text.end()

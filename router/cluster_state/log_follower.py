@@ -104,10 +104,10 @@ class CacheLogFollower:
         for log, entry_id, data in _entries(reply):
             if (key := keys.get(log)) is None:
                 continue
-            self._take(key, entry_id, data)
+            self._on_entry(key, entry_id, data)
             await asyncio.sleep(0)
 
-    def _take(self, key: WorkerKey, entry_id: str, data: Any) -> None:
+    def _on_entry(self, key: WorkerKey, entry_id: str, data: Any) -> None:
         changes: Changes | None = None
         try:
             changes = self._codec.open_changes(_value(data), Process(*key))

@@ -96,7 +96,7 @@ class RegistryPoll:
         keys, codec = self._keys, self._reader.codec
         followed = list(self._view)
         heads = [("GETRANGE", keys.head(Process(*key)), 0, SMALL_BYTES) for key in followed]
-        marks, *found = await self._told([("ZREVRANGE", keys.workers, 0, MAX_ADDRESSES - 1), *heads])
+        marks, *found = await self._ask([("ZREVRANGE", keys.workers, 0, MAX_ADDRESSES - 1), *heads])
         for key, data in zip(followed, found, strict=True):
             process = Process(*key)
             head = self._reader.opened("head", data, partial(codec.open_head, process=process))
@@ -105,10 +105,10 @@ class RegistryPoll:
         processes = self._reader.members("worker", marks, Process.parse)
         notices = [("GETRANGE", keys.notice(process), 0, SMALL_BYTES) for process in processes]
         replies = await self._link.ask(notices) if notices else []
-        self._directory.told(self._notices(processes, replies), now_s)
+        self._directory.on_notices(self._notices(processes, replies), now_s)
         self._due_s = now_s + LOOK_S
 
-    async def _told(self, commands: list[Command]) -> list[Reply]:
+    async def _ask(self, commands: list[Command]) -> list[Reply]:
         if self._spoilt:
             # Workers write themselves down again within a second.
             await self._link.ask([("DEL", self._keys.workers)])

@@ -23,7 +23,7 @@ from tandem.circuit_breaker import CircuitBreaker
 from tandem.cluster_state.entries import BadEntry, ClusterStateCodec
 from tandem.cluster_state.keys import ClusterStateKeys
 from tandem.cluster_state.settings import RedisSettings
-from tandem.rpc.redis_link import LinkHealth, RedisDown, RedisLink
+from tandem.rpc.redis_link import REDIS_BREAKER, LinkHealth, RedisDown, RedisLink
 from tandem.rpc.worker_directory import WorkerAddress
 from tandem.values.ids import Incarnation
 
@@ -57,8 +57,8 @@ class RouterClusterState:
         self._peers = PeerLoads(lease_s=settings.lease_s)
         self._clock = clock
         self._view = LogPositions()
-        self._logs = RedisLink(settings, CircuitBreaker(SystemRandom()), use="follow", clock=clock)
-        self._poll = RedisLink(settings, CircuitBreaker(SystemRandom()), use="poll", clock=clock)
+        self._logs = RedisLink(settings, CircuitBreaker(REDIS_BREAKER, SystemRandom()), use="follow", clock=clock)
+        self._poll = RedisLink(settings, CircuitBreaker(REDIS_BREAKER, SystemRandom()), use="poll", clock=clock)
         self._follower = CacheLogFollower(
             self._view, self._logs, codec, keys, counts=self.counts, apply=registry.prefix_changed, clock=clock
         )

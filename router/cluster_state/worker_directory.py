@@ -21,7 +21,7 @@ class KnownAddresses:
         self._forget_s = forget_s
         self._missing_since_s: dict[WorkerAddress, float | None] = {}
 
-    def told(self, notices: Iterable[Notice], now_s: float) -> frozenset[WorkerAddress]:
+    def on_notices(self, notices: Iterable[Notice], now_s: float) -> frozenset[WorkerAddress]:
         """All notices that are there now; returns the addresses."""
         present = {WorkerAddress(role=notice.role, address=notice.address) for notice in notices}
         known = self._missing_since_s
@@ -42,15 +42,15 @@ class KnownAddresses:
 
 
 class RedisDirectory(ChangingDirectory):
-    """A WorkerDirectory of what is told and what is stated; one may watch it."""
+    """A WorkerDirectory of what Redis and the configuration name; one may watch it."""
 
     def __init__(self, listing: KnownAddresses) -> None:
         super().__init__(listing.addresses)
         self._listing = listing
 
-    def told(self, notices: Iterable[Notice], now_s: float) -> None:
-        """All notices that are on the board."""
-        self.replace(self._listing.told(notices, now_s))
+    def on_notices(self, notices: Iterable[Notice], now_s: float) -> None:
+        """Replace the addresses by those of all notices in Redis."""
+        self.replace(self._listing.on_notices(notices, now_s))
 
     def state(self, addresses: frozenset[WorkerAddress]) -> None:
         """The configuration names these from now on."""

@@ -29,8 +29,8 @@ class BeamRun:
         self._worker: WorkerKey | None = None
         self._num_steps = 0
 
-    async def tell(self, reader: DeltaSink, on_sent: Callable[[], None]) -> None:
-        """Search, and give `reader` the best. Raises as `PromptScorer.read`."""
+    async def search(self, sink: DeltaSink, on_sent: Callable[[], None]) -> None:
+        """Search, and give `sink` the best. Raises as `PromptScorer.read`."""
         started_s, first, search = self._clock(), ScoredPrompt(), self._search
         num_computed = 0
         while not search.is_over:
@@ -55,7 +55,7 @@ class BeamRun:
             read_by=self._reads.pool_of(first),
         )
         for index, ended in enumerate(search.ended[: self._request.num_choices]):
-            reader.on_delta(ChoiceDelta(index, tokens=ended.beam.tokens, finish=replace(finish, reason=ended.reason)))
+            sink.on_delta(ChoiceDelta(index, tokens=ended.beam.tokens, finish=replace(finish, reason=ended.reason)))
             # The first one bears what all of them took together.
             finish = replace(finish, computed_tokens=0, needed_tokens=0)
 

@@ -1,15 +1,15 @@
-"""The router's half of a request's life from its turn on: placed, submitted, streamed, continued elsewhere, ended.
+"""The router's half of a request's life: admitted, placed, submitted, streamed, continued elsewhere, ended.
 
-`Dispatcher` counts what runs; a `RequestRun` does the rest. Who runs is decided before (`router.admission`).
+`Dispatcher` is the `Generator` of the servers. It has a request wait for its turn; a `RequestRun` does the rest.
 """
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from random import Random
 
+from router.dispatch.admission_queue import AdmissionQueue, AdmittedRequest, CountedSink
 from router.dispatch.beam_run import BeamRun
 from router.dispatch.choices.context import DispatchContext, DispatchSettings
 from router.dispatch.choices.hedging import Hedging
@@ -24,14 +24,6 @@ from router.workers.health import WorkerHealth
 from tandem.errors import InvariantError
 from tandem.values.block_hash import BlockHasher
 from tandem.values.ids import RequestId
-
-OnTaken = Callable[[frozenset[int]], None]
-"""Called at the end of a request if a worker took anything of it, or may have; with the choices of a continued stream
-that a worker still had."""
-
-
-def _unheard(_adopted: frozenset[int]) -> None:
-    """For callers that keep no accounts."""
 
 
 class Dispatcher:
@@ -53,7 +45,7 @@ class Dispatcher:
         self.placer = placer
         self._room = room = WaitingChoices()
         self._registry = registry = placer.registry
-        registry.on_load = room.look
+        registry.on_load = room.on_load
         registry.watch(self._workers_changed)
         self._context = DispatchContext(
             placer=placer,
@@ -71,9 +63,11 @@ class Dispatcher:
         self._unseen = replace(self._context, observer=SilentObserver())
         self._reads = PromptScorer(self._context)
         self._runs: dict[RequestId, RequestRun] = {}
-        self._ended = asyncio.Event()
+        self.queue: AdmissionQueue | None = None
+        """Where requests have their turns; without one they run at once."""
         self.num_inflight = 0
         """Requests begun and not yet ended: zero when a drain is complete."""
+        self._ended = asyncio.Event()
 
     @property
     def num_waiting_for_room(self) -> int:
@@ -81,54 +75,76 @@ class Dispatcher:
         return len(self._room)
 
     async def drain(self, *, most_s: float) -> None:
-        """Wait until all requests have ended, or for `most_s`."""
+        """Refuse new requests from now on, at all servers; wait until those accepted have ended, or for `most_s`."""
+        ends_s = self._context.clock() + most_s
+        if self.queue is not None:
+            await self.queue.drain(most_s=most_s)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(most_s):
+            async with asyncio.timeout(max(0.0, ends_s - self._context.clock())):
                 while self.num_inflight:
                     self._ended.clear()
                     await self._ended.wait()
 
-    async def generate(self, request: RoutedRequest, taken: OnTaken = _unheard) -> AsyncGenerator[ChoiceDelta, None]:
+    def admitted(self, requests: Sequence[RoutedRequest]) -> contextlib.AbstractContextManager[None]:
+        """Enter the queue with all requests of one call; see `router.types.requests.Generator`."""
+        return contextlib.nullcontext() if self.queue is None else self.queue.admitted(requests)
+
+    async def generate(self, request: RoutedRequest) -> AsyncGenerator[ChoiceDelta, None]:
         """Stream all choices, interleaved. Closing the iterator early cancels the request on every worker.
 
-        Raises Unavailable, RequestTooLarge, DeadlineExceeded or InternalError, or what a worker found wrong
+        Raises Overloaded, Unavailable, RequestTooLarge, DeadlineExceeded or InternalError, or what a worker found wrong
         with the request. Reads no prompts and searches with no beams.
         """
         if request.reads is not None or request.beams is not None:
             raise InvariantError(f"request {request.request_id}: only `run` has prompts read")
-        with self._running(request, taken) as run:
-            while not run.done:
-                for delta in await run.step():
-                    yield delta
+        async with self._admitted(request) as (admitted, visit):
+            with self._under_way(admitted, visit) as run:
+                while not run.done:
+                    for delta in await run.step():
+                        yield delta
 
-    async def run(self, request: RoutedRequest, reader: DeltaSink, taken: OnTaken = _unheard) -> None:
-        """Give `reader` all choices, interleaved. Cancelling it cancels the request on every worker.
+    async def run(self, request: RoutedRequest, sink: DeltaSink) -> None:
+        """Give `sink` all choices, interleaved. Cancelling it cancels the request on every worker.
 
-        Raises as `generate`, and what the reader raises.
+        Raises as `generate`, and what the sink raises.
         """
-        if request.reads is None and request.beams is None:
-            with self._running(request, taken) as run:
-                await run.follow(reader)
-            return
-        sent = partial(taken, frozenset())
-        with self._counted(request):
-            if (ask := request.reads) is not None:
-                reading = await self._reads.read(request, ask, sent)
-                reader.on_delta(ChoiceDelta(0, reading=reading))
-                if ask.only:
-                    finish_scored_choices(request, reading, reader, self._context.clock())
-                    return
-                reader = ScoredPromptSink(reader, reading)
-            if request.beams is not None:
-                await BeamRun(self._reads, request, request.beams, self._context.clock).tell(reader, sent)
-                return
-            with self._under_way(request, taken) as run:
-                await run.follow(reader)
+        async with self._admitted(request) as (admitted, visit):
+            if admitted.reads is None and admitted.beams is None:
+                with self._under_way(admitted, visit) as run:
+                    await run.follow(sink)
+            else:
+                await self._run_scored(admitted, sink, visit)
 
-    @contextlib.contextmanager
-    def _running(self, request: RoutedRequest, taken: OnTaken) -> Iterator[RequestRun]:
-        with self._counted(request), self._under_way(request, taken) as run:
-            yield run
+    async def _run_scored(self, request: RoutedRequest, sink: DeltaSink, visit: AdmittedRequest | None) -> None:
+        """With prompts read by workers, before the answer or in place of it."""
+        on_sent: Callable[[], None] = _uncounted
+        if visit is not None:
+            sink, on_sent = CountedSink(sink, visit.on_delta), visit.on_taken
+        if (ask := request.reads) is not None:
+            reading = await self._reads.read(request, ask, on_sent)
+            sink.on_delta(ChoiceDelta(0, reading=reading))
+            if ask.only:
+                finish_scored_choices(request, reading, sink, self._context.clock())
+                return
+            sink = ScoredPromptSink(sink, reading)
+        if request.beams is not None:
+            await BeamRun(self._reads, request, request.beams, self._context.clock).search(sink, on_sent)
+            return
+        with self._under_way(request, visit, counts=False) as run:
+            await run.follow(sink)
+
+    @contextlib.asynccontextmanager
+    async def _admitted(self, request: RoutedRequest) -> AsyncIterator[tuple[RoutedRequest, AdmittedRequest | None]]:
+        """Has had its turn, and is in flight, while inside. Probes wait for no turn: they are no client's."""
+        if self.queue is None or request.only_worker is not None:
+            with self._counted(request):
+                yield request, None
+            return
+        async with self.queue.turn(request) as visit:
+            if visit.entry.is_local or visit.priority != request.priority:
+                request = replace(request, is_local=visit.entry.is_local, priority=visit.priority)
+            with self._counted(request):
+                yield request, visit
 
     @contextlib.contextmanager
     def _counted(self, request: RoutedRequest) -> Iterator[None]:
@@ -142,14 +158,18 @@ class Dispatcher:
             self._ended.set()
 
     @contextlib.contextmanager
-    def _under_way(self, request: RoutedRequest, taken: OnTaken) -> Iterator[RequestRun]:
+    def _under_way(
+        self, request: RoutedRequest, visit: AdmittedRequest | None, *, counts: bool = True
+    ) -> Iterator[RequestRun]:
+        """`counts`: what the run gives is what the client is given."""
         former = self._former(request)
         if former is not None and former.resumptions >= request.resumptions:
             # The same id again, from a client whose former connection is half open: attempts are numbered on.
             request = replace(request, resumptions=former.resumptions + 1)
         context = self._context if request.only_worker is None else self._unseen
         context.budget.earn()
-        run = self._runs[request.request_id] = RequestRun(request, context)
+        on_delta = visit.on_delta if visit is not None and counts else None
+        run = self._runs[request.request_id] = RequestRun(request, context, on_delta)
         try:
             self._start(run, former)
             yield run
@@ -157,8 +177,8 @@ class Dispatcher:
             if self._runs.get(request.request_id) is run:
                 del self._runs[request.request_id]
             run.close()
-            if run.was_taken:
-                taken(run.adopted)
+            if visit is not None and run.was_taken:
+                visit.on_taken(run.adopted)
 
     def _workers_changed(self) -> None:
         self.health.keep({worker.info.key for worker in self._registry.snapshots()})
@@ -186,3 +206,7 @@ class Dispatcher:
         """Stop generating one choice early; its ChoiceFinish still follows. No-op once the request has ended."""
         if (run := self._runs.get(request_id)) is not None:
             run.stop_choice(choice_index)
+
+
+def _uncounted() -> None:
+    """For requests that nobody is charged for."""

@@ -24,11 +24,9 @@ _ATTEMPTS_APART = 1 << 12
 class HedgeRun:
     """The twins of one request."""
 
-    def __init__(self, hedging: Hedging | None, context: DispatchContext, choices: list[ChoiceRun]) -> None:
-        """`choices`: of the request; a twin that wins takes its place there. Without `hedging` there are no twins."""
+    def __init__(self, hedging: Hedging, context: DispatchContext, choices: list[ChoiceRun]) -> None:
+        """`choices`: of the request; a twin that wins takes its place there."""
         self._hedging = hedging
-        self.are_off = hedging is None
-        """There are no twins, now or later."""
         self._context = context
         self._choices = choices
         self._twins: dict[int, ChoiceRun] = {}
@@ -37,20 +35,19 @@ class HedgeRun:
 
     def start(self, mailbox: Mailbox) -> None:
         """The choices were sent."""
-        if (hedging := self._hedging) is None:
-            return
+        hedging = self._hedging
         delay_s, loop, now_s = hedging.delay_s, asyncio.get_running_loop(), self._context.clock()
         for index in range(len(self._choices)):
             hedging.earn()
             self._started_s[index] = now_s
             if delay_s is not None:
                 due = HedgeDue(choice_index=index)
-                self._timers.append(loop.call_later(delay_s, mailbox.put, due))
+                self._timers.append(loop.call_later(delay_s, mailbox.post, due))
 
     def due(self, index: int, new: NewRun) -> None:
         """A first token is late: begin a second attempt if the budget allows and another worker is there."""
         first, hedging = self._choices[index], self._hedging
-        if first.done or first.has_tokens or first.worker is None or hedging is None or not hedging.may_begin:
+        if first.done or first.has_tokens or first.worker is None or not hedging.may_begin:
             return
         twin = new(index)
         try:
@@ -63,11 +60,9 @@ class HedgeRun:
             hedging.began()
             self._twins[index] = twin
 
-    def take(self, mail: FromWorker) -> Sequence[ChoiceDelta]:
+    def on_event(self, mail: FromWorker) -> Sequence[ChoiceDelta]:
         """An event of either run. Raises what the choice raises."""
-        index, event = mail.choice_index, mail.event
-        if (hedging := self._hedging) is None:
-            return self._choices[index].take(mail.attempt, event)
+        hedging, index, event = self._hedging, mail.choice_index, mail.event
         has_tokens = isinstance(event, TokensArrived) and bool(event.tokens)
         if has_tokens and (started_s := self._started_s.pop(index, None)) is not None:
             hedging.observe(self._context.clock() - started_s)
@@ -79,10 +74,10 @@ class HedgeRun:
             elif twin.runs(mail.attempt):
                 hedging.won()
                 self._replace(index)
-            return (twin if mail.is_twin else first).take(mail.attempt, event)
+            return (twin if mail.is_twin else first).on_event(mail.attempt, event)
         if twin is None or isinstance(event, TransferFailed):
             # The twin that has won sends its events as it did before.
-            return (twin if mail.is_twin and twin is not None else first).take(mail.attempt, event)
+            return (twin if mail.is_twin and twin is not None else first).on_event(mail.attempt, event)
         ended = twin if mail.is_twin else first
         if not ended.runs(mail.attempt):
             return []

@@ -103,7 +103,7 @@ class Mailbox:
         self._arrived = asyncio.Event()
         self._urgent: asyncio.Event | None = None
 
-    def put(self, mail: Mail) -> None:
+    def post(self, mail: Mail) -> None:
         """Leave mail; after an overflow it is thrown away."""
         if self._overflowed:
             return
@@ -144,7 +144,7 @@ class Mailbox:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def take(self) -> Mail:
+    def next_mail(self) -> Mail:
         """The oldest mail, which there must be."""
         mail = self._mail.popleft()
         self._num_tokens -= _count_tokens(mail)

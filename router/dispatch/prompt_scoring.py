@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from router.dispatch.choices.context import DispatchContext
-from router.placement.scoring_worker import choose_scoring_worker
+from router.placement.place import choose_scoring_worker
 from router.types.prompt_scoring import PromptScoringRequest, ScoredPrompt, ScoredPromptBuilder
 from router.types.requests import ChoiceDelta, ChoiceFinish, DeltaSink, RoutedRequest
 from router.types.session_events import (
@@ -144,7 +144,7 @@ class PromptScorer:
         breakers = context.health.breakers
         breakers.began(key, context.clock())
         try:
-            port.read(order, coming.take)
+            port.read(order, coming.on_event)
             on_sent()
             found = await coming.outcome
         except Unavailable as refusal:
@@ -172,11 +172,11 @@ class ScoredPromptSink:
     So it is no cache hit, and its time and its tokens count.
     """
 
-    def __init__(self, reader: DeltaSink, reading: ScoredPrompt) -> None:
-        self._on_delta = reader.on_delta
+    def __init__(self, sink: DeltaSink, reading: ScoredPrompt) -> None:
+        self._on_delta = sink.on_delta
         self._times = reading.times
         self._num_computed = reading.num_computed
-        self.ready = reader.ready
+        self.ready = sink.ready
 
     def on_delta(self, delta: ChoiceDelta) -> bool:
         if (finish := delta.finish) is not None:
@@ -195,7 +195,7 @@ class ScoredPromptSink:
         return self._on_delta(delta)
 
 
-def finish_scored_choices(request: RoutedRequest, reading: ScoredPrompt, reader: DeltaSink, now_s: float) -> None:
+def finish_scored_choices(request: RoutedRequest, reading: ScoredPrompt, sink: DeltaSink, now_s: float) -> None:
     """Of all choices, where nothing is generated; the first one bears what it took."""
     times = reading.times
     if request.arrived_s is not None:
@@ -208,7 +208,7 @@ def finish_scored_choices(request: RoutedRequest, reading: ScoredPrompt, reader:
         needed_tokens=reading.num_computed,
     )
     for index in range(request.num_choices):
-        reader.on_delta(ChoiceDelta(index, finish=finish))
+        sink.on_delta(ChoiceDelta(index, finish=finish))
         finish = replace(finish, times=PhaseTimes(), computed_tokens=0, needed_tokens=0)
 
 
@@ -222,7 +222,7 @@ class _PendingScores:
         )
         self._parts = ScoredPromptBuilder(ask, num_tokens)
 
-    def take(self, event: PromptScoringEvent) -> None:
+    def on_event(self, event: PromptScoringEvent) -> None:
         """The next thing that the worker, or its session, has to say."""
         if self.outcome.done():
             return

@@ -3,12 +3,12 @@
 All that happens to it arrives in one mailbox and is handled in order by whoever awaits `step`; what to do is
 decided by `ChoiceProgress` and `Placer`. Orders to workers never wait, so the whole request is one coroutine.
 
-Tokens alone take a shorter way when a `DeltaSink` follows the request: if no mail waits before them and the reader has
+Tokens alone take a shorter way when a `DeltaSink` follows the request: if no mail waits before them and the sink has
 room, they are handed over in the session's own turn, and the coroutine sleeps on.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from router.dispatch.choices.choice_run import ChoiceRun
@@ -40,17 +40,21 @@ from tandem.values.outputs import FinishReason
 class RequestRun:
     """Drives all choices of one request to their end."""
 
-    def __init__(self, request: RoutedRequest, context: DispatchContext) -> None:
+    def __init__(
+        self, request: RoutedRequest, context: DispatchContext, on_delta: Callable[[ChoiceDelta], None] | None = None
+    ) -> None:
+        """`on_delta`: counts what the client is given, before it is."""
         self._request = request
         self._context = context
+        self._count = on_delta or _uncounted
         # A stream that is continued begins with all that its client has.
         shown = sum(point.num_tokens for point in request.resume)
         self._mailbox = Mailbox(max_tokens=context.settings.stream_buffer_tokens * request.num_choices + shown)
         self._deadline: asyncio.TimerHandle | None = None
         self._rejoin: asyncio.TimerHandle | None = None
-        self._reader: DeltaSink | None = None
-        self._reader_is_slow = False
-        self._reader_error: Exception | None = None
+        self._sink: DeltaSink | None = None
+        self._sink_is_full = False
+        self._sink_error: Exception | None = None
         self._queued: dict[int, WaitingPosition] = {}
         self._patience: dict[int, asyncio.TimerHandle] = {}
         self._names: list[BlockHash] = []
@@ -59,9 +63,8 @@ class RequestRun:
             ChoiceHealthReporter(index, request, context.health, context.placer.registry)
             for index in range(request.num_choices)
         ]
-        self._choices = [ChoiceRun(standing, self._names, context, self._post) for standing in self._standings]
-        once = request.only_worker is not None or bool(request.resume)
-        self._hedges = HedgeRun(None if once else context.hedging, context, self._choices)
+        self._choices: list[ChoiceRun] = []
+        self._hedges: HedgeRun | None = None
 
     @property
     def done(self) -> bool:
@@ -83,49 +86,57 @@ class RequestRun:
         if self._request.deadline_s is not None:
             remaining_s = self._request.deadline_s - self._context.clock()
             self._deadline = self._mail_later(max(0.0, remaining_s), DeadlinePassed())
+        for standing in self._standings:
+            self._choices.append(ChoiceRun(self._request, standing, self._names, self._context, self._post))
         for choice in self._choices:
             choice.submit()
-        self._hedges.start(self._mailbox)
+        hedging, once = self._context.hedging, self._request.only_worker is not None or bool(self._request.resume)
+        if hedging is not None and not once:
+            self._hedges = HedgeRun(hedging, self._context, self._choices)
+            self._hedges.start(self._mailbox)
         self._watch_for_workers()
         self._queue_for_room()
 
     async def step(self) -> Sequence[ChoiceDelta]:
-        """Wait for the next thing to happen; what the client gets of it. Raises the errors of Generator."""
+        """Wait for the next thing to happen; what the client gets of it, counted. Raises the errors of Generator."""
         for choice in self._choices:
             if choice.failure is not None:
                 raise choice.failure
         await self._mailbox.arrival()
-        if self._reader_is_slow:
-            await self._reader_ready()
-        deltas = self._handle(self._mailbox.take())
+        if self._sink_is_full:
+            await self._sink_ready()
+        deltas = self._handle(self._mailbox.next_mail())
         self._watch_for_workers()
         self._queue_for_room()
+        for delta in deltas:
+            self._count(delta)
         return deltas
 
-    async def follow(self, reader: DeltaSink) -> None:
-        """All steps until the end, for a reader. Raises the errors of Generator, and the reader's."""
-        self._reader = reader
+    async def follow(self, sink: DeltaSink) -> None:
+        """All steps until the end, into a sink. Raises the errors of Generator, and the sink's."""
+        self._sink = sink
         while not self.done:
             for delta in await self.step():
-                self._reader_is_slow |= reader.on_delta(delta)
-            if self._reader_error is not None:
-                raise self._reader_error
-            if self._reader_is_slow:
-                await self._reader_ready()
+                self._sink_is_full |= sink.on_delta(delta)
+            if self._sink_error is not None:
+                raise self._sink_error
+            if self._sink_is_full:
+                await self._sink_ready()
 
-    async def _reader_ready(self) -> None:
-        """Or there is mail that does not wait for readers."""
-        if self._reader is not None:
-            await self._mailbox.urgent_or(self._reader.ready())
-        self._reader_is_slow = False
+    async def _sink_ready(self) -> None:
+        """Or there is mail that does not wait for the client."""
+        if self._sink is not None:
+            await self._mailbox.urgent_or(self._sink.ready())
+        self._sink_is_full = False
 
     def stop_choice(self, index: int) -> None:
         """End one choice at once; its finish comes with the next deltas. No-op for one that has ended."""
         choice = self._choices[index]
         if not choice.done:
-            self._hedges.drop(index)
+            if self._hedges is not None:
+                self._hedges.drop(index)
             choice.abandon()
-            self._mailbox.put(StopChoice(choice_index=index))
+            self._mailbox.post(StopChoice(choice_index=index))
 
     @property
     def resumptions(self) -> int:
@@ -134,13 +145,14 @@ class RequestRun:
 
     def supersede(self, *, is_over: bool = False) -> None:
         """Another run goes on with what runs for this one; `is_over`: none does, and it is to end."""
-        self._hedges.close()
+        if self._hedges is not None:
+            self._hedges.close()
         for choice in self._choices:
             if is_over:
                 choice.abandon()
             else:
                 choice.let_go()
-        self._mailbox.put(Superseded())
+        self._mailbox.post(Superseded())
 
     def close(self) -> None:
         """Cancel whatever still runs on any worker, and forget the request."""
@@ -152,14 +164,14 @@ class RequestRun:
         self._context.placer.registry.unwatch(self._workers_changed)
         self._abandon_all()
         # They refer back to this. A collection would find the two, and it holds everybody up.
-        self._reader = None
+        self._sink = None
         self._choices.clear()
 
     def _handle(self, mail: Mail) -> Sequence[ChoiceDelta]:
         match mail:
             case FromWorker():
-                return self._hedges.take(mail)
-            case HedgeDue():
+                return self._on_event(mail)
+            case HedgeDue() if self._hedges is not None:
                 self._hedges.due(mail.choice_index, self._twin)
             case StopChoice():
                 return self._stopped(self._choices[mail.choice_index])
@@ -181,12 +193,18 @@ class RequestRun:
                 raise Overloaded("the client reads too slowly", retry_after_s=retry_after_s)
         return []
 
+    def _on_event(self, mail: FromWorker) -> Sequence[ChoiceDelta]:
+        if self._hedges is not None:
+            return self._hedges.on_event(mail)
+        return self._choices[mail.choice_index].on_event(mail.attempt, mail.event)
+
     @staticmethod
     def _stopped(choice: ChoiceRun) -> list[ChoiceDelta]:
         return [] if choice.done else [choice.finish_early(FinishReason.STOP)]
 
     def _twin(self, index: int) -> ChoiceRun:
-        return ChoiceRun(self._standings[index], self._names, self._context, partial(self._post, is_twin=True))
+        post = partial(self._post, is_twin=True)
+        return ChoiceRun(self._request, self._standings[index], self._names, self._context, post)
 
     def _waiting(self, what: Waiting | None = None) -> list[ChoiceRun]:
         return [choice for choice in self._choices if choice.waiting is not None and what in (None, choice.waiting)]
@@ -200,7 +218,7 @@ class RequestRun:
                 wake = RoomAvailable(choice_index=index)
                 # A choice that is refused again keeps its place in the queue.
                 place = self._queued.setdefault(index, self._context.room.new_place(self._request.priority))
-                self._context.room.enter(place, choice.num_tokens, partial(self._mailbox.put, wake))
+                self._context.room.enter(place, choice.num_tokens, partial(self._mailbox.post, wake))
                 self._patience[index] = self._mail_later(choice.wait_for_room_s(), wake)
 
     def _leave_queue(self, index: int) -> None:
@@ -246,36 +264,42 @@ class RequestRun:
             self._rejoin = self._mail_later(self._wait_for_worker_s(), RejoinOver())
 
     def _post(self, choice_index: int, attempt: int, event: AttemptEvent, *, is_twin: bool = False) -> None:
-        reader = None if self._reader_is_slow or not self._mailbox.is_empty else self._reader
-        if reader is not None and type(event) is TokensArrived and self._hedges.are_off:
-            self._hand_over(reader, self._choices[choice_index], attempt, event)
+        sink = None if self._sink_is_full or not self._mailbox.is_empty else self._sink
+        if sink is not None and type(event) is TokensArrived and self._hedges is None:
+            self._hand_over(sink, self._choices[choice_index], attempt, event)
             return
-        self._mailbox.put(FromWorker(choice_index=choice_index, attempt=attempt, event=event, is_twin=is_twin))
+        self._mailbox.post(FromWorker(choice_index=choice_index, attempt=attempt, event=event, is_twin=is_twin))
         if self._mailbox.overflowed:
             self._abandon_all()
 
-    def _hand_over(self, reader: DeltaSink, choice: ChoiceRun, attempt: int, arrived: TokensArrived) -> None:
+    def _hand_over(self, sink: DeltaSink, choice: ChoiceRun, attempt: int, arrived: TokensArrived) -> None:
         """The short way of tokens. Whatever else comes of them is mail."""
         try:
-            for delta in choice.take_tokens(attempt, arrived):
-                if reader.on_delta(delta):
-                    self._reader_is_slow = True
+            for delta in choice.on_tokens(attempt, arrived):
+                self._count(delta)
+                if sink.on_delta(delta):
+                    self._sink_is_full = True
         except Exception as error:  # noqa: BLE001  # of this request, raised by its own task: here is a session's turn
-            self._reader_error = error
+            self._sink_error = error
             self._abandon_all()
         else:
-            # A reader that is slow now has something to do before it is given more.
-            if not (self._reader_is_slow or choice.done or choice.failure or choice.waiting):
+            # A sink that is full has something to do before it is given more.
+            if not (self._sink_is_full or choice.done or choice.failure or choice.waiting):
                 return
-        self._mailbox.put(Recheck())
+        self._mailbox.post(Recheck())
 
     def _abandon_all(self) -> None:
-        self._hedges.close()
+        if self._hedges is not None:
+            self._hedges.close()
         for choice in self._choices:
             choice.abandon()
 
     def _workers_changed(self) -> None:
-        self._mailbox.put(WorkersChanged())
+        self._mailbox.post(WorkersChanged())
 
     def _mail_later(self, delay_s: float, mail: Mail) -> asyncio.TimerHandle:
-        return asyncio.get_running_loop().call_later(delay_s, self._mailbox.put, mail)
+        return asyncio.get_running_loop().call_later(delay_s, self._mailbox.post, mail)
+
+
+def _uncounted(_delta: ChoiceDelta) -> None:
+    """For requests that are no client's."""

@@ -47,14 +47,14 @@ class ConfiguredPoolSizes:
         """`show` takes a role and a number, in whatever thread. Without a path nothing is ever read."""
         self._path = path
         self._show = show
-        self._tell(config)
+        self._show_sizes(config)
 
     def read(self) -> None:
         """In a thread. What makes no sense changes nothing: `ConfiguredWorkers` complains of it."""
         if self._path is not None:
             with suppress(ConfigError, OSError):
-                self._tell(load(self._path))
+                self._show_sizes(load(self._path))
 
-    def _tell(self, config: ClusterConfig) -> None:
+    def _show_sizes(self, config: ClusterConfig) -> None:
         self._show(WorkerRole.PREFILL.value, config.prefill.replicas)
         self._show(WorkerRole.DECODE.value, config.decode.replicas)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
-from router.fleet.canary import Canary
+from router.fleet.probes import Canary
 from router.types.worker_view import WorkerKey, WorkerSnapshot
 from router.workers.registry import WorkerRegistry
 from tandem.process.lifetime import REACHES
@@ -47,19 +47,19 @@ class ReachableWorkers:
 
     async def __aenter__(self) -> Self:
         self._proven = {worker.info.key for worker in self._registry.snapshots()}
-        self._registry.watch(self._look)
-        self._look()
+        self._registry.watch(self._check)
+        self._check()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._registry.unwatch(self._look)
+        self._registry.unwatch(self._check)
         for task in self._asking.values():
             task.cancel()
         await asyncio.gather(*self._asking.values(), return_exceptions=True)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         workers = {worker.info.key: worker for worker in self._registry.snapshots()}
         self._proven &= workers.keys()
         for key, worker in workers.items():
@@ -86,7 +86,7 @@ class ReachableWorkers:
                 await asyncio.sleep(_AGAIN_S)
         finally:
             del self._asking[key]
-        self._look()
+        self._check()
 
     async def _answers(self, key: WorkerKey) -> bool:
         try:

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 
-from router.fleet.canary import NO_TOKENS
+from router.fleet.probes import NO_TOKENS
 from router.metrics.router_metrics import RouterMetrics
 from router.types.worker_view import WorkerSnapshot
 from router.workers.registry import WorkerRegistry
@@ -29,7 +29,7 @@ class ReadinessCheck:
         self._answering = answering
         self._metrics = metrics
         self._draining = False
-        metrics.on_render(self._show)
+        metrics.on_render(self._update_metrics)
 
     def drain(self) -> None:
         """Load balancers are to look elsewhere from now on."""
@@ -49,7 +49,7 @@ class ReadinessCheck:
             return "no decode worker takes requests"
         return None if any(map(self._answering, decoders)) else NO_TOKENS
 
-    def _show(self) -> None:
+    def _update_metrics(self) -> None:
         workers = self._registry.status().workers
         for role in WorkerRole:
             self._metrics.workers(role.value, "live", sum(w.info.role is role for w in workers))

@@ -2,7 +2,6 @@
 
 from collections import deque
 
-from router.fleet.transfer_wire import transfers_from_pb
 from router.types.session_events import (
     AttemptFinished,
     AttemptRefused,
@@ -20,8 +19,12 @@ from router.types.worker_view import (
     CacheTierLoad,
     EngineStepTotals,
     EngineWorkReport,
+    MigratedBlocks,
     PrefixChange,
     RedisPublishingReport,
+    TransferEnds,
+    TransferReport,
+    TransferSide,
     WorkerInfo,
     WorkerKey,
     WorkerLoad,
@@ -353,3 +356,59 @@ def resync_to_pb() -> pb.RouterMessage:
 def migration_source_from_pb(inherited: pb.Inherited) -> WorkerKey:
     """Whose cache a successor speaks of."""
     return WorkerKey(WorkerId(inherited.worker_id), Incarnation(inherited.incarnation))
+
+
+_TRANSPORTS = frozenset({"memory", "shm", "tcp", "torch_dist", "cuda_ipc", "nixl"})
+_OUTCOMES = frozenset({"committed", "failed", "expired", "cancelled"})
+_INHERITED = frozenset({"moved", "failed", "held", "computed", "no_room", "no_time"})
+_MAX_ENDS = 2 * (len(_TRANSPORTS) + 1) * len(_OUTCOMES)
+
+
+def transfers_from_pb(report: pb.TransferReport) -> TransferReport:
+    return TransferReport(
+        sides=(_side_from_pb("sent", report.sent), _side_from_pb("received", report.received)),
+        fetches_started=report.fetches_started,
+        fetches_completed=report.fetches_completed,
+        fetches_failed=report.fetches_failed,
+        fetches_declined=report.fetches_declined,
+        fetched_tokens=report.fetched_tokens,
+        lent_tokens=report.lent_tokens,
+        pinned_blocks=report.pinned_blocks,
+        leased_blocks=report.leased_blocks,
+        quarantined_blocks=report.quarantined_blocks,
+        loans=report.loans,
+        inherited=tuple(map(_inherited, report.inherited[: len(_INHERITED)])),
+    )
+
+
+def _inherited(blocks: pb.InheritedBlocks) -> MigratedBlocks:
+    return MigratedBlocks(
+        outcome=blocks.outcome if blocks.outcome in _INHERITED else "other",
+        num_blocks=blocks.blocks,
+        num_bytes=blocks.num_bytes,
+    )
+
+
+def _side_from_pb(direction: str, side: pb.TransferSide) -> TransferSide:
+    return TransferSide(
+        direction=direction,
+        started=side.started,
+        ended=tuple(map(_ends_from_pb, side.ended[:_MAX_ENDS])),
+        bad_messages=side.bad_messages,
+        live=side.live,
+        bytes_per_s=side.bytes_per_s,
+    )
+
+
+def _ends_from_pb(ends: pb.TransferEnds) -> TransferEnds:
+    unreached = "none" if not ends.transport else "other"
+    return TransferEnds(
+        kind="fetch" if ends.fetch else "handoff",
+        transport=ends.transport if ends.transport in _TRANSPORTS else unreached,
+        outcome=ends.outcome if ends.outcome in _OUTCOMES else "other",
+        count=ends.count,
+        num_bytes=ends.num_bytes,
+        seconds=ends.seconds,
+        chunks=ends.chunks,
+        damaged_chunks=ends.damaged_chunks,
+    )

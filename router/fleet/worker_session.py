@@ -9,14 +9,14 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import islice
+from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
 import grpc.aio
 
-from router.fleet.pending_pin_orders import PendingPinOrders
 from router.fleet.session_wire import (
     ProtocolError,
     adopt_to_pb,
@@ -94,7 +94,7 @@ class SessionListener(Protocol):
     """Who is told what workers say of themselves (`WorkerRegistry`)."""
 
     def joined(self, info: WorkerInfo, port: WorkerPort) -> None:
-        """Raises WorkerRejected."""
+        """Take note of a worker whose session is open. Raises WorkerRejected."""
         ...
 
     def left(self, key: WorkerKey, reason: str) -> None: ...
@@ -112,6 +112,35 @@ class SessionListener(Protocol):
     def inherited(self, key: WorkerKey, leaving: WorkerKey) -> None: ...
 
     def pin_told(self, key: WorkerKey, told: PinTold) -> None: ...
+
+
+OrderT = TypeVar("OrderT")
+
+
+class PendingPinOrders(Generic[OrderT]):
+    def __init__(self, *, most: int) -> None:
+        self._most = most
+        # Whose newest order came first, first.
+        self._orders: dict[PinKey, OrderT] = {}
+
+    def __len__(self) -> int:
+        return len(self._orders)
+
+    def add(self, key: PinKey, order: OrderT) -> None:
+        """Make it, renew it or end it."""
+        self._orders.pop(key, None)
+        if len(self._orders) >= self._most:
+            del self._orders[next(iter(self._orders))]
+        self._orders[key] = order
+
+    def pop_first(self, most: int) -> Iterator[OrderT]:
+        """The first ones; they wait no longer."""
+        for key in list(islice(self._orders, most)):
+            yield self._orders.pop(key)
+
+    def clear(self) -> None:
+        """Nobody takes them any more."""
+        self._orders.clear()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,7 +275,7 @@ class WorkerSession:
 
     def _send_pin(self, key: PinKey, message: pb.RouterMessage) -> None:
         if not self._ended and self._dialect.has(message.WhichOneof("kind")):
-            self._pins.put(key, message)
+            self._pins.add(key, message)
             self._has_outgoing.set()
 
     async def _write(self) -> None:
@@ -255,7 +284,7 @@ class WorkerSession:
             self._has_outgoing.clear()
             while self._outgoing or self._pins:
                 if not self._outgoing:
-                    self._outgoing.extend(self._pins.take(_PINS_TOGETHER))
+                    self._outgoing.extend(self._pins.pop_first(_PINS_TOGETHER))
                 try:
                     await self._call.write(batch_orders(self._outgoing))
                 except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
@@ -268,7 +297,7 @@ class WorkerSession:
                 self._silence.heard(time.monotonic())
                 if message is grpc.aio.EOF:
                     return await self._why_closed()
-                self._take(message, listener)
+                self._on_message(message, listener)
             except grpc.aio.AioRpcError as error:
                 return f"{error.code().name}: {error.details()}"
             except ProtocolError as error:
@@ -287,19 +316,19 @@ class WorkerSession:
             if self._silence.is_silent(time.monotonic()):
                 return f"silent for {self._settings.silence_s:g} s"
 
-    def _take(self, message: pb.WorkerMessage, listener: SessionListener) -> None:
+    def _on_message(self, message: pb.WorkerMessage, listener: SessionListener) -> None:
         key = self.info.key
         match message.WhichOneof("kind"):
             case "tokens":
-                self._take_step(message.tokens.deltas, listener)
+                self._on_step(message.tokens.deltas, listener)
             case "load":
                 listener.load_changed(key, load_from_pb(message.load))
             case "kv_events":
                 listener.prefix_changed(key, prefix_change_from_pb(message.kv_events))
             case "refused":
-                self._take_refusal(message.refused)
+                self._on_refusal(message.refused)
             case "read":
-                self._take_read(message.read)
+                self._on_scores(message.read)
             case "transfer_failed":
                 failed = message.transfer_failed
                 if (attempt := self._attempt(failed.request_id, failed.attempt)) is not None:
@@ -316,13 +345,13 @@ class WorkerSession:
             case other:
                 raise ProtocolError(f"unexpected {other or 'unknown message'}")
 
-    def _take_step(self, deltas: Sequence[pb.TokenDelta], listener: SessionListener) -> None:
+    def _on_step(self, deltas: Sequence[pb.TokenDelta], listener: SessionListener) -> None:
         if any(delta.token_ids for delta in deltas):
             listener.answered(self.info.key)
         for delta in deltas:
-            self._take_tokens(delta)
+            self._on_tokens(delta)
 
-    def _take_tokens(self, delta: pb.TokenDelta) -> None:
+    def _on_tokens(self, delta: pb.TokenDelta) -> None:
         attempt = self._attempts.get(RequestId(delta.request_id))
         if attempt is None or attempt.number != delta.attempt:
             return
@@ -331,7 +360,7 @@ class WorkerSession:
             del self._attempts[RequestId(delta.request_id)]
         attempt.deliver(arrived)
 
-    def _take_refusal(self, refused: pb.Refused) -> None:
+    def _on_refusal(self, refused: pb.Refused) -> None:
         request_id = RequestId(refused.request_id)
         if (attempt := self._attempt(request_id, refused.attempt)) is not None:
             del self._attempts[request_id]
@@ -340,7 +369,7 @@ class WorkerSession:
             del self._reads[request_id]
             read.deliver(refused_from_pb(refused))
 
-    def _take_read(self, message: pb.ReadPart) -> None:
+    def _on_scores(self, message: pb.ReadPart) -> None:
         if (read := self._read_of(message.request_id, message.attempt)) is None:
             return
         part = scores_part_from_pb(message)

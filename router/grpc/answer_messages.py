@@ -96,7 +96,6 @@ class GrpcAnswerStream:
         self.ready = writer.flush
 
     def on_delta(self, delta: TextDelta) -> bool:
-        """See TextSink."""
         if delta.reading is not None:
             return any([self._writer.enqueue(part) for part in self._messages.scores(delta)])
         self._usage.add(delta)

@@ -31,7 +31,7 @@ class CachedContentCalls:
         self._read = read
 
     async def create(self, tenant: str, request: pb.CreateCachedContentRequest) -> pb.CachedContent:
-        """Raises as `NamedCacheService.create`."""
+        """Compute and keep a prefix under a name. Raises as `NamedCacheService.create`."""
         named = self._named()
         self._frontend.check_model(model_of(request))
         check_no_breakpoints(request.chat)
@@ -53,11 +53,11 @@ class CachedContentCalls:
         return _shown(cache)
 
     def get(self, tenant: str, request: pb.GetCachedContentRequest) -> pb.CachedContent:
-        """Raises CacheNotFound."""
+        """Describe one cache. Raises CacheNotFound."""
         return _shown(self._named().caches.get(tenant, request.name))
 
     def list_all(self, tenant: str) -> pb.ListCachedContentsResponse:
-        """They are few."""
+        """List the tenant's caches, all on one page: they are few."""
         caches = self._named().caches.all(tenant)
         return pb.ListCachedContentsResponse(cached_contents=[_shown(cache) for cache in caches])
 
@@ -67,7 +67,7 @@ class CachedContentCalls:
         return _shown(await named.prolong(tenant, request.name, _expires_s(request, named.caches.clock())))
 
     async def delete(self, tenant: str, request: pb.DeleteCachedContentRequest) -> pb.DeleteCachedContentResponse:
-        """Raises CacheNotFound."""
+        """End a cache and its pins. Raises CacheNotFound."""
         await self._named().remove(tenant, request.name)
         return pb.DeleteCachedContentResponse()
 

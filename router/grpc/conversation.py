@@ -81,7 +81,7 @@ def _ttl_s(control: pb.CacheControl) -> float:
 
 
 def template_options(request: pb.GenerateRequest) -> TemplateOptions:
-    """Raises InvalidRequest."""
+    """Convert the options of the chat template. Raises InvalidRequest."""
     continues = request.continue_final_message
     if continues and request.add_generation_prompt:
         raise InvalidRequest(

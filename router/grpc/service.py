@@ -47,7 +47,7 @@ _LAST_ID = "last_stream_id"
 
 
 class InferenceService(InferenceServicer):
-    """The calls."""
+    """Implements `tandem.v1.Inference`."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class InferenceService(InferenceServicer):
         return pb.DetokenizeResponse(text=self._frontend.tokenizer.decode(ids, skip_special_tokens=False))
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
-        """The one model."""
+        """Describe the served model."""
         self._admit(request, context)
         model = self._frontend.model
         card = pb.Model(id=model.name, max_model_len=model.max_model_len, created_s=model.created_s)
@@ -174,7 +174,7 @@ class InferenceService(InferenceServicer):
         return self._cached.list_all(self._admit(request, context))
 
     async def UpdateCachedContent(self, request: pb.UpdateCachedContentRequest, context: Any) -> pb.CachedContent:
-        """Another end."""
+        """Give a named cache another end."""
         return await self._cached.update(self._admit(request, context), request)
 
     async def DeleteCachedContent(

@@ -7,7 +7,7 @@ from prometheus_client.registry import Collector
 
 from router.admission.counts import Rejection, TenantCounts
 from router.admission.fair_admission import FairAdmission
-from router.metrics.tenant_labels import TenantLabels
+from router.metrics.tenants import TenantLabels
 
 
 class AdmissionMetrics(Collector):
@@ -73,7 +73,7 @@ class AdmissionMetrics(Collector):
     def _shown(self, tenants: Mapping[str, TenantCounts]) -> dict[str, TenantCounts]:
         shown: dict[str, TenantCounts] = {}
         for tenant, counts in tenants.items():
-            sums = shown.setdefault(self._labels.of(tenant), TenantCounts())
+            sums = shown.setdefault(self._labels.label_for(tenant), TenantCounts())
             sums.requests += counts.requests
             sums.rejected += counts.rejected
             sums.input_tokens += counts.input_tokens

@@ -35,7 +35,7 @@ class WorkMetrics(Collector):
         self._shown: list[tuple[tuple[str, str], EngineWorkReport]] = []
         self._pools: list[tuple[str, int, int]] = []
 
-    def show(self, snapshots: Sequence[WorkerSnapshot]) -> None:
+    def update(self, snapshots: Sequence[WorkerSnapshot]) -> None:
         """Replace what is shown."""
         self._shown = [
             ((snapshot.info.key.worker_id, snapshot.info.role.value), snapshot.load.work)

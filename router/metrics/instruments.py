@@ -55,7 +55,7 @@ class LabelledCounter(Collector):
         """Add, under the labels' values in their order."""
         self._values[values] = self._values.get(values, 0.0) + amount
 
-    def show(self, *values: str, total: float) -> None:
+    def set_total(self, *values: str, total: float) -> None:
         """What somebody else has counted under these labels' values."""
         self._values[values] = total
 

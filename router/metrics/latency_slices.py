@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from prometheus_client.registry import CollectorRegistry
 
 from router.metrics.instruments import LabelledCounter, LabelledHistogram
-from router.metrics.tenant_labels import TenantLabels
+from router.metrics.tenants import TenantLabels
 from router.types.requests import ChoiceFinish, RoutedRequest
 from tandem.values.outputs import CachedTokens, FinishReason
 
@@ -38,7 +38,7 @@ class RequestTraits:
     operation: str = "text_completion"
 
     @classmethod
-    def of(cls, request: RoutedRequest) -> "RequestTraits":
+    def from_request(cls, request: RoutedRequest) -> "RequestTraits":
         """Of one request of a client."""
         sampling = request.sampling
         return cls(
@@ -111,7 +111,7 @@ class SliceMetrics:
     ) -> None:
         """A request that began has ended; `num_tokens` of its longest choice."""
         ttft_s = times.first_s - times.arrived_s
-        self._tenant.observe(ttft_s, self._tenants.of(traits.tenant))
+        self._tenant.observe(ttft_s, self._tenants.label_for(traits.tenant))
         self._split(times, finishes)
         if not finishes:
             return

@@ -38,7 +38,7 @@ class _Family:
     values: dict[str, float] = field(default_factory=dict)
     """By what stands before the value: a name and its labels."""
 
-    def take(self, series: str, value: float) -> None:
+    def add(self, series: str, value: float) -> None:
         """One more process's value."""
         known = self.values.get(series)
         if known is None:
@@ -84,4 +84,4 @@ def _read(text: str, families: dict[str, _Family]) -> None:
             series, _, value = line.rpartition(" ")
             if family is None or not series.startswith(family.name):
                 raise ValueError(f"{line[:100]}: of no type that was told")
-            family.take(series, float(value))
+            family.add(series, float(value))

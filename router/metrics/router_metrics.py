@@ -14,18 +14,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from router.dispatch.choices.retry import RetryReason
 from router.metrics.engine_work import WorkMetrics
-from router.metrics.genai import GenAiMetrics
 from router.metrics.instruments import LabelledCounter, LocalHistogram, SingleValue
 from router.metrics.latency_slices import SliceMetrics
-from router.metrics.objectives import RequestVerdict, judge_request
-from router.metrics.placement import PlacementMetrics
 from router.metrics.quantiles import FINE_BOUNDS_S
-from router.metrics.tenant_labels import TenantLabels
-from router.metrics.tenant_usage import UsageMetrics
-from router.metrics.worker_reports.cache_tiers import TierMetrics
-from router.metrics.worker_reports.kv_transfer import TransferMetrics
-from router.metrics.worker_reports.prefix_pins import PinMetrics
-from router.metrics.worker_reports.redis_publishing import PublishMetrics
+from router.metrics.request_outcomes import GenAiMetrics, RequestVerdict, judge_request
+from router.metrics.tenants import TenantLabels, UsageMetrics
+from router.metrics.worker_reports import PinMetrics, PublishMetrics, TierMetrics, TransferMetrics
 from router.placement.place import PlacementReason
 from router.tenants.usage import TenantUsage
 from router.types.worker_view import WorkerSnapshot
@@ -50,6 +44,49 @@ _CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
 _TRANSFER = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 _LABELS = ("model_name", "engine")
 _ENGINE = "router"
+_DECIDING = (0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05)
+
+
+class PlacementMetrics:
+    """A `router.placement.decision_log.PlacementObserver`, and what is known of the prefix map."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._decisions = LabelledCounter(
+            "tandem_placement_decisions",
+            "Placed choices, by where the prompt is computed and by how a cached prefix influenced that",
+            ("reason", "affinity"),
+        )
+        self._seconds = LocalHistogram("tandem_placement_seconds", "Time to decide one placement", _DECIDING, {})
+        self._cached = LabelledCounter(
+            "tandem_placement_cached_tokens",
+            "Prompt tokens that placement predicted to be cached on the chosen worker, and those that were",
+            ("kind",),
+        )
+        for collector in (self._decisions, self._seconds, self._cached):
+            registry.register(collector)
+        self._blocks = Gauge("tandem_prefix_map_blocks", "Block names in the prefix map", registry=registry)
+        self._approximate = Gauge(
+            "tandem_prefix_map_approximate_workers",
+            "Workers whose prefix cache is only partly known",
+            registry=registry,
+        )
+
+    def decided(self, *, reason: str, affinity: str, seconds: float) -> None:
+        """A choice was placed; values of PlacementReason and Affinity."""
+        self._decisions.inc(reason, affinity)
+        self._seconds.observe(seconds)
+
+    def compared(self, *, predicted_tokens: int, actual_tokens: int) -> None:
+        """The first token of a placed choice came, and with it the true count."""
+        self._cached.inc("predicted", amount=predicted_tokens)
+        self._cached.inc("actual", amount=actual_tokens)
+
+    def prefix_map(self, *, num_blocks: int, num_approximate: int) -> None:
+        """Block names the router knows, over all workers; and of how many workers it does not know all."""
+        self._blocks.set(num_blocks)
+        self._approximate.set(num_approximate)
+
+
 _I = TypeVar("_I", SingleValue, LabelledCounter, LocalHistogram)
 
 
@@ -218,7 +255,7 @@ class RouterMetrics:
         self._failures.inc(code.value)
 
     def judge(self, code: Code | None, *, ttft_s: float | None, per_token_s: float | None) -> None:
-        """One request ended; see `router.metrics.objectives.judge_request`."""
+        """One request ended; see `router.metrics.request_outcomes.judge_request`."""
         if (verdict := judge_request(self._objectives, code, ttft_s=ttft_s, per_token_s=per_token_s)) is not None:
             self._judged.inc(verdict.value)
 
@@ -247,7 +284,7 @@ class RouterMetrics:
 
     def workers_lost(self, role: str, total: int) -> None:
         """How many of a role have gone that nobody had told to, since this router began."""
-        self._lost.show(role, total=total)
+        self._lost.set_total(role, total=total)
 
     def stated_workers(self, role: str, count: int) -> None:
         """How many of a role the configuration names."""
@@ -266,11 +303,11 @@ class RouterMetrics:
         self._step_age.clear()
         self._versions.clear()
         self._backlog.clear()
-        self._transfers.show(snapshots)
-        self._tiers.show(snapshots)
-        self._pins.show(snapshots)
-        self._work.show(snapshots)
-        self._publishing.show(tuple(snapshots))
+        self._transfers.update(snapshots)
+        self._tiers.update(snapshots)
+        self._pins.update(snapshots)
+        self._work.update(snapshots)
+        self._publishing.update(tuple(snapshots))
         for snapshot in snapshots:
             info, load = snapshot.info, snapshot.load
             worker = (info.key.worker_id, info.role.value)

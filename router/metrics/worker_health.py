@@ -6,15 +6,15 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from router.dispatch.choices.hedging import Hedging
-from router.workers.circuit_breaker import BreakerState
 from router.workers.health import WorkerHealth
+from tandem.circuit_breaker import BreakerState
 
 
 class HealthMetrics(Collector):
     """Read from the books at each scrape."""
 
     def __init__(self, health: WorkerHealth, hedging: Hedging | None, clock: Callable[[], float]) -> None:
-        """`hedging`: None: off."""
+        """`hedging`: what is known of second attempts; None where there are none."""
         self._health = health
         self._hedging = hedging
         self._clock = clock
@@ -30,16 +30,16 @@ class HealthMetrics(Collector):
             for state in BreakerState:
                 breakers.add_metric((key.worker_id, state.value), float(state is now))
         yield breakers
-        suspicion, hedging = self._health.suspicion, self._hedging
+        poison, hedging = self._health.poison, self._hedging
         yield _counter(
             "tandem_quarantined_requests",
             "Requests quarantined because workers died while running them",
-            suspicion.num_condemned,
+            poison.num_condemned,
         )
         yield _counter(
             "tandem_quarantine_refusals",
             "Requests rejected because they equal a quarantined one",
-            suspicion.num_refused,
+            poison.num_refused,
         )
         yield _counter("tandem_hedges", "Hedged attempts started", hedging.num_started if hedging else 0)
         yield _counter(

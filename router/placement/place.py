@@ -12,7 +12,7 @@ elsewhere. To compute again what somebody has costs others, too: they wait for i
 blocks of theirs give way to it. Who only minds its own wait makes everybody's longer, its own included.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from random import Random
@@ -24,6 +24,7 @@ from router.placement.costs import CostModel as CostModel
 from router.types.worker_view import WorkerKey, WorkerSnapshot
 from router.workers.columns import Bools, ClusterView, Floats, Ints, PoolView
 from tandem.errors import RequestTooLarge
+from tandem.values.roles import WorkerRole
 
 # Of a whole column; the methods of the same names cost twice as much on short ones.
 _least, _most, _sum = np.minimum.reduce, np.maximum.reduce, np.add.reduce
@@ -337,3 +338,41 @@ def _affinity(demand: PlacementDemand, costs: PoolCosts, row: int) -> Affinity:
     if costs.held[row] >= most:
         return Affinity.PREFIX if most else Affinity.COLD
     return Affinity.REPLICA if demand.replicate_tokens > costs.held[row] else Affinity.SPREAD
+
+
+_TOKENS_PER_S = 1000.0
+"""Of a worker that has measured nothing yet."""
+
+
+def choose_scoring_worker(
+    workers: Iterable[WorkerSnapshot],
+    num_tokens: int,
+    *,
+    excluded: Collection[WorkerKey],
+    shunned: Collection[WorkerKey],
+    prefer: WorkerKey | None = None,
+) -> WorkerSnapshot | None:
+    """Who is predicted to have read it first; `shunned`: only if there is nobody else. None: nobody can.
+
+    `prefer`: who has most of it cached.
+    """
+    fit = [
+        worker
+        for worker in workers
+        if not worker.draining
+        and worker.info.key not in excluded
+        and num_tokens <= min(worker.info.max_model_len, worker.info.pool_tokens)
+    ]
+
+    def cost(worker: WorkerSnapshot) -> tuple[bool, bool, bool, float, str]:
+        rate = worker.load.prefill_tokens_per_s or _TOKENS_PER_S
+        wait_ms = 1e3 * (worker.backlog_tokens + num_tokens) / rate
+        return (
+            worker.info.key in shunned,
+            worker.info.key != prefer,
+            worker.info.role is not WorkerRole.PREFILL,
+            wait_ms + worker.penalty_ms,
+            worker.info.key.worker_id,
+        )
+
+    return min(fit, key=cost, default=None)

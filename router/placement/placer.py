@@ -1,12 +1,11 @@
 """Finds workers for a choice and keeps the books of it: the ledger of what was sent, and what will be cached where."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from random import Random
 
 from router.placement.costs import CostModel
 from router.placement.decision_log import DecisionLog, PlacementDecision, PlacementObserver
-from router.placement.pending_handoffs import PendingHandoffs
 from router.placement.place import Affinity, Placement, PlacementDemand, PlacementReason, place, place_prefill
 from router.placement.prefix_holders import Confirmed, best_holder
 from router.placement.prefix_replication import HotPrefix, HotPrefixes, ReplicationPolicy
@@ -21,6 +20,47 @@ from tandem.values.block_hash import HASH_BLOCK_TOKENS
 from tandem.values.ids import BlockHash, Incarnation, RequestId, WorkerId
 from tandem.values.prefix_holder import PrefixHolder
 from tandem.values.roles import WorkerRole
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PendingHandoff:
+    source: WorkerId
+    """Who computes the prompt."""
+    target: WorkerId
+    """Who goes on with it."""
+    num_tokens: int
+    """That the source has to compute."""
+    since_s: float
+
+
+class PendingHandoffs:
+    """All that are under way."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._under_way: dict[Hashable, PendingHandoff] = {}
+
+    def __len__(self) -> int:
+        return len(self._under_way)
+
+    def began(self, key: Hashable, *, source: WorkerId, target: WorkerId, num_tokens: int) -> None:
+        """`key` names it until it has ended."""
+        self._under_way[key] = PendingHandoff(
+            source=source, target=target, num_tokens=num_tokens, since_s=self._clock()
+        )
+
+    def ended(self, key: Hashable) -> None:
+        """Well or not; no-op when it has ended already."""
+        self._under_way.pop(key, None)
+
+    def oldest(self, most: int) -> list[PendingHandoff]:
+        """So many of them, the oldest first: a dict keeps its order."""
+        found: list[PendingHandoff] = []
+        for handoff in self._under_way.values():
+            if len(found) == most:
+                break
+            found.append(handoff)
+        return found
 
 
 @dataclass(slots=True, kw_only=True)
@@ -248,7 +288,7 @@ class Placer:
 
     def _count_heat(self, demand: PlacementDemand, placement: Placement, names: Sequence[BlockHash]) -> None:
         compute_ms, uncached = placement.compute_ms, placement.uncached_tokens
-        self._hot.asked(names, work_ms=compute_ms, tokens=uncached, now_s=demand.now_s)
+        self._hot.on_placed(names, work_ms=compute_ms, tokens=uncached, now_s=demand.now_s)
         if placement.affinity is Affinity.REPLICA:
             self._hot.copied(names, demand.replicate_tokens, placement.cached_tokens, now_s=demand.now_s)
 

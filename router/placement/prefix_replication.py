@@ -107,7 +107,7 @@ class HotPrefixes:
             depth *= 2
         return found
 
-    def asked(self, names: Sequence[BlockHash], *, work_ms: float, tokens: int, now_s: float) -> None:
+    def on_placed(self, names: Sequence[BlockHash], *, work_ms: float, tokens: int, now_s: float) -> None:
         """A request for a prompt of these blocks was placed: it takes its worker `work_ms` to compute `tokens`."""
         policy = self._policy
         self._budget = min(policy.burst_tokens, self._budget + tokens * policy.budget_share)

@@ -72,7 +72,7 @@ def make_admission_queue(
     limiter: RateLimiter,
     metrics: RouterMetrics,
 ) -> AdmissionQueue:
-    """The queue before `dispatcher`. What both know is shown in `metrics` from now on."""
+    """The queue before `dispatcher`, which has it from now on. What both know is shown in `metrics` from now on."""
     fair = FairAdmission(
         view=registry.view,
         num_running=lambda: dispatcher.num_inflight,
@@ -87,4 +87,5 @@ def make_admission_queue(
     continuations = Continuations(
         most=config.router.max_inflight_requests, remembered_s=config.router.request_timeout_s, clock=clock
     )
-    return AdmissionQueue(dispatcher, fair, registry, continuations)
+    dispatcher.queue = AdmissionQueue(fair, registry, continuations)
+    return dispatcher.queue

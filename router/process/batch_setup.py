@@ -58,10 +58,15 @@ def make_batches(
 
 
 async def open_batches(
-    stack: AsyncExitStack, frontend: Frontend, gate: AdmissionQueue, config: RouterConfig, metrics: RouterMetrics
+    stack: AsyncExitStack,
+    frontend: Frontend,
+    generator: Generator,
+    queue: AdmissionQueue,
+    config: RouterConfig,
+    metrics: RouterMetrics,
 ) -> BatchRoutes | None:
-    """The routes of batches, which run until `stack` is left; nothing more of them is begun once the gate drains."""
-    made = make_batches(frontend, gate, gate.admission, config, metrics)
+    """The routes of batches, which run until `stack` is left; nothing more of them is begun once the queue drains."""
+    made = make_batches(frontend, generator, queue.admission, config, metrics)
     if made is None:
         return None
     routes, runner = made

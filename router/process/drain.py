@@ -4,7 +4,7 @@ import asyncio
 import time
 from enum import Enum
 
-from router.dispatch.admission_queue import AdmissionQueue
+from router.dispatch.dispatcher import Dispatcher
 from router.grpc.server import GrpcServer
 from router.http.server.http_server import HttpServer
 from router.process.port_steering import steer_to_last
@@ -28,7 +28,7 @@ class PortTakeover(Enum):
 
 
 async def drain(
-    queue: AdmissionQueue,
+    dispatcher: Dispatcher,
     http: HttpServer,
     rpc: GrpcServer,
     *,
@@ -50,7 +50,7 @@ async def drain(
             # The other half is for those whose answers are long.
             inherits = leaves_to is PortTakeover.SUCCESSOR
             await http.hand_over(idle_s=_HAND_OVER_S, most_s=drain_s / 2, is_inherited=inherits)
-        await queue.drain(most_s=max(0.0, ends_s - time.monotonic()))
+        await dispatcher.drain(most_s=max(0.0, ends_s - time.monotonic()))
         left_s = max(0.0, ends_s - time.monotonic())
         closing.create_task(http.stop(left_s))
         if is_alone:

@@ -66,11 +66,9 @@ class ListenAddresses:
 
     @classmethod
     def from_config(cls, config: RouterConfig) -> "ListenAddresses":
-        """As configured."""
         return cls(host=config.host, port=config.port, grpc_port=config.grpc_port)
 
     def as_json(self) -> bytes:
-        """For the socket."""
         return json.dumps([self.host, self.port, self.grpc_port]).encode()
 
 

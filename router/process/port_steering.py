@@ -19,7 +19,7 @@ _FOLDER = Path("/proc/self/fd")
 
 
 class _Instruction(ctypes.Structure):
-    """`struct sock_filter`."""
+    """One instruction of a socket's program: `struct sock_filter`."""
 
     _fields_ = (("code", ctypes.c_uint16), ("jt", ctypes.c_uint8), ("jf", ctypes.c_uint8), ("k", ctypes.c_uint32))
 

@@ -95,7 +95,7 @@ class StatusFeed:
 
     @property
     def num_listeners(self) -> int:
-        """Who listens now."""
+        """Count of pages that listen now."""
         return len(self._listeners)
 
     def merge_with(self, others: Callable[[], Awaitable[list[bytes]]]) -> None:

@@ -176,10 +176,10 @@ class Generator(Streamer, Protocol):
         """
         ...
 
-    async def run(self, request: RoutedRequest, reader: DeltaSink) -> None:
-        """Give `reader` all choices, interleaved, until each has finished. Cancelling it cancels the request.
+    async def run(self, request: RoutedRequest, sink: DeltaSink) -> None:
+        """Give `sink` all choices, interleaved, until each has finished. Cancelling it cancels the request.
 
-        Raises as `generate`, and what the reader raises.
+        Raises as `generate`, and what the sink raises.
         """
         ...
 

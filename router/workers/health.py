@@ -1,14 +1,14 @@
 """What dispatch learns of workers from requests, and of requests from workers: breakers and suspects. Pure."""
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import NoReturn
 
 from router.types.requests import RoutedRequest
 from router.types.stream_ids import request_digest
 from router.types.worker_view import WorkerKey
-from router.workers.circuit_breaker import WorkerBreakers
 from router.workers.poison_request import PoisonRequestTracker
+from tandem.circuit_breaker import BreakerPolicy, BreakerState, CircuitBreaker
 from tandem.errors import Unavailable
 from tandem.values.ids import RequestId
 
@@ -19,87 +19,130 @@ _RETURN_S = 2.0
 (`router.fleet.connections`)."""
 
 
+class WorkerBreakers:
+    """The breakers of all workers that ever failed; the others' are closed.
+
+    A full worker has not failed. A restarted worker is another one, with a breaker of its own.
+    """
+
+    def __init__(self, policy: BreakerPolicy | None = None) -> None:
+        self._policy = policy or BreakerPolicy()
+        self._breakers: dict[WorkerKey, CircuitBreaker] = {}
+
+    def closed_to(self, now_s: float) -> set[WorkerKey]:
+        """Workers that get no request now."""
+        return {key for key, breaker in self._breakers.items() if not breaker.allows(now_s)}
+
+    def began(self, key: WorkerKey, now_s: float) -> None:
+        """A request was sent there."""
+        if (breaker := self._breakers.get(key)) is not None:
+            breaker.began(now_s)
+
+    def succeeded(self, key: WorkerKey, now_s: float) -> None:
+        """A token came from there."""
+        if (breaker := self._breakers.get(key)) is not None:
+            breaker.succeeded(now_s)
+
+    def failed(self, key: WorkerKey, now_s: float) -> None:
+        """It failed on a request."""
+        self._breakers.setdefault(key, CircuitBreaker(self._policy)).failed(now_s)
+
+    def released(self, key: WorkerKey) -> None:
+        """A request was taken back from there."""
+        if (breaker := self._breakers.get(key)) is not None:
+            breaker.released()
+
+    def keep(self, live: Collection[WorkerKey]) -> None:
+        """Forget workers that are gone."""
+        for key in self._breakers.keys() - set(live):
+            del self._breakers[key]
+
+    def states(self, now_s: float) -> Mapping[WorkerKey, BreakerState]:
+        """Of workers that ever failed."""
+        return {key: breaker.state(now_s) for key, breaker in self._breakers.items()}
+
+
 class WorkerHealth:
     """One router's; choices report to it what becomes of their attempts."""
 
     def __init__(self, *, clock: Callable[[], float]) -> None:
         self.breakers = WorkerBreakers()
-        self.suspicion = PoisonRequestTracker(remembered_s=PAUSE_S, return_s=_RETURN_S)
+        self.poison = PoisonRequestTracker(remembered_s=PAUSE_S, return_s=_RETURN_S)
         self._clock = clock
 
     def check(self, request: RoutedRequest) -> None:
         """Raises Unavailable for the like of a request that ended workers a short while ago."""
-        if self.suspicion.is_condemned(len(request.prompt_token_ids), partial(_digest, request), self._clock()):
+        if self.poison.is_condemned(len(request.prompt_token_ids), partial(_digest, request), self._clock()):
             raise Unavailable(
                 "requests like this one have ended workers; it is refused for a while", retry_after_s=PAUSE_S
             )
 
     def shunned(self, choice: RequestId) -> set[WorkerKey]:
         """Workers that get no request now, or not this one, as long as there are others."""
-        return self.breakers.closed_to(self._clock()) | self.suspicion.avoid(choice)
+        return self.breakers.closed_to(self._clock()) | self.poison.avoid(choice)
 
     def must_wait(self, choice: RequestId, live: Callable[[], Iterable[WorkerKey]], request: RoutedRequest) -> bool:
         """Whether it is to go alone and cannot yet, or is in doubt. Raises as `lost` when doubt has turned out so."""
         now_s = self._clock()
-        if self.suspicion.condemns(choice, now_s):
+        if self.poison.condemns(choice, now_s):
             self._condemn(request)
-        return self.suspicion.must_wait(choice, live, now_s)
+        return self.poison.must_wait(choice, live, now_s)
 
     def is_in_doubt(self, choice: RequestId) -> bool:
         """Whether it may be about to be taken for what ended workers: nothing more is begun for it until then."""
-        return self.suspicion.is_in_doubt(choice, self._clock())
+        return self.poison.is_in_doubt(choice, self._clock())
 
     def placed(self, choice: RequestId, workers: tuple[WorkerKey, ...], *, beside: tuple[WorkerKey, ...] = ()) -> None:
         """An attempt was sent to these: who decodes it, and who computes its prompt; `beside` has another of it."""
         now_s = self._clock()
         for key in workers:
             self.breakers.began(key, now_s)
-        self.suspicion.placed(choice, (*workers, *beside))
+        self.poison.placed(choice, (*workers, *beside))
 
     def answered(self, choice: RequestId, workers: tuple[WorkerKey, ...]) -> None:
         """The first token of an attempt came."""
         now_s = self._clock()
         for key in workers:
             self.breakers.succeeded(key, now_s)
-        self.suspicion.proven(choice)
+        self.poison.proven(choice)
 
     def failed(self, choice: RequestId, key: WorkerKey, *, still: tuple[WorkerKey, ...] = ()) -> None:
         """A worker failed on an attempt and lives; `still`: who has another attempt of the choice."""
         self.breakers.failed(key, self._clock())
-        self.suspicion.left(choice, still, failed=key)
+        self.poison.left(choice, still, failed=key)
 
     def refused(self, choice: RequestId, key: WorkerKey, *, still: tuple[WorkerKey, ...] = ()) -> None:
         """A worker would not take an attempt, which is no fault of it."""
         self.breakers.released(key)
-        self.suspicion.left(choice, still)
+        self.poison.left(choice, still)
 
     def left(self, choice: RequestId, workers: tuple[WorkerKey, ...], *, still: tuple[WorkerKey, ...]) -> None:
         """One of its attempts was taken back from `workers`, and it is `still` on others."""
         for key in workers:
             self.breakers.released(key)
-        self.suspicion.left(choice, still)
+        self.poison.left(choice, still)
 
     def keep(self, live: Collection[WorkerKey]) -> None:
         """These are here. What breakers learned of others is forgotten; who is back soon as it was did not die."""
         self.breakers.keep(live)
-        self.suspicion.returned(live, self._clock())
+        self.poison.returned(live, self._clock())
 
     def lost(
         self, choice: RequestId, key: WorkerKey, request: RoutedRequest, *, still: tuple[WorkerKey, ...] = ()
     ) -> None:
         """A worker was lost under an attempt. Raises Unavailable when the request is taken to be the cause."""
-        if self.suspicion.lost(choice, key, self._clock(), still):
+        if self.poison.lost(choice, key, self._clock(), still):
             self._condemn(request)
 
     def gone(self, choice: RequestId, workers: tuple[WorkerKey, ...] = ()) -> None:
         """The choice runs no more; `workers`: those that it was taken back from."""
         for key in workers:
             self.breakers.released(key)
-        self.suspicion.gone(choice)
+        self.poison.gone(choice)
 
     def _condemn(self, request: RoutedRequest) -> NoReturn:
         """Not InternalError: workers also die of other causes, and then the client may well come back."""
-        self.suspicion.condemn(len(request.prompt_token_ids), _digest(request), self._clock())
+        self.poison.condemn(len(request.prompt_token_ids), _digest(request), self._clock())
         told = "two workers ended while they computed this request alone; it is left alone for a while"
         raise Unavailable(told, retry_after_s=PAUSE_S)
 

@@ -137,14 +137,14 @@ class PrefixMap:
             held.next_sequence = change.first_sequence
             held.synchronised = True
             held.waits_since_s = None
-            self._take(held, change.changes)
+            self._apply(held, change.changes)
             return
         due = change.first_sequence if held.next_sequence is None else held.next_sequence
         if change.first_sequence > due:
             self._forget_all(held)
             held.synchronised = False
         held.next_sequence = max(due, change.first_sequence + len(change.changes))
-        self._take(held, change.changes[max(0, due - change.first_sequence) :])
+        self._apply(held, change.changes[max(0, due - change.first_sequence) :])
 
     def expect(self, worker: WorkerId, names: Sequence[BlockHash], *, now_s: float) -> None:
         """The prompt that the worker was just asked to compute, by the names of all its hash blocks."""
@@ -306,7 +306,7 @@ class PrefixMap:
             if name in known:
                 known.move_to_end(name)
 
-    def _take(self, held: _Holdings, changes: Iterable[tuple[BlockHash, bool]]) -> None:
+    def _apply(self, held: _Holdings, changes: Iterable[tuple[BlockHash, bool]]) -> None:
         run: list[BlockHash] = []
         for name, stored in changes:
             if stored:

@@ -141,7 +141,7 @@ class PinRegistry:
         """Nobody waits for that."""
         self._expected.pop(PinKey(tenant, name), None)
 
-    def told(self, worker: WorkerKey, told: PinTold) -> None:
+    def on_outcome(self, worker: WorkerKey, told: PinTold) -> None:
         """A worker's word on a pin."""
         record = self._records.get(told.key)
         if record is not None and record.worker == worker:

@@ -18,8 +18,7 @@ from router.workers.expected_workers import ExpectedWorkers
 from router.workers.peer_load import NO_PEERS, PeerShare
 from router.workers.prefix_map import PrefixMap
 from router.workers.prefix_pins import PinRegistry, PinSite
-from router.workers.record import WorkerRecord
-from router.workers.table import WorkerTable
+from router.workers.record import WorkerRecord, WorkerTable
 from tandem.cluster_state.entries import Share
 from tandem.values.block_hash import HASH_BLOCK_TOKENS
 from tandem.values.ids import Incarnation, WorkerId
@@ -183,7 +182,7 @@ class WorkerRegistry:
 
     def pin_told(self, key: WorkerKey, told: PinTold) -> None:
         """A worker's word on a pinned prefix."""
-        self.pins.told(key, told)
+        self.pins.on_outcome(key, told)
 
     def snapshots(self) -> list[WorkerSnapshot]:
         """All live workers as of now."""

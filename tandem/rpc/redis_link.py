@@ -7,12 +7,14 @@ answer like any other, a Refusal. A circuit breaker says when to try again; stat
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from tandem.circuit_breaker import CircuitBreaker
+from tandem.backoff import Backoff
+from tandem.circuit_breaker import BreakerPolicy, CircuitBreaker
 from tandem.cluster_state.settings import RedisSettings
 from tandem.errors import ConfigError
 from tandem.rpc.bounded_redis_reader import BoundedReader, ReplyTooLarge, most_bytes
@@ -52,6 +54,10 @@ class LinkHealth:
     failures: int = 0
     reason: str = field(default="not connected yet")
     """Of the last failure."""
+
+
+REDIS_BREAKER = BreakerPolicy(most_in_a_row=2, least_outcomes=math.inf, open=Backoff(first_s=0.25, most_s=3.0))
+"""Tried again often: a try costs one connection."""
 
 
 class RedisLink:
@@ -109,6 +115,7 @@ class RedisLink:
             await connection.disconnect(nowait=True)
 
     async def _bounded(self, commands: Sequence[Command], patience_s: float) -> list[Reply]:
+        self._breaker.began(self._clock())
         try:
             async with asyncio.timeout(self._settings.timeout_s + patience_s):
                 connection = self._connection or await self._connect()
@@ -123,6 +130,7 @@ class RedisLink:
             await self.close()
             raise self._failed(str(error) or type(error).__name__) from None
         except BaseException:
+            self._breaker.released()
             await self.close()  # whoever comes next must not get this one's answers
             raise
         return replies
@@ -154,7 +162,7 @@ class RedisLink:
             if isinstance(reply, Refusal):
                 await self.close()  # after a failover the same address may lead to another server
                 raise self._failed(str(reply))
-        self._breaker.succeeded()
+        self._breaker.succeeded(self._clock())
         if not self.health.is_up:
             self.health.is_up = True
             _log.info("Redis at %s answers (%s)", self._settings.place, self.health.use)

@@ -41,6 +41,7 @@ from tandem.circuit_breaker import CircuitBreaker
 from tandem.cluster_state.entries import ClusterStateCodec, Notice, Process
 from tandem.cluster_state.settings import RedisSettings
 from tandem.config.cluster import RouterConfig
+from tandem.rpc.redis_link import REDIS_BREAKER
 from tandem.rpc.worker_directory import WorkerAddress
 from tandem.v1 import session_pb2 as pb
 from tandem.values.ids import BlockHash, Incarnation, WorkerId
@@ -130,7 +131,7 @@ class _Worker:
             Notice(process=_process(number), role=WorkerRole.DECODE, address="127.0.0.1:1"),
             settings,
             ClusterStateCodec(_SECRET, settings.cluster),
-            breaker=CircuitBreaker(Random(number)),
+            breaker=CircuitBreaker(REDIS_BREAKER, Random(number)),
             clock=time.monotonic,
             wall_clock=time.time,
         )

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from cluster.autoscaler.kubernetes_scaler import ACCOUNT
 from cluster.chart.schema import CHART
 from cluster.cli.main import app
-from router.fleet.canary import CanarySettings
+from router.fleet.probes import CanarySettings
 from tandem.config.cluster import ClusterConfig
 from tandem.config.worker import cluster_secret, listen_address, num_ranks
 from tandem.errors import ConfigError

@@ -8,6 +8,7 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from itertools import count
 from random import Random
 from typing import Any
@@ -26,11 +27,12 @@ from router.process.admission_setup import make_limits
 from router.workers.prefix_map import PrefixMap
 from router.workers.registry import WorkerRegistry
 from tandem.backoff import Backoff
-from tandem.circuit_breaker import BreakerPolicy, CircuitBreaker
+from tandem.circuit_breaker import CircuitBreaker
 from tandem.cluster_state.entries import ClusterStateCodec, Notice, Process
 from tandem.cluster_state.settings import RedisSettings
 from tandem.config.cluster import RouterConfig
 from tandem.rpc.cluster_grpc import ClusterAuth, open_channel
+from tandem.rpc.redis_link import REDIS_BREAKER
 from tandem.v1 import session_pb2 as pb
 from tandem.values.block_hash import BlockHasher
 from tandem.values.ids import BlockHash, Incarnation, WorkerId
@@ -43,7 +45,7 @@ from worker.cluster_state.publisher import ClusterStatePublisher
 from worker.session_port import orders_of
 
 CAPACITY = 64
-QUICK = BreakerPolicy(first_open_s=0.05, most_open_s=0.3)
+QUICK = replace(REDIS_BREAKER, open=Backoff(first_s=0.05, most_s=0.3))
 
 
 def board_at(server: RedisServer, **changes: Any) -> RedisSettings:
@@ -83,7 +85,7 @@ class PublishingWorker(FakeWorker):
             Notice(process=self.process, role=WorkerRole.DECODE, address=self.address),
             self._settings,
             ClusterStateCodec(SECRET, self._settings.cluster),
-            breaker=CircuitBreaker(Random(1), QUICK),
+            breaker=CircuitBreaker(QUICK, Random(1)),
             clock=time.monotonic,
             wall_clock=time.time,
         )
@@ -215,7 +217,7 @@ async def router(
         settings, secret=SECRET, router=incarnation, registry=registry, limits=limits, stated=frozenset()
     )
     for link in (board._logs, board._poll):
-        link._breaker = CircuitBreaker(Random(number), QUICK)
+        link._breaker = CircuitBreaker(QUICK, Random(number))
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(board)
         fleet = WorkerFleet(

@@ -18,7 +18,7 @@ from tandem.circuit_breaker import CircuitBreaker
 from tandem.cluster_state.entries import SMALL_BYTES, BadEntry, ClusterStateCodec, Footprint, Notice, Process
 from tandem.cluster_state.keys import FORGET_MS, ClusterStateKeys
 from tandem.cluster_state.settings import RedisSettings
-from tandem.rpc.redis_link import Command, RedisDown, RedisLink, Refusal, Reply
+from tandem.rpc.redis_link import REDIS_BREAKER, Command, RedisDown, RedisLink, Refusal, Reply
 from tandem.v1 import session_pb2 as pb
 from tandem.values.ids import BlockHash
 from tandem.values.worker_identity import WorkerIdentity
@@ -224,7 +224,7 @@ def make_publisher(config: "RedisConfig", secret: bytes, identity: WorkerIdentit
         Notice(process=process, role=identity.role, address=identity.address),
         settings,
         ClusterStateCodec(secret, settings.cluster),
-        breaker=CircuitBreaker(SystemRandom()),
+        breaker=CircuitBreaker(REDIS_BREAKER, SystemRandom()),
         clock=time.monotonic,
         wall_clock=time.time,
     )

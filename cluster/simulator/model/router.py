@@ -100,7 +100,7 @@ class SimRouter:
         self.on_end()
 
     def _load_told(self, worker: WorkerSnapshot) -> None:
-        self.room.look(worker)
+        self.room.on_load(worker)
         self.gate.pump()
 
     def submit(self, request: SimRequest) -> None:

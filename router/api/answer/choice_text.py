@@ -42,7 +42,7 @@ class ChoiceText:
 
     def __init__(self, index: int, prepared: PreparedRequest, tokenizer: Tokenizer) -> None:
         self._index = index
-        self._prepared = prepared
+        self._includes_stop = prepared.include_stop
         skips, shown_ids = prepared.skip_special_tokens, prepared.shown_ids
         self._words = tokenizer.detokenizer(skip_special_tokens=skips, shown_ids=shown_ids)
         self._matcher = StopMatcher(prepared.stops, include_match=prepared.include_stop)
@@ -106,7 +106,7 @@ class ChoiceText:
         early = self._num_tokens <= self._min_tokens
         if token_id in self._stop_token_ids and not early:
             self._stop_token = token_id
-            if not self._prepared.include_stop:
+            if not self._includes_stop:
                 return ""
         text = self._words.push(token_id)
         # Text of the first `min_tokens` tokens stops nothing, nor does it begin a stop string.

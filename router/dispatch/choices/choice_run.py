@@ -4,10 +4,15 @@ import logging
 from collections.abc import Sequence
 from functools import partial
 
-from router.dispatch.choices.candidates import WorkerSelector
 from router.dispatch.choices.context import DispatchContext, Post, Waiting
 from router.dispatch.choices.health_reports import ChoiceHealthReporter
-from router.dispatch.choices.orders import first_route, next_route, submit_order, trace_placement
+from router.dispatch.choices.orders import (
+    UNREAD_TOKENS_PER_MESSAGE,
+    block_names,
+    first_route,
+    next_route,
+    trace_placement,
+)
 from router.dispatch.choices.retry import (
     ChoiceProgress,
     RetryReason,
@@ -19,7 +24,7 @@ from router.dispatch.choices.retry import (
 )
 from router.placement.place import NoDecodeWorker
 from router.placement.placer import Assignment
-from router.types.requests import ChoiceDelta, ChoiceFinish
+from router.types.requests import ChoiceDelta, ChoiceFinish, RoutedRequest
 from router.types.session_events import (
     AttemptEvent,
     AttemptRefused,
@@ -46,7 +51,12 @@ class ChoiceRun:
     """Drives one choice to its end, over as many workers as it takes."""
 
     def __init__(
-        self, standing: ChoiceHealthReporter, names: list[BlockHash], context: DispatchContext, post: Post
+        self,
+        request: RoutedRequest,
+        standing: ChoiceHealthReporter,
+        names: list[BlockHash],
+        context: DispatchContext,
+        post: Post,
     ) -> None:
         """`names`: of the prompt's blocks."""
         self.done = False
@@ -54,7 +64,7 @@ class ChoiceRun:
         self.failure: ServingError | None = None
         """What ends the request, once the deltas that came before it are with the client."""
         self._standing = standing
-        self._index, self._request = standing.index, (request := standing.request)
+        self._index, self._request = standing.index, request
         self._request_id = RequestId(f"{request.request_id}-{self._index}")
         self._prompt_names = names
         self._context = context
@@ -68,7 +78,6 @@ class ChoiceRun:
             arrived_s=request.arrived_s,
         )
         self._progress.attempt = request.resumptions << _ATTEMPTS_BITS
-        self._candidates = WorkerSelector(standing, self._progress, names, context)
         self._resume = request.resume[self._index] if request.resume else None
         self._assignment: Assignment | None = None
         self._awaited: Assignment | None = None
@@ -86,14 +95,14 @@ class ChoiceRun:
         progress = self._progress
         self._adopt()
         while self._assignment is None:
-            if self._standing.must_wait():
+            if self._standing.must_wait(self._request):
                 self.waiting = Waiting.FOR_ROOM
                 return
             started_s = self._context.clock()
             try:
-                assignment = self._candidates.choose()
+                assignment = self._choose()
             except NoDecodeWorker as none:
-                self.waiting = self._candidates.to_wait_for(self.waiting)
+                self.waiting = self._to_wait_for(self.waiting)
                 if self.waiting is not None:
                     return
                 raise self.final_error() from none
@@ -114,6 +123,55 @@ class ChoiceRun:
             if self._request.only_worker is None:
                 self._placer.record(assignment, self._request_id, self._request.tenant, self._request.pins)
             self._context.observer.placed(assignment.placement.reason.value)
+
+    def _choose(self) -> Assignment:
+        """The best workers for the next attempt. Raises NoDecodeWorker, or RequestTooLarge for every one of them."""
+        excluded, shunned = self._excluded(), self._standing.shunned()
+        if (only := self._request.only_worker) is not None:
+            excluded |= {worker.info.key for worker in self._placer.registry.snapshots()} - {only}
+        try:
+            return self._assign(excluded | shunned)
+        except NoDecodeWorker:
+            if not shunned:
+                raise
+            # Better one that may fail than none.
+            return self._assign(excluded)
+
+    def _excluded(self) -> set[WorkerKey]:
+        return self._progress.still_excluded(self._placer.registry.port)
+
+    def _assign(self, excluded: set[WorkerKey]) -> Assignment:
+        request, progress = self._request, self._progress
+        try:
+            return self._placer.assign(
+                num_tokens=progress.prompt_length + len(progress.token_ids),
+                names=block_names(request, self._prompt_names, progress.token_ids, self._context.hasher),
+                excluded=frozenset(excluded),
+                pool_tokens_above=progress.pool_tokens_above,
+                is_local=request.is_local and not progress.token_ids,
+            )
+        except RequestTooLarge as computed:
+            # The worker that refused it for its size has said more precisely why.
+            refused = progress.last_error
+            raise refused if isinstance(refused, RequestTooLarge) else computed from None
+
+    def _to_wait_for(self, waiting: Waiting | None) -> Waiting | None:
+        """No worker can be asked at the moment: what changes that, or None when nothing is expected to.
+
+        `waiting`: what it has waited for until now.
+        """
+        full, live = self._progress.full, self._placer.registry.live_decoders()
+        if live & full:
+            return Waiting.FOR_ROOM
+        # Those it waited for have left: that is a loss like any other.
+        if waiting is not None:
+            return Waiting.FOR_WORKER
+        # Those that serve have failed it, and another would hardly do better. Who is full and not live is leaving.
+        if live and not full and self._progress.last_error is not None:
+            return None
+        if self._request.only_worker is None and self._placer.registry.worker_due_s() > 0.0:
+            return Waiting.FOR_WORKER
+        return None
 
     def _adopt(self) -> None:
         """Ask the worker for it that ran it last, if this stream is one that is continued."""
@@ -171,20 +229,20 @@ class ChoiceRun:
             self._placer.release(assignment)
 
     def mourn(self) -> None:
-        """Its worker died, and the choice's other run goes on. Raises Unavailable as `take` does then."""
+        """Its worker died, and the choice's other run goes on. Raises Unavailable as `on_event` does then."""
         if self._assignment is not None:
-            self._standing.lost(self, self._assignment.decode)
+            self._standing.lost(self, self._assignment.decode, self._request)
 
-    def take(self, attempt: int, event: AttemptEvent) -> Sequence[ChoiceDelta]:
+    def on_event(self, attempt: int, event: AttemptEvent) -> Sequence[ChoiceDelta]:
         """What the client gets of an event; nothing of an earlier attempt's. Raises the error that it is told."""
         assignment = self._assignment
         if assignment is None or attempt != self._progress.attempt:
             return []
         match event:
             case TokensArrived():
-                return self.take_tokens(attempt, event)
+                return self.on_tokens(attempt, event)
             case AttemptRefused():
-                return self._take_refusal(assignment, event.error)
+                return self._on_refusal(assignment, event.error)
             case WorkerLost():
                 self._warn("its worker was lost: %s", event.reason)
                 self._mourn(assignment.decode)
@@ -213,8 +271,8 @@ class ChoiceRun:
         error = final_error(self._progress.last_error, retry_after_s=self._context.settings.retry_after_s)
         return in_clients_field(error, self._request.grammar_param)
 
-    def take_tokens(self, attempt: int, arrived: TokensArrived) -> Sequence[ChoiceDelta]:
-        """As `take`, of the commonest event."""
+    def on_tokens(self, attempt: int, arrived: TokensArrived) -> Sequence[ChoiceDelta]:
+        """As `on_event`, of the commonest event."""
         assignment = self._assignment
         if assignment is None or attempt != self._progress.attempt:
             return ()
@@ -264,7 +322,7 @@ class ChoiceRun:
         self.submit()
         return []
 
-    def _take_refusal(self, assignment: Assignment, error: ServingError) -> list[ChoiceDelta]:
+    def _on_refusal(self, assignment: Assignment, error: ServingError) -> list[ChoiceDelta]:
         """A full worker costs no attempt: another is asked if retries are not too many, else the choice waits."""
         if self._adopting:
             # It had it no more, which is no fault: the answer is generated again, from the same seed.
@@ -306,7 +364,7 @@ class ChoiceRun:
     def _mourn(self, key: WorkerKey) -> None:
         """Raises Unavailable when the request is taken to have ended it."""
         if not self._progress.is_complete:
-            self._standing.lost(self, key)
+            self._standing.lost(self, key, self._request)
 
     def _note_failure(self, assignment: Assignment, error: ServingError) -> None:
         self._assignment = None
@@ -322,8 +380,23 @@ class ChoiceRun:
             self._placer.registry.penalise(assignment.decode, pause_s)
 
     def _order(self, attempt: int, assignment: Assignment) -> SubmitOrder:
-        choice, generated = (self._index, self._request_id), self._progress.token_ids
-        return submit_order(self._request, choice, attempt, generated, assignment, self._route, self._context.clock())
+        request, route = self._request, self._route
+        left_s = None if request.deadline_s is None else max(0.0, request.deadline_s - self._context.clock())
+        return SubmitOrder(
+            request_id=self._request_id,
+            attempt=attempt,
+            choice_index=self._index,
+            prompt_token_ids=request.prompt_token_ids,
+            generated_token_ids=tuple(self._progress.token_ids),
+            sampling=request.sampling,
+            hash_root=request.hash_root,
+            priority=request.priority,
+            timeout_s=left_s,
+            prefill=route,
+            holder=assignment.holder if route is None else None,
+            tokens_per_message=0 if request.reads_along else UNREAD_TOKENS_PER_MESSAGE,
+            trace=None if request.span is None else request.span.context,
+        )
 
     def _reroute(self, assignment: Assignment, failed: TransferFailed) -> None:
         route, progress = self._route, self._progress
@@ -337,7 +410,7 @@ class ChoiceRun:
         error = failed.error
         if error is not None and is_final(error):
             raise in_clients_field(error, self._request.grammar_param)
-        self._standing.mourn(self)
+        self._standing.mourn(self, self._request)
         self._note_prefill_failure(route.worker)
         if not isinstance(error, RequestTooLarge):
             asked_s = None if error is None else error.retry_after_s
@@ -351,7 +424,7 @@ class ChoiceRun:
         started_s = self._context.clock()
         prefill = None
         if progress.may_reroute() and self._context.budget.spend():
-            prefill = self._placer.reassign_prefill(assignment, self._candidates.barred())
+            prefill = self._placer.reassign_prefill(assignment, frozenset(self._excluded() | self._standing.shunned()))
         else:
             self._placer.compute_locally(assignment)
         self._route = next_route(route, prefill, assignment)

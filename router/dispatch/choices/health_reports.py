@@ -21,7 +21,6 @@ class ChoiceHealthReporter:
     def __init__(self, index: int, request: RoutedRequest, health: WorkerHealth, registry: WorkerRegistry) -> None:
         self.index = index
         self._name = RequestId(f"{request.request_id}.{request.resumptions}-{index}")
-        self.request = request
         self._health = health
         self._registry = registry
         self._workers: dict[Hashable, Workers] = {}
@@ -32,9 +31,9 @@ class ChoiceHealthReporter:
         self.was_adopted = False
         """Whether a worker still had what it goes on with."""
 
-    def must_wait(self) -> bool:
+    def must_wait(self, request: RoutedRequest) -> bool:
         """Whether it is to go alone and cannot yet, or is in doubt. Raises as `lost`, when doubt has turned out so."""
-        return self._health.must_wait(self._name, self._registry.live_decoders, self.request)
+        return self._health.must_wait(self._name, self._registry.live_decoders, request)
 
     def is_in_doubt(self) -> bool:
         """Whether workers may have been ended by it, and that is not known yet."""
@@ -65,7 +64,7 @@ class ChoiceHealthReporter:
         self._workers.pop(run, None)
         self._health.refused(self._name, key, still=self._beside(run))
 
-    def lost(self, run: Hashable, key: WorkerKey) -> None:
+    def lost(self, run: Hashable, key: WorkerKey, request: RoutedRequest) -> None:
         """A worker was lost under an attempt. Raises Unavailable when the request is taken to have ended it."""
         if self._registry.port(key) is not None:
             # It is back already, the same process.
@@ -73,15 +72,15 @@ class ChoiceHealthReporter:
             return
         self._workers.pop(run, None)
         if not self._registry.went_in_order(key):
-            self._health.lost(self._name, key, self.request, still=self._beside(run))
+            self._health.lost(self._name, key, request, still=self._beside(run))
 
-    def mourn(self, run: Hashable) -> None:
+    def mourn(self, run: Hashable, request: RoutedRequest) -> None:
         """Those that failed earlier may have been about to die: a peer can hear of it first. Raises as `lost`."""
         for key in [key for key in self._failed if self._registry.port(key) is None]:
             self._failed.discard(key)
             if not self._registry.went_in_order(key):
                 still = (*self._workers.get(run, ()), *self._beside(run))
-                self._health.lost(self._name, key, self.request, still=still)
+                self._health.lost(self._name, key, request, still=still)
 
     def left(self, run: Hashable, taken_back: Workers = (), *, was_taken: bool = False) -> None:
         """A run has ended; `taken_back`: of these workers, which had not answered."""

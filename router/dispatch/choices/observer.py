@@ -16,8 +16,8 @@ class DispatchObserver(Protocol):
 
 
 class SilentObserver:
-    def placed(self, mode: str) -> None:
-        """Nothing."""
+    """Counts nothing: probes are no requests of clients."""
 
-    def retried(self, reason: str) -> None:
-        """Nothing."""
+    def placed(self, mode: str) -> None: ...
+
+    def retried(self, reason: str) -> None: ...

@@ -6,7 +6,7 @@ from random import Random
 
 from router.placement.placer import Assignment
 from router.types.requests import RoutedRequest
-from router.types.session_events import PrefillRoute, SubmitOrder
+from router.types.session_events import PrefillRoute
 from router.types.worker_view import WorkerSnapshot
 from tandem.telemetry.tracing import Attribute
 from tandem.values.block_hash import BlockHasher
@@ -55,34 +55,6 @@ def next_route(route: PrefillRoute, prefill: WorkerSnapshot | None, assignment: 
         address=prefill.info.handoff_address,
         attempt=route.attempt + 1,
         holder=assignment.holder,
-    )
-
-
-def submit_order(
-    request: RoutedRequest,
-    choice: tuple[int, RequestId],
-    attempt: int,
-    generated: Sequence[int],
-    assignment: Assignment,
-    route: PrefillRoute | None,
-    now_s: float,
-) -> SubmitOrder:
-    """One attempt; `choice`: index and name."""
-    timeout_s = None if request.deadline_s is None else max(0.0, request.deadline_s - now_s)
-    return SubmitOrder(
-        request_id=choice[1],
-        attempt=attempt,
-        choice_index=choice[0],
-        prompt_token_ids=request.prompt_token_ids,
-        generated_token_ids=tuple(generated),
-        sampling=request.sampling,
-        hash_root=request.hash_root,
-        priority=request.priority,
-        timeout_s=timeout_s,
-        prefill=route,
-        holder=assignment.holder if route is None else None,
-        tokens_per_message=0 if request.reads_along else UNREAD_TOKENS_PER_MESSAGE,
-        trace=None if request.span is None else request.span.context,
     )
 
 

@@ -47,7 +47,7 @@ class WaitingChoices:
         """Wait no longer; no-op for one that was woken."""
         self._waiters.pop(place, None)
 
-    def look(self, worker: WorkerSnapshot) -> None:
+    def on_load(self, worker: WorkerSnapshot) -> None:
         """A load report came: wake the first ones, as far as its room goes.
 
         A worker with a queue of its own has room for nobody. Large ones are not overtaken here: they would starve.

@@ -74,6 +74,10 @@ class EventStream:
         await within_write_timeout(sending, self._timeout_s)
 
 
+def _as_it_is(events: EventStream) -> Any:
+    return events
+
+
 class SseResponse(Response):
     """Streams what `run` writes; an error before the first event is an ordinary error answer, a later one an event."""
 
@@ -81,17 +85,21 @@ class SseResponse(Response):
 
     def __init__(
         self,
-        run: Callable[[EventStream], Awaitable[None]],
+        run: Callable[[Any], Awaitable[None]],
         *,
+        into: Callable[[EventStream], Any] = _as_it_is,
         write_timeout_s: float = WRITE_TIMEOUT_S,
         format_error: Callable[[ServingError], bytes] | None = None,
         closing: bytes = DONE,
     ) -> None:
-        """`format_error`: an event of another shape than OpenAI's; `closing`: the end mark."""
+        """`run` is given what `into` makes of the stream. `format_error`: an event of another shape than OpenAI's;
+        `closing`: the end mark.
+        """
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         # The length of a stream is not known.
         del self.headers["content-length"]
         self._run = run
+        self._into = into
         self._format_error = format_error or _error_event
         self._closing = closing
         self._write_timeout_s = write_timeout_s
@@ -111,7 +119,7 @@ class SseResponse(Response):
 
     async def _fill(self, stream: EventStream) -> None:
         try:
-            await self._run(stream)
+            await self._run(self._into(stream))
         except SlowReader:
             raise
         except ServingError as error:

@@ -30,7 +30,7 @@ class StreamExtras:
 
 
 class SseAnswerStream:
-    """A `TextSink` that writes events."""
+    """A `TextSink` that writes events, with the usage behind the last choice's end."""
 
     def __init__(
         self, events: EventStream, answer: AnswerFormat, cursor: StreamCursor, usage: CallUsage, extras: StreamExtras
@@ -65,15 +65,15 @@ class SseAnswerStream:
         self._opened = True
         self._cursor.moved(delta)
         events += [event(chunk | self._fields, self._id_of(chunk)) for chunk in chunks]
+        if self._extras.include_usage and self._usage.complete:
+            events.append(self._usage_event())
         return bool(events) and self._events.write(b"".join(events))
 
-    def end(self) -> None:
-        """Every choice has ended."""
-        if self._extras.include_usage:
-            timing = {"timing": timing_object(self._usage)} if self._extras.timing else {}
-            ending = self._answer.ending()
-            content = ending | {"usage": usage_object(self._usage)} | timing
-            self._events.write(event(content, self._id_of(ending)))
+    def _usage_event(self) -> bytes:
+        timing = {"timing": timing_object(self._usage)} if self._extras.timing else {}
+        ending = self._answer.ending()
+        content = ending | {"usage": usage_object(self._usage)} | timing
+        return event(content, self._id_of(ending))
 
     def _id_of(self, chunk: dict[str, Any]) -> bytes | None:
         choices = chunk["choices"]

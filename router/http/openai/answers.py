@@ -60,18 +60,19 @@ class AnswerFormat(Protocol):
 class ChatAnswer:
     def __init__(self, head: AnswerHead, prepared: Sequence[PreparedRequest], tokenizer: Tokenizer) -> None:
         self._head = head
-        self._request = prepared[0].request
+        request = prepared[0].request
+        self._num_choices = request.num_choices
+        self._prompt_ids = request.prompt_token_ids if head.return_token_ids else None
         self._logprobs = Logprobs(tokenizer, as_ids=head.tokens_as_ids)
         self.is_text_only = _is_text_only(head, prepared)
 
     def opening(self) -> list[dict[str, Any]]:
         """Return one chunk with the role for each choice."""
         chunks = [
-            self._chunk([_chat_choice(i, {"role": "assistant", "content": ""})])
-            for i in range(self._request.num_choices)
+            self._chunk([_chat_choice(i, {"role": "assistant", "content": ""})]) for i in range(self._num_choices)
         ]
-        if self._head.return_token_ids:
-            chunks[0]["prompt_token_ids"] = list(self._request.prompt_token_ids)
+        if self._prompt_ids is not None:
+            chunks[0]["prompt_token_ids"] = list(self._prompt_ids)
         return chunks
 
     def chunks(self, delta: TextDelta) -> list[dict[str, Any]]:
@@ -115,8 +116,8 @@ class ChatAnswer:
     def whole(self, choices: Sequence[TextDelta], logprobs: Sequence[dict[str, Any] | None]) -> dict[str, Any]:
         content: dict[str, Any] = _head(self._head, "chat.completion")
         content["choices"] = [self._whole_choice(*each) for each in zip(choices, logprobs, strict=True)]
-        if self._head.return_token_ids:
-            content["prompt_token_ids"] = list(self._request.prompt_token_ids)
+        if self._prompt_ids is not None:
+            content["prompt_token_ids"] = list(self._prompt_ids)
         return content
 
     def _whole_choice(self, delta: TextDelta, logprobs: dict[str, Any] | None) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
@@ -17,12 +17,11 @@ from router.api.answer.timing_report import SERVER_TIMING, server_timing, timing
 from router.api.answer.usage import CallUsage
 from router.api.frontend import Frontend
 from router.api.named_cache_prompts import NamedCacheService, prepare_named
-from router.api.request.choice_selection import ChoiceSelection
 from router.api.request.client_request import ClientRequest, PreparedRequest
 from router.api.request.request_ids import check_request_id
 from router.api.request_meter import RequestMeter
 from router.api.selected_choices import SelectedChoices, check_selection, renumbered, select
-from router.api.text_stream import TextSink, read_text
+from router.api.text_stream import read_text
 from router.http.body.client_link import WhileConnected
 from router.http.body.json_body import JsonBody
 from router.http.body.sse import EventStream, SseResponse
@@ -35,7 +34,7 @@ from router.http.openai.objects import (
     CompletionChunkObject,
     CompletionObject,
 )
-from router.http.openai.prompt_logprobs import PromptLogprobOptions, PromptLogprobs
+from router.http.openai.prompt_logprobs import PromptLogprobs
 from router.http.openai.schemas import ChatBody, CompletionBody, GenerationBody
 from router.http.openai.tool_answer import CallingChatAnswer
 from router.http.openai.usage import usage_object
@@ -45,7 +44,7 @@ from router.http.routing.access import ClientAccess
 from router.metrics.router_metrics import RouterMetrics
 from router.sandbox.pattern_search import PatternSearch
 from router.types.requests import Generator
-from router.types.stream_ids import LAST_EVENT_ID, StreamIds, StreamPosition
+from router.types.stream_ids import LAST_EVENT_ID, StreamPosition
 from tandem.errors import InvalidRequest
 from tandem.telemetry.tracing import TraceContext, context_from_headers
 
@@ -55,19 +54,6 @@ TIMING_HEADER = "X-Tandem-Timing"
 """`1` asks for a `timing` object in the answer, or in the last chunk of a stream, and for `Server-Timing`."""
 TIMEOUT_HEADER = "X-Tandem-Timeout"
 """Seconds that the client gives the whole answer; if its first token cannot come by then, it is refused at once."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Call:
-    """How one call is prepared and answered, and what its answer carries besides."""
-
-    prepare: Callable[[], Awaitable[list[PreparedRequest]]]
-    make_answer: Callable[[list[PreparedRequest]], AnswerFormat]
-    extras: StreamExtras
-    ids: StreamIds | None
-    seen: StreamPosition | None
-    scores: PromptLogprobOptions
-    selection: ChoiceSelection | None
 
 
 CHAT_PATH, COMPLETIONS_PATH = "/v1/chat/completions", "/v1/completions"
@@ -113,6 +99,8 @@ class GenerationRoutes:
         messages = conversation(body.messages)
 
         async def prepare() -> list[PreparedRequest]:
+            if body.cached_content is None:
+                return [await self._frontend.prepare_chat(messages, fields)]
             return [await prepare_named(self._frontend, self._named, body.cached_content, messages, fields)]
 
         def make_answer(prepared: list[PreparedRequest]) -> AnswerFormat:
@@ -161,22 +149,17 @@ class GenerationRoutes:
             continuous_usage=options is not None and bool(options.continuous_usage_stats),
             timing=request.headers.get(TIMING_HEADER) == "1",
         )
-        call = _Call(
-            prepare=prepare,
-            make_answer=make_answer,
-            extras=extras,
-            ids=self._frontend.stream_ids if _wants_ids(request) else None,
-            seen=seen,
-            scores=body.scores_shown(),
-            selection=body.selection(),
-        )
-        if body.stream:
-            return SseResponse(partial(self._stream, call))
         async with WhileConnected(request.scope, request.receive):
-            return await self._whole(call)
-
-    async def _read_text(self, prepared: list[PreparedRequest], sink: TextSink) -> None:
-        await read_text(self._generator, prepared, self._frontend.tokenizer, self._meter, sink)
+            prepared = await prepare()
+            if not body.stream:
+                return await self._whole(body, prepared, make_answer, extras)
+        cursor = StreamCursor(prepared, self._frontend.stream_ids if _wants_ids(request) else None, seen)
+        if cursor.has_all:
+            return SseResponse(_write_nothing)
+        # Nothing is written before the first token, so that earlier errors keep their HTTP status.
+        run = partial(read_text, self._generator, prepared, self._frontend.tokenizer, self._meter)
+        answer, usage = make_answer(prepared), self._usage(prepared)
+        return SseResponse(run, into=partial(SseAnswerStream, answer=answer, cursor=cursor, usage=usage, extras=extras))
 
     def _meter(self, one: PreparedRequest) -> RequestMeter:
         return RequestMeter.for_request(one.request, self._metrics, self._frontend.clock)
@@ -184,36 +167,36 @@ class GenerationRoutes:
     def _usage(self, prepared: list[PreparedRequest]) -> CallUsage:
         return CallUsage(prepared, self._frontend.clock, self._metrics.usage.prices)
 
-    async def _whole(self, call: _Call) -> Response:
-        prepared, ask = await call.prepare(), call.selection
+    async def _whole(
+        self,
+        body: GenerationBody,
+        prepared: list[PreparedRequest],
+        make_answer: Callable[[list[PreparedRequest]], AnswerFormat],
+        extras: StreamExtras,
+    ) -> Response:
+        ask = body.selection()
         await check_selection(ask, prepared, self._patterns)
         usage, text = self._usage(prepared), TextCollector()
-        await self._read_text(prepared, text)
+        await read_text(self._generator, prepared, self._frontend.tokenizer, self._meter, text)
         choices = text.choices()
         for choice in choices:
             usage.add(choice)
         selected = await select(ask, prepared, choices, self._patterns)
         readings = renumbered(ask, text.readings)
-        scores = PromptLogprobs(call.scores, selected.prepared, readings, self._frontend.tokenizer)
-        content = await whole_content(call.make_answer(selected.prepared), selected.choices, scores)
+        scores = PromptLogprobs(body.scores_shown(), selected.prepared, readings, self._frontend.tokenizer)
+        content = await whole_content(make_answer(selected.prepared), selected.choices, scores)
         if ask is not None:
             _add_votes(content, selected, ask.candidates)
         content["usage"] = usage_object(usage)
         headers = {}
-        if call.extras.timing:
+        if extras.timing:
             content["timing"] = timing_object(usage)
             headers[SERVER_TIMING] = server_timing(usage)
         return WholeResponse(orjson.dumps(content), headers=headers)
 
-    async def _stream(self, call: _Call, events: EventStream) -> None:
-        """Nothing is written before the first token, so that earlier errors keep their HTTP status."""
-        prepared = await call.prepare()
-        cursor = StreamCursor(prepared, call.ids, call.seen)
-        if cursor.has_all:
-            return
-        stream = SseAnswerStream(events, call.make_answer(prepared), cursor, self._usage(prepared), call.extras)
-        await self._read_text(prepared, stream)
-        stream.end()
+
+async def _write_nothing(_events: EventStream) -> None:
+    """The client has all but the end mark."""
 
 
 def _add_votes(content: dict[str, Any], selected: SelectedChoices, candidates: int) -> None:

@@ -122,9 +122,12 @@ class GenerationBody(StrictBody):
         tenant: str,
         num_logprobs: int | None,
         max_tokens: int | None,
+        max_tokens_param: str = "max_tokens",
         echo: bool = False,
         add_special_tokens: bool = True,
         add_generation_prompt: bool = True,
+        tools: ToolUse | None = None,
+        template: TemplateOptions | None = None,
     ) -> ClientRequest:
         """What the frontend validates."""
         ask = self.selection()
@@ -147,6 +150,7 @@ class GenerationBody(StrictBody):
             sampling=sampling,
             stated_sampling=frozenset(given),
             max_tokens=1 if reads is not None and reads.only else max_tokens,
+            max_tokens_param=max_tokens_param,
             seed=self.seed,
             model=self.model,
             num_choices=(self.n if self.n is not None else 1) if ask is None else ask.candidates,
@@ -165,6 +169,8 @@ class GenerationBody(StrictBody):
             reads=reads,
             beams=self._beams(),
             truncate_prompt_tokens=self.truncate_prompt_tokens,
+            tools=tools,
+            template=template or TemplateOptions(),
         )
 
     def _beams(self) -> BeamSearchParams | None:
@@ -242,14 +248,15 @@ class ChatBody(GenerationBody):
         if len(limits) > 1:
             raise InvalidRequest("max_tokens and max_completion_tokens differ", param="max_completion_tokens")
         num_logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        fields = self.fields(
+        return self.fields(
             tenant=tenant,
             num_logprobs=num_logprobs,
             max_tokens=next(iter(limits), None),
+            max_tokens_param="max_tokens" if self.max_completion_tokens is None else "max_completion_tokens",
             add_generation_prompt=self.add_generation_prompt is not False and not self.continue_final_message,
+            tools=self._use(),
+            template=self._template_options(),
         )
-        name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
-        return replace(fields, max_tokens_param=name, tools=self._use(), template=self._template_options())
 
     def _use(self) -> ToolUse | None:
         if not self.functions:

@@ -15,8 +15,8 @@ from router.placement.placer import Placer
 from router.status.snapshot.history import CounterTotals, History
 from router.status.snapshot.merge import FORMAT, MOST_DECISIONS, MOST_HANDOFFS, MOST_PREFIXES, TENANT
 from router.types.worker_view import TransferSide, WorkerSnapshot
-from router.workers.circuit_breaker import BreakerState
 from router.workers.health import WorkerHealth
+from tandem.circuit_breaker import BreakerState
 
 _MOST_LOOKED_AT = 2048
 _MOST_WORKERS = 512

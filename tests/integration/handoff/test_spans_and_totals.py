@@ -14,7 +14,7 @@ from kv_transfer.session.receiver_hub import ReceiverHub
 from kv_transfer.session.stats import AttemptOutcome, TransferStats
 from kv_transfer.transports.catalogue import open_receivers, open_senders
 from kv_transfer.transports.in_process import MemoryFabric
-from router.fleet.transfer_wire import transfers_from_pb
+from router.fleet.session_wire import transfers_from_pb
 from router.types.worker_view import TransferReport
 from tandem.telemetry.tracing import TraceContext
 from tests.support.kv_transfer.handoff_fakes import (

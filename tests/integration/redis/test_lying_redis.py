@@ -54,7 +54,7 @@ async def following(liar: Liar) -> AsyncIterator[RedisLink]:
     """A follower that has read a worker's state already."""
     server = await asyncio.start_server(liar.serve, "127.0.0.1", 0)
     settings = RedisSettings(host="127.0.0.1", port=server.sockets[0].getsockname()[1], timeout_s=5.0)
-    link = RedisLink(settings, CircuitBreaker(Random(1), QUICK), use="follow", clock=time.monotonic)
+    link = RedisLink(settings, CircuitBreaker(QUICK, Random(1)), use="follow", clock=time.monotonic)
     view, key = LogPositions(), WorkerKey(WorkerId("d0"), Incarnation(1))
     view.follow(key)
     list(view.load(key, CacheState(next_sequence=1, names=b""), 0.0))
@@ -103,7 +103,7 @@ async def following(liar: Liar) -> AsyncIterator[RedisLink]:
 async def test_the_follower_takes_nonsense_for_no_answer(said: bytes) -> None:
     liar = Liar(said)
     async with following(liar) as link:
-        await until(lambda: link.health.failures > QUICK.max_failures, "it waits and tries again")
+        await until(lambda: link.health.failures > QUICK.most_in_a_row, "it waits and tries again")
         assert not link.health.is_up
         liar.said = NOTHING
         await until(lambda: link.health.is_up, "Redis is back")

@@ -12,7 +12,7 @@ import trustme
 
 from tandem.circuit_breaker import CircuitBreaker
 from tandem.cluster_state.settings import RedisSettings
-from tandem.rpc.redis_link import RedisDown, RedisLink
+from tandem.rpc.redis_link import REDIS_BREAKER, RedisDown, RedisLink
 from tests.support.redis_cluster import PublishingWorker, board_at, router
 from tests.support.redis_server import RedisServer, until
 from tests.support.router.cluster import PROMPT
@@ -81,6 +81,6 @@ async def test_authorities_that_cannot_be_read_make_redis_down_and_are_not_waite
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "empty").touch()
     settings = RedisSettings(host="127.0.0.1", port=1, tls=True, ca=str(tmp_path / kind), timeout_s=20.0)
-    link = RedisLink(settings, CircuitBreaker(random.Random(0)), use="poll", clock=lambda: 0.0)
+    link = RedisLink(settings, CircuitBreaker(REDIS_BREAKER, random.Random(0)), use="poll", clock=lambda: 0.0)
     with pytest.raises(RedisDown, match=rf"redis\.ca: {tmp_path / kind}: {told}"):
         await link.ask([("PING",)])

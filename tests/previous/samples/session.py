@@ -6,7 +6,7 @@ from typing import Any
 from google.protobuf.json_format import MessageToDict
 
 from router.fleet import session_wire
-from router.fleet.transfer_wire import transfers_from_pb
+from router.fleet.session_wire import transfers_from_pb
 from tandem.protocol import wire
 from tandem.protocol.pin_wire import order_from_pb, told_from_pb, totals_from_pb
 from tandem.v1 import common_pb2, session_pb2

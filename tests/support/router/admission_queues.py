@@ -11,6 +11,7 @@ from router.admission.fair_admission import FairAdmission
 from router.admission.rate_limits import RateLimiter
 from router.admission.types import AdmissionPolicy
 from router.dispatch.admission_queue import AdmissionQueue
+from router.dispatch.dispatcher import Dispatcher
 from router.types.requests import RoutedRequest
 from tandem.config.admission import LimitsConfig
 from tests.support.fake_worker import FakeWorker
@@ -25,7 +26,7 @@ async def gated(
     passing: int = 100,
     limits: LimitsConfig | None = None,
     **bounds: float,
-) -> AsyncIterator[tuple[AdmissionQueue, Cluster]]:
+) -> AsyncIterator[tuple[Dispatcher, Cluster]]:
     async with cluster(*workers) as core:
         admission = FairAdmission(
             view=core.registry.view,
@@ -38,7 +39,8 @@ async def gated(
             is_due=lambda: core.registry.worker_due_s() > 0.0,
         )
         continuations = Continuations(most=passing, remembered_s=600.0, clock=time.monotonic)
-        yield AdmissionQueue(core.dispatcher, admission, core.registry, continuations), core
+        core.dispatcher.queue = AdmissionQueue(admission, core.registry, continuations)
+        yield core.dispatcher, core
 
 
 def of(tenant: str, number: int) -> RoutedRequest:

@@ -294,7 +294,7 @@ class WholeRouter:
         assert (len(self.gate._turns), admission._watch.num_in_transit, len(admission._entries)) == (0, 0, 0)
         assert [self.limiter.num_inflight(tenant) for tenant in TENANTS] == [0] * len(TENANTS)
         assert (dispatcher.num_inflight, len(dispatcher._runs), dispatcher.num_waiting_for_room) == (0, 0, 0)
-        assert dispatcher.health.suspicion.check([])
+        assert dispatcher.health.poison.check([])
         breakers = dispatcher.health.breakers._breakers.values()
         assert {breaker._probed_s for breaker in breakers} <= {None}, (
             "a probe that was taken back makes way for another"
@@ -315,7 +315,7 @@ class WholeRouter:
     async def _ask(self) -> bool:
         listener, request = Listener(), self.request()
         try:
-            await self.gate.run(request, listener)
+            await self.dispatcher.run(request, listener)
         except ServingError:
             return False
         return listener.num_tokens == 2 * request.num_choices

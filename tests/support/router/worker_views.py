@@ -8,8 +8,7 @@ from router.types.session_events import WorkerPort
 from router.types.worker_view import WorkerInfo, WorkerKey, WorkerLoad, WorkerSnapshot
 from router.workers.columns import ClusterView
 from router.workers.peer_load import PeerShare
-from router.workers.record import WorkerRecord
-from router.workers.table import WorkerTable
+from router.workers.record import WorkerRecord, WorkerTable
 from tandem.values.ids import Incarnation, WorkerId
 from tandem.values.kv_layout import KVLayout
 from tandem.values.roles import WorkerRole

@@ -1,38 +1,97 @@
-"""The breaker: at will while all is well, rarely and at odd times while not, at will again after one good probe."""
+"""What fails is left alone, tried with one call at a time, at odd times, and taken back after one good probe."""
 
 from random import Random
 
-from tandem.circuit_breaker import BreakerPolicy, CircuitBreaker
+from tandem.backoff import Backoff
+from tandem.circuit_breaker import BreakerPolicy, BreakerState, CircuitBreaker
 
-POLICY = BreakerPolicy(max_failures=2, first_open_s=1.0, most_open_s=8.0)
-
-
-def test_it_opens_after_failures_in_a_row_and_waits_longer_after_each_probe() -> None:
-    breaker = CircuitBreaker(Random(1), POLICY)
-    breaker.failed(10.0)
-    assert breaker.wait_s(10.0) == 0.0, "one failure is no pattern"
-    for longest in (1.0, 2.0, 4.0, 8.0, 8.0):
-        breaker.failed(10.0)
-        assert not breaker.is_closed
-        assert longest / 2 <= breaker.wait_s(10.0) <= longest
-        assert breaker.wait_s(10.0 + longest) == 0.0, "a probe is due"
+POLICY = BreakerPolicy(most_in_a_row=3, open=Backoff(first_s=2.0, most_s=6.0), probe_s=10.0)
 
 
-def test_one_good_probe_closes_it() -> None:
-    breaker = CircuitBreaker(Random(1), POLICY)
-    for _ in range(9):
+def tripped() -> CircuitBreaker:
+    breaker = CircuitBreaker(POLICY)
+    for _ in range(3):
+        assert breaker.allows(0.0)
         breaker.failed(0.0)
-    breaker.succeeded()
-    assert breaker.is_closed
-    breaker.failed(0.0)
-    assert breaker.wait_s(0.0) == 0.0
+    return breaker
 
 
-def test_those_that_failed_together_do_not_come_back_together() -> None:
+def test_failures_in_a_row_open_it() -> None:
+    breaker = CircuitBreaker(POLICY)
+    for _ in range(20):
+        for _ in range(3):
+            breaker.succeeded(0.0)
+        breaker.failed(0.0)
+        breaker.failed(0.0)
+    assert breaker.state(0.0) is BreakerState.CLOSED
+    assert not tripped().allows(1.9)
+
+
+def test_a_share_of_failures_opens_it() -> None:
+    breaker = CircuitBreaker(POLICY)
+    for number in range(12):
+        (breaker.failed if number % 2 else breaker.succeeded)(float(number))
+    assert breaker.state(12.0) is BreakerState.OPEN
+
+
+def test_half_open_lets_one_probe_through_at_a_time() -> None:
+    breaker = tripped()
+    assert breaker.state(2.0) is BreakerState.HALF_OPEN
+    assert breaker.allows(2.0)
+    breaker.began(2.0)
+    assert not breaker.allows(3.0)
+    breaker.released()
+    assert breaker.allows(3.0)
+    breaker.began(3.0)
+    assert breaker.allows(13.0)  # nothing was heard of that one
+
+
+def test_a_probe_that_ends_well_closes_it_and_one_that_fails_doubles_the_time() -> None:
+    breaker, now_s = tripped(), 0.0
+    for open_s in (2.0, 4.0, 6.0, 6.0):
+        assert not breaker.allows(now_s + open_s - 0.1)
+        now_s += open_s
+        breaker.began(now_s)
+        breaker.failed(now_s)
+    now_s += 6.0
+    breaker.began(now_s)
+    breaker.succeeded(now_s)
+    assert breaker.state(now_s) is BreakerState.CLOSED
+    for _ in range(2):
+        breaker.failed(now_s)
+    assert breaker.allows(now_s)
+
+
+def test_old_requests_say_nothing_of_an_open_one() -> None:
+    breaker = tripped()
+    breaker.succeeded(1.0)
+    breaker.failed(1.0)
+    assert breaker.state(1.0) is BreakerState.OPEN
+    assert breaker.state(2.0) is BreakerState.HALF_OPEN
+
+
+def test_breaker_with_randomness_waits_between_half_and_all_of_its_time() -> None:
+    breaker, now_s = CircuitBreaker(POLICY, Random(1)), 0.0
+    for longest in (2.0, 4.0, 6.0, 6.0):
+        for _ in range(3 if longest == 2.0 else 1):
+            breaker.began(now_s)
+            breaker.failed(now_s)
+        assert longest / 2 <= breaker.wait_s(now_s) <= longest
+        now_s += longest
+        assert breaker.wait_s(now_s) == 0.0, "a probe is due"
+
+
+def test_breakers_that_tripped_together_do_not_come_back_together() -> None:
     waits = set()
     for seed in range(20):
-        breaker = CircuitBreaker(Random(seed), POLICY)
-        breaker.failed(0.0)
-        breaker.failed(0.0)
+        breaker = CircuitBreaker(POLICY, Random(seed))
+        for _ in range(3):
+            breaker.failed(0.0)
         waits.add(round(breaker.wait_s(0.0), 6))
     assert len(waits) == 20
+
+
+def test_breaker_with_a_probe_under_way_waits_until_that_is_taken_for_lost() -> None:
+    breaker = tripped()
+    breaker.began(2.0)
+    assert breaker.wait_s(5.0) == 7.0

@@ -33,7 +33,7 @@ class Keeper:
             self.tell(order.key, self.says)
 
     def tell(self, key: PinKey, outcome: PinOutcome) -> None:
-        self.pins.told(WORKER, PinTold(key=key, outcome=outcome, num_tokens=16))
+        self.pins.on_outcome(WORKER, PinTold(key=key, outcome=outcome, num_tokens=16))
 
     def unpin(self, key: PinKey) -> None:
         self.unpinned.append(key)

@@ -7,7 +7,7 @@ import pytest
 
 from router.admission import continuations
 from router.admission.continuations import Continuations
-from router.dispatch.admission_queue import AdmissionQueue
+from router.dispatch.dispatcher import Dispatcher
 from router.types.requests import ResumePoint, RoutedRequest
 from tandem.config.admission import LimitsConfig, TenantLimits
 from tandem.errors import Overloaded, StreamTaken
@@ -27,12 +27,12 @@ def again(stream: str, *, worker: int = 1, n: int = 1) -> RoutedRequest:
     return replace(asked, resume=(point,) * n, resumptions=1)
 
 
-def used(gate: AdmissionQueue) -> tuple[int, float, int, int]:
-    account = gate.admission._limiter._account("a")
+def used(gate: Dispatcher) -> tuple[int, float, int, int]:
+    account = gate.queue.admission._limiter._account("a")
     return account.requests_taken, account.tokens_taken, account.usage.num_inflight, account.num_promised
 
 
-async def outcome(gate: AdmissionQueue, request: RoutedRequest) -> str | None:
+async def outcome(gate: Dispatcher, request: RoutedRequest) -> str | None:
     """The limit that it was refused for, if it was."""
     try:
         assert await collect(gate.generate(request)) == {0: WHOLE}
@@ -153,7 +153,7 @@ async def test_those_beyond_what_a_router_lets_pass_wait_their_turn() -> None:
     async with gated(worker, running=1, passing=2) as (gate, core):
         asked = [asyncio.create_task(collect(gate.generate(again(f"s{number}")))) for number in range(4)]
         held = [await worker.submissions.get() for _ in range(2)]
-        assert gate.admission.num_waiting == 2
+        assert gate.queue.admission.num_waiting == 2
         worker.script = answer
         for submission in held:
             submission.give_all()
@@ -197,5 +197,5 @@ async def test_what_is_computed_again_is_counted_again(kept: tuple[str, ...], to
     async with gated(worker, limits=MANY) as (gate, core):
         assert await collect(gate.generate(again("s", n=2))) == {0: answers["s-0"], 1: answers["s-1"]}
         assert used(gate) == (1, tokens, 0, 0)
-        assert gate.admission.counts.tenants["a"].output_tokens == counted
+        assert gate.queue.admission.counts.tenants["a"].output_tokens == counted
         core.assert_idle()

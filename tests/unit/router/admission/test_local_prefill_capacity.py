@@ -176,7 +176,7 @@ def test_who_passed_is_read_by_a_decode_worker_whatever_a_prefill_worker_has_cac
 async def test_dispatch_is_told_who_passed(is_local: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     room = LocalPrefillCapacity(most_tokens=1e3, always_tokens=0, slack_tokens=1e6, tokens_per_s=1e3, wait_s=0.0)
     async with gated(FakeWorker("d0"), FakeWorker("p0", role=WorkerRole.PREFILL)) as (gate, core):
-        watch = gate.admission._watch
+        watch = gate.queue.admission._watch
         measure = watch.measure
         if is_local:
             monkeypatch.setattr(watch, "measure", lambda: replace(measure(), slack_tokens=0.0, local=room))

@@ -22,31 +22,31 @@ def notice(address: str, incarnation: int = 1) -> Notice:
 
 def test_an_address_is_forgotten_only_after_it_has_been_missing_for_a_while() -> None:
     listing = KnownAddresses(frozenset({at("s:1")}), forget_s=30.0)
-    assert listing.told([notice("a:1"), notice("b:1")], 0.0) == {at("s:1"), at("a:1"), at("b:1")}
-    assert listing.told([], 100.0) == listing.addresses == {at("s:1"), at("a:1"), at("b:1")}, "flushed, perhaps"
-    assert at("a:1") in listing.told([notice("b:1")], 129.0)
-    assert listing.told([notice("b:1")], 130.0) == {at("s:1"), at("b:1")}
-    assert listing.told([], 200.0) == {at("s:1"), at("b:1")}, "it was there until now"
+    assert listing.on_notices([notice("a:1"), notice("b:1")], 0.0) == {at("s:1"), at("a:1"), at("b:1")}
+    assert listing.on_notices([], 100.0) == listing.addresses == {at("s:1"), at("a:1"), at("b:1")}, "flushed, perhaps"
+    assert at("a:1") in listing.on_notices([notice("b:1")], 129.0)
+    assert listing.on_notices([notice("b:1")], 130.0) == {at("s:1"), at("b:1")}
+    assert listing.on_notices([], 200.0) == {at("s:1"), at("b:1")}, "it was there until now"
 
 
 def test_two_processes_of_one_address_are_one_address() -> None:
     listing = KnownAddresses(frozenset(), forget_s=1.0)
-    assert listing.told([notice("a:1", 1), notice("a:1", 2)], 0.0) == {at("a:1")}
+    assert listing.on_notices([notice("a:1", 1), notice("a:1", 2)], 0.0) == {at("a:1")}
 
 
 async def test_whoever_watches_hears_of_every_change() -> None:
     directory = RedisDirectory(KnownAddresses(frozenset({at("s:1")}), forget_s=1.0))
     watching = directory.watch()
     assert await anext(watching) == {at("s:1")}
-    directory.told([notice("a:1")], 0.0)
-    directory.told([notice("a:1")], 0.1)
+    directory.on_notices([notice("a:1")], 0.0)
+    directory.on_notices([notice("a:1")], 0.1)
     assert await anext(watching) == {at("s:1"), at("a:1")}
     waiting = asyncio.ensure_future(anext(watching))
     await asyncio.sleep(0)
-    directory.told([notice("a:1")], 0.2)
+    directory.on_notices([notice("a:1")], 0.2)
     await asyncio.sleep(0)
     assert not waiting.done(), "nothing changed"
-    directory.told([notice("a:1"), notice("b:1")], 0.3)
+    directory.on_notices([notice("a:1"), notice("b:1")], 0.3)
     assert await waiting == {at("s:1"), at("a:1"), at("b:1")}
 
 
@@ -54,7 +54,7 @@ async def test_a_file_that_is_read_again_changes_what_is_stated_and_not_what_red
     """SIGHUP of a router with Redis: it forgets nobody whom the file has never named."""
     path = tmp_path / "cluster.yaml"
     directory = RedisDirectory(KnownAddresses(frozenset({at("s:1")}), forget_s=30.0))
-    directory.told([notice("a:1")], 0.0)
+    directory.on_notices([notice("a:1")], 0.0)
     watching = directory.watch()
     assert await anext(watching) == {at("s:1"), at("a:1")}
     stated = ConfiguredWorkers(path, directory.state)
@@ -62,9 +62,9 @@ async def test_a_file_that_is_read_again_changes_what_is_stated_and_not_what_red
         path.write_text(f"decode: {{addresses: {named}}}")
         await asyncio.to_thread(stated.read)
         assert await anext(watching) == {at(address) for address in expected}
-    directory.told([notice("a:1"), notice("t:1")], 1.0)
+    directory.on_notices([notice("a:1"), notice("t:1")], 1.0)
     path.write_text('decode: {addresses: ["a:1", "t:1"]}')
     await asyncio.to_thread(stated.read)
-    directory.told([], 2.0)
-    directory.told([], 99.0)
+    directory.on_notices([], 2.0)
+    directory.on_notices([], 99.0)
     assert await anext(watching) == {at("a:1"), at("t:1")}, "each once, and as long as it is named"

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from router.admission.counts import Rejection
 from router.admission.types import AdmissionEntry
 from router.metrics.admission import AdmissionMetrics
-from router.metrics.tenant_labels import MAX_TENANTS, TenantLabels
+from router.metrics.tenants import MAX_TENANTS, TenantLabels
 from router.types.requests import MAX_PRIORITY, ResumePoint
 from tandem.config.admission import LimitsConfig, TenantLimits
 from tandem.errors import Overloaded, RequestTooLarge, Unavailable
@@ -27,9 +27,9 @@ async def test_requests_run_in_turn_and_every_answer_is_whole() -> None:
         asked = [of(tenant, i) for i in range(4) for tenant in "ab"]
         answers = await asyncio.gather(*(collect(gate.generate(request)) for request in asked))
         assert all(tokens[0] == expected_tokens(PROMPT, count=8, seed=3) for tokens in answers)
-        assert gate.admission.num_inflight == gate.admission.num_waiting == 0
-        assert gate.admission.counts.tenants["a"].requests == 4
-        assert gate.admission.counts.tenants["a"].output_tokens == 32
+        assert gate.queue.admission.num_inflight == gate.queue.admission.num_waiting == 0
+        assert gate.queue.admission.counts.tenants["a"].requests == 4
+        assert gate.queue.admission.counts.tenants["a"].output_tokens == 32
         core.assert_idle()
 
 
@@ -49,7 +49,7 @@ async def test_tenants_take_turns() -> None:
         await asyncio.sleep(0)
         tasks += [asyncio.create_task(collect(gate.generate(of("b", i)))) for i in range(2)]
         await asyncio.sleep(0)
-        assert gate.admission.num_waiting == 5
+        assert gate.queue.admission.num_waiting == 5
         held.give_all()
         await asyncio.gather(first, *tasks)
         assert order == ["a0-0", "b0-0", "a1-0", "b1-0", "a2-0"]
@@ -60,7 +60,7 @@ async def test_request_beyond_the_bound_of_those_in_flight_waits_for_a_place() -
     async with gated(worker, running=9, inflight=2) as (gate, core):
         tasks = [asyncio.create_task(collect(gate.generate(of("a", i)))) for i in range(4)]
         held = [await worker.submissions.get() for _ in range(2)]
-        assert (gate.admission.num_waiting, core.dispatcher.num_inflight) == (2, 2)
+        assert (gate.queue.admission.num_waiting, core.dispatcher.num_inflight) == (2, 2)
         for _ in range(2):
             held.pop().give_all()
             held.insert(0, await worker.submissions.get())
@@ -75,7 +75,7 @@ async def test_drain_that_ran_out_of_time_lets_not_even_promised_streams_in() ->
         stuck = asyncio.create_task(collect(gate.generate(of("a", 0))))
         await asyncio.sleep(0)
         await gate.drain(most_s=0.01)
-        assert gate.admission.num_inflight == 1
+        assert gate.queue.admission.num_inflight == 1
         with pytest.raises(Unavailable, match="draining") as caught:
             await collect(
                 gate.generate(replace(of("a", 1), resume=(ResumePoint(worker=Incarnation(9), num_tokens=0),)))
@@ -91,11 +91,11 @@ async def test_a_client_that_leaves_while_it_waits_leaves_nothing() -> None:
         held = await worker.submissions.get()
         waiting = asyncio.create_task(collect(gate.generate(of("a", 1))))
         await asyncio.sleep(0)
-        assert gate.admission.num_waiting == 1
+        assert gate.queue.admission.num_waiting == 1
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        assert (gate.admission.num_waiting, gate.admission.num_inflight) == (0, 1)
+        assert (gate.queue.admission.num_waiting, gate.queue.admission.num_inflight) == (0, 1)
         held.give_all()
         await running
         core.assert_idle()
@@ -109,7 +109,7 @@ async def test_who_waits_too_long_is_told_and_others_at_once() -> None:
         with pytest.raises(Unavailable) as caught:
             await collect(gate.generate(of("a", 1)))
         assert caught.value.retry_after_s is not None
-        assert gate.admission.counts.rejections[Rejection.HOPELESS] == 1
+        assert gate.queue.admission.counts.rejections[Rejection.HOPELESS] == 1
         held.give_all()
         await running
 
@@ -119,11 +119,11 @@ async def test_a_request_larger_than_every_pool_is_refused_at_once_by_a_busy_clu
     async with gated(worker, running=2) as (gate, core):
         running = [asyncio.create_task(collect(gate.generate(of("a", i)))) for i in range(3)]
         held = [await worker.submissions.get() for _ in range(2)]
-        assert gate.admission.num_waiting == 1
+        assert gate.queue.admission.num_waiting == 1
         (info,) = (w.info for w in core.registry.snapshots())
         with pytest.raises(RequestTooLarge, match="the largest pool holds"):
             await collect(gate.generate(replace(of("a", 9), prompt_token_ids=(1,) * info.pool_tokens)))
-        assert (gate.admission.num_waiting, worker.submissions.qsize()) == (1, 0)
+        assert (gate.queue.admission.num_waiting, worker.submissions.qsize()) == (1, 0)
         for submission in held:
             submission.give_all()
         (await worker.submissions.get()).give_all()
@@ -177,8 +177,8 @@ async def test_metrics_show_the_queue_and_cap_the_tenants() -> None:
     worker = FakeWorker("d0", script=hold)
     async with gated(worker, running=2000) as (gate, _):
         registry = CollectorRegistry()
-        registry.register(AdmissionMetrics(gate.admission, TenantLabels()))
-        counts = gate.admission.counts
+        registry.register(AdmissionMetrics(gate.queue.admission, TenantLabels()))
+        counts = gate.queue.admission.counts
         counts.rejected(Rejection.DEADLINE, "named")
         for number in range(MAX_TENANTS + 5):
             counts.served(f"{number:032x}", 10, 3)
@@ -203,7 +203,7 @@ async def test_a_newcomer_that_is_refused_takes_nobody_with_it() -> None:
         held = await worker.submissions.get()
         waiting = [asyncio.create_task(collect(gate.generate(of(tenant, i)))) for i, tenant in enumerate("aab")]
         await asyncio.sleep(0)
-        assert gate.admission.num_waiting == 3
+        assert gate.queue.admission.num_waiting == 3
         # The end of a's line would give way to it, b's shorter one would not, and both would have to.
         with pytest.raises(Overloaded):
             await collect(gate.generate(replace(routed(tuple(range(20)), request_id="c0"), tenant="c")))
@@ -243,10 +243,10 @@ async def test_what_no_worker_took_costs_its_tenant_nothing() -> None:
         core.registry.expected.named(())
         with pytest.raises(Unavailable):
             await collect(gate.generate(of("a", 1)))
-        account = gate.admission._limiter._account("a")
+        account = gate.queue.admission._limiter._account("a")
         assert (account.requests_taken, account.tokens_taken, account.usage.num_inflight) == (0, 0.0, 0)
-        assert gate.admission._counters.counter("a") == 0.0
-        assert "a" not in gate.admission.counts.tenants
+        assert gate.queue.admission._counters.counter("a") == 0.0
+        assert "a" not in gate.queue.admission.counts.tenants
         core.assert_idle()
 
 
@@ -257,11 +257,11 @@ async def test_who_comes_while_the_last_worker_leaves_waits_for_its_successor() 
         await core.registry.until(lambda: not core.registry.live_decoders())
         waiting = asyncio.create_task(collect(gate.generate(of("a", 0))))
         await asyncio.sleep(0)
-        assert gate.admission.num_waiting == 1
+        assert gate.queue.admission.num_waiting == 1
         await leaving.crash()
         await core.registry.until_live(0)
-        gate._pump()
-        assert gate.admission.num_waiting == 1, "it is expected at its address"
+        gate.queue._pump()
+        assert gate.queue.admission.num_waiting == 1, "it is expected at its address"
         async with FakeWorker("d0", incarnation=2, port=leaving.port):
             assert (await waiting)[0] == expected_tokens(PROMPT, count=8, seed=3)
         core.assert_idle()
@@ -275,7 +275,7 @@ async def test_who_comes_when_nobody_is_expected_is_refused_at_once() -> None:
         core.registry.expected.named(())
         with pytest.raises(Unavailable, match="no decode worker is available"):
             await collect(gate.generate(of("a", 0)))
-        assert gate.admission.num_inflight == 0
+        assert gate.queue.admission.num_inflight == 0
 
 
 async def test_who_leaves_at_its_turn_pays_nothing() -> None:
@@ -286,7 +286,7 @@ async def test_who_leaves_at_its_turn_pays_nothing() -> None:
         waiting = asyncio.create_task(collect(gate.generate(of("a", 0))))
         await asyncio.sleep(0)
         turns: list[AdmissionEntry] = []
-        pump = gate.admission.pump
+        pump = gate.queue.admission.pump
 
         def leave_at_the_turn() -> list[AdmissionEntry]:
             if given := pump():
@@ -294,12 +294,12 @@ async def test_who_leaves_at_its_turn_pays_nothing() -> None:
                 waiting.cancel()
             return given
 
-        gate.admission.pump = leave_at_the_turn
+        gate.queue.admission.pump = leave_at_the_turn
         held.give_all()
         await asyncio.gather(running, waiting, return_exceptions=True)
         assert [entry.ticket.tenant for entry in turns] == ["a"]
-        assert gate.admission._limiter._account("a").tokens_taken == 0.0
-        assert gate.admission.num_inflight == 0
+        assert gate.queue.admission._limiter._account("a").tokens_taken == 0.0
+        assert gate.queue.admission.num_inflight == 0
 
 
 async def test_who_leaves_while_its_prompt_is_computed_pays_for_it() -> None:
@@ -309,9 +309,9 @@ async def test_who_leaves_while_its_prompt_is_computed_pays_for_it() -> None:
         await worker.submissions.get()
         leaving.cancel()
         await asyncio.gather(leaving, return_exceptions=True)
-        assert gate.admission._limiter._account("a").tokens_taken == len(PROMPT)
-        assert gate.admission._counters.counter("a") == len(PROMPT)
-        assert gate.admission.counts.tenants["a"].requests == 1
+        assert gate.queue.admission._limiter._account("a").tokens_taken == len(PROMPT)
+        assert gate.queue.admission._counters.counter("a") == len(PROMPT)
+        assert gate.queue.admission.counts.tenants["a"].requests == 1
         core.assert_idle()
 
 

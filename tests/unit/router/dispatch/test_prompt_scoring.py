@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from router.dispatch.choices.context import DispatchSettings
-from router.placement.scoring_worker import choose_scoring_worker
+from router.placement.place import choose_scoring_worker
 from router.types.prompt_scoring import PromptScoringRequest, ScoredPrompt
 from router.types.requests import BeamSearchParams, RoutedRequest
 from tandem.errors import DeadlineExceeded, InternalError, InvariantError, Overloaded, ServingError, Unavailable

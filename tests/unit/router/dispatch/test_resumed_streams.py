@@ -159,7 +159,7 @@ async def test_a_continuation_that_is_refused_leaves_the_stream_where_it_was() -
     worker = FakeWorker("d0", script=begun)
     async with gated(worker) as (gate, router), aclosing(gate.generate(routed(max_tokens=LENGTH))) as former:
         await anext(former)
-        gate.admission.ended = True
+        gate.queue.admission.ended = True
         with pytest.raises(Unavailable, match="draining"):
             await collect(gate.generate(continued()))
         (submission,) = [worker.submissions.get_nowait()]

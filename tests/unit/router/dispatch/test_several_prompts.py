@@ -89,7 +89,7 @@ async def test_at_the_gate_all_of_a_call_run_and_their_places_come_back() -> Non
                 # One runs, the others wait in the line: their turns come whether or not somebody asks for them yet.
                 answers = [await collect(gate.generate(request)) for request in call]
             assert all(len(tokens[0]) == 8 for tokens in answers)
-        assert gate.admission.num_inflight == gate.admission.num_waiting == 0
+        assert gate.queue.admission.num_inflight == gate.queue.admission.num_waiting == 0
         core.assert_idle()
 
 
@@ -99,14 +99,14 @@ async def test_at_the_gate_what_is_let_in_and_never_runs_is_given_back() -> None
     async with gated(worker, limits=bounds) as (gate, core):
         for _ in range(3):
             with gate.admitted([of("a", 1), of("a", 2)]):
-                assert gate.admission.num_inflight == 2
-            assert gate.admission.num_inflight == gate.admission.num_waiting == 0
+                assert gate.queue.admission.num_inflight == 2
+            assert gate.queue.admission.num_inflight == gate.queue.admission.num_waiting == 0
         with pytest.raises(InvalidRequest), gate.admitted([of("a", i) for i in range(3)]):
             pytest.fail("was let in")
         with gate.admitted([of("a", 1)]), pytest.raises(Overloaded), gate.admitted([of("a", 2), of("a", 3)]):
             pytest.fail("was let in")
-        assert not gate._turns
-        assert not gate._entered
+        assert not gate.queue._turns
+        assert not gate.queue._entered
         core.assert_idle()
 
 
@@ -117,7 +117,7 @@ async def test_one_that_is_turned_away_before_it_is_run_hears_of_it() -> None:
         running = asyncio.create_task(collect(gate.generate(of("x", 0))))
         await worker.submissions.get()
         with gate.admitted([of("a", 1), of("a", 2)]):
-            while gate.admission.num_waiting:  # noqa: ASYNC110
+            while gate.queue.admission.num_waiting:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             for number in (1, 2):
                 with pytest.raises(Unavailable):

@@ -12,7 +12,7 @@ from router.dispatch.choices.choice_run import ChoiceRun
 from router.dispatch.choices.context import DispatchSettings, HedgingSettings
 from router.metrics.worker_health import HealthMetrics
 from router.types.requests import ResumePoint
-from router.workers.circuit_breaker import BreakerState
+from tandem.circuit_breaker import BreakerState
 from tandem.errors import Unavailable
 from tandem.values.ids import Incarnation
 from tandem.values.roles import WorkerRole
@@ -111,7 +111,7 @@ async def test_a_request_that_ends_two_workers_is_not_given_a_third() -> None:
         text = generate_latest(_registry(router)).decode()
         assert "tandem_quarantined_requests_total 1.0" in text
         assert "tandem_quarantine_refusals_total 1.0" in text
-        assert router.dispatcher.health.suspicion.check([])
+        assert router.dispatcher.health.poison.check([])
         router.assert_idle()
 
 
@@ -141,7 +141,7 @@ async def test_innocents_beside_it_are_answered() -> None:
         ]
         assert beside >= 1
         await router.registry.until_live(2)
-        assert router.dispatcher.health.suspicion.check([])
+        assert router.dispatcher.health.poison.check([])
 
 
 async def test_two_kills_that_strike_an_established_stream_do_not_end_it() -> None:
@@ -262,9 +262,9 @@ async def test_a_hedged_request_is_not_given_a_third_worker_to_end_either() -> N
         with pytest.raises(Unavailable, match="ended"):
             await collect(router.generate(routed(max_tokens=9)))
         await router.registry.until_live(3)
-        assert router.dispatcher.health.suspicion.num_condemned == 1
+        assert router.dispatcher.health.poison.num_condemned == 1
         router.assert_idle()
-        assert router.dispatcher.health.suspicion.check(())
+        assert router.dispatcher.health.poison.check(())
 
 
 def deadly_once_hedged(worker: FakeWorker):
@@ -295,7 +295,7 @@ async def test_prefill_workers_whose_failure_is_heard_of_before_their_end() -> N
         submission.fail_transfer(route.transfer_id)
         with pytest.raises(Unavailable, match="ended"):
             await asking
-        assert router.dispatcher.health.suspicion.check(())
+        assert router.dispatcher.health.poison.check(())
 
 
 async def test_a_run_that_was_continued_elsewhere_takes_no_standing_along() -> None:
@@ -311,7 +311,7 @@ async def test_a_run_that_was_continued_elsewhere_takes_no_standing_along() -> N
         for _ in range(2):
             await worker.submissions.get()
         await former.aclose()
-        (standing,) = router.dispatcher.health.suspicion._standings.values()
+        (standing,) = router.dispatcher.health.poison._standings.values()
         assert [key.worker_id for key in standing.workers] == ["d0"]
         going_on.cancel()
         await asyncio.gather(going_on, return_exceptions=True)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from router.fleet.canary import Canary, CanarySchedule, CanarySettings
+from router.fleet.probes import Canary, CanarySchedule, CanarySettings
 from router.fleet.readiness import ReadinessCheck
 from router.metrics.router_metrics import RouterMetrics
 from router.types.requests import ChoiceDelta, RoutedRequest
@@ -101,29 +101,29 @@ async def test_readyz_without_workers_is_not_ready_while_no_key_is_good() -> Non
 
 async def test_queue_with_every_engine_dead_refuses_new_requests_until_a_token_comes() -> None:
     dead = FakeWorker("d0", script=hold)
-    async with gated(dead) as (queue, router), _canary(router, timeout_s=0.1) as (canary, _):
-        queue.refuse_while(canary.no_tokens_reason)
+    async with gated(dead) as (gate, router), _canary(router, timeout_s=0.1) as (canary, _):
+        gate.queue.refuse_while(canary.no_tokens_reason)
         [worker_key] = [w.info.key for w in router.registry.snapshots()]
         assert canary.no_tokens_reason() is None
         assert not await canary.ask(worker_key)
         with pytest.raises(Unavailable, match="no decode worker gives tokens") as refused:
-            await collect(queue.generate(of("a", 0)))
+            await collect(gate.generate(of("a", 0)))
         assert refused.value.retry_after_s == 5.0
         dead.script = answer
         assert await canary.ask(worker_key)
-        await collect(queue.generate(of("a", 1)))
+        await collect(gate.generate(of("a", 1)))
         assert canary.no_tokens_reason() is None
         router.assert_idle()
 
 
 async def test_queue_with_one_engine_alive_takes_new_requests() -> None:
     workers = [FakeWorker("d0"), FakeWorker("d1", script=hold)]
-    async with gated(*workers) as (queue, router), _canary(router, timeout_s=0.1) as (canary, _):
-        queue.refuse_while(canary.no_tokens_reason)
+    async with gated(*workers) as (gate, router), _canary(router, timeout_s=0.1) as (canary, _):
+        gate.queue.refuse_while(canary.no_tokens_reason)
         keys = {w.info.key.worker_id: w.info.key for w in router.registry.snapshots()}
         assert not await canary.ask(keys["d1"])
         assert canary.no_tokens_reason() is None
-        await collect(queue.generate(of("a", 0)))
+        await collect(gate.generate(of("a", 0)))
 
 
 async def test_a_canary_asks_each_worker_for_one_token_and_is_not_counted() -> None:

@@ -3,9 +3,8 @@
 import asyncio
 from typing import Any
 
-from router.fleet.pending_pin_orders import PendingPinOrders
 from router.fleet.session_wire import hello_from_pb
-from router.fleet.worker_session import SessionSettings, WorkerSession
+from router.fleet.worker_session import PendingPinOrders, SessionSettings, WorkerSession
 from tandem.v1 import session_pb2 as pb
 from tandem.values.ids import BlockHash, Incarnation
 from tandem.values.prefix_pin import PinKey, PinOrder
@@ -25,22 +24,22 @@ def _order(name: object, ttl_s: float) -> PinOrder:
 def test_only_the_newest_word_on_a_pin_waits() -> None:
     pins = PendingPinOrders[str](most=10)
     for order in ("made", "renewed", "renewed again"):
-        pins.put(_key("a"), order)
-        pins.put(_key("b"), order)
-    pins.put(_key("a"), "ended")
+        pins.add(_key("a"), order)
+        pins.add(_key("b"), order)
+    pins.add(_key("a"), "ended")
     assert len(pins) == 2
-    assert list(pins.take(10)) == ["renewed again", "ended"]
+    assert list(pins.pop_first(10)) == ["renewed again", "ended"]
     assert not pins
 
 
 def test_beyond_the_bound_the_oldest_is_dropped() -> None:
     pins = PendingPinOrders[int](most=3)
     for number in range(5):
-        pins.put(_key(number), number)
-    pins.put(_key(2), 22)
-    assert (list(pins.take(2)), len(pins)) == ([3, 4], 1)
+        pins.add(_key(number), number)
+    pins.add(_key(2), 22)
+    assert (list(pins.pop_first(2)), len(pins)) == ([3, 4], 1)
     pins.clear()
-    assert list(pins.take(2)) == []
+    assert list(pins.pop_first(2)) == []
 
 
 class _Stuck:

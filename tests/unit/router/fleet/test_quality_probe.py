@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from prometheus_client import CollectorRegistry
 
-from router.fleet.quality_probe import ProbeSchedule, QualityProbe, loss_of
+from router.fleet.probes import ProbeSchedule, QualityProbe, loss_of
 from router.types.prompt_scoring import ScoredPrompt
 from tandem.config.cluster import load
 from tandem.errors import ConfigError
@@ -53,14 +53,14 @@ async def test_every_worker_of_both_pools_reads_it_and_is_told_apart() -> None:
     decode, reads = FakeWorker("d0"), FakeWorker("p0", role=WorkerRole.PREFILL)
     async with cluster(decode, reads) as router:
         probe, registry = probe_of(router)
-        await probe.look()
+        await probe.probe_due()
         assert (told(registry, "d0", "decode"), told(registry, "p0", "prefill")) == (10.0, 10.0)
         for one in (decode, reads):
             order = one.reads.get_nowait().order
             assert (list(order.prompt_token_ids), order.hash_root, order.num_top) == (list(TEXT), ROOT, 0)
             assert one.reads.empty(), "one of each"
         assert router.observed.modes == [], "no request of a client's"
-        await probe.look()
+        await probe.probe_due()
         assert decode.reads.empty(), "not before its period is over"
         router.assert_idle()
 
@@ -70,12 +70,12 @@ async def test_a_worker_that_refuses_is_not_stood_in_for_and_one_that_left_is_fo
     decode.read_script = lambda reading: reading.refuse("Overloaded")
     async with cluster(decode, reads) as router:
         probe, registry = probe_of(router)
-        await probe.look()
+        await probe.probe_due()
         assert (told(registry, "d0", "decode"), told(registry, "p0", "prefill")) == (None, 10.0)
         assert reads.reads.qsize() == 1
         await reads.crash()
         await router.registry.until_live(1)
-        await probe.look()
+        await probe.probe_due()
         assert told(registry, "p0", "prefill") is None
 
 
@@ -96,11 +96,11 @@ async def test_what_a_worker_was_is_not_told_of_one_that_reads_no_more(sick: Cal
         )
         registry = CollectorRegistry()
         registry.register(probe)
-        await probe.look()
+        await probe.probe_due()
         assert told(registry, "d0", "decode") == 10.0
         later_s = 61.0
         decode.read_script = sick
-        await probe.look()
+        await probe.probe_due()
         assert told(registry, "d0", "decode") is None
 
 

@@ -103,8 +103,8 @@ async def test_a_session_that_breaks_again_and_again_condemns_no_request() -> No
             await _break_sessions([worker], router)
         (await worker.submissions.get()).give_all()
         assert (await asking)[0] == expected_tokens(PROMPT, count=8, seed=3)
-        assert router.dispatcher.health.suspicion.num_condemned == 0
-        assert router.dispatcher.health.suspicion.check([])
+        assert router.dispatcher.health.poison.num_condemned == 0
+        assert router.dispatcher.health.poison.check([])
         router.assert_idle()
 
 
@@ -116,8 +116,8 @@ async def _back_and_answered(
         await worker.start()
     (tokens,) = (await asking).values()
     assert tokens in [expected_tokens(prompt, count=8, seed=3) for prompt in (PROMPT, LONG_PROMPT)]
-    assert router.dispatcher.health.suspicion.num_condemned == 0
-    assert router.dispatcher.health.suspicion.check([])
+    assert router.dispatcher.health.poison.num_condemned == 0
+    assert router.dispatcher.health.poison.check([])
     router.assert_idle()
 
 

@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry
 
 from router.access.api_keys import ApiKeyStore
 from router.metrics.latency_slices import FirstTokens, RequestTraits, SliceMetrics, length_bucket
-from router.metrics.tenant_labels import TenantLabels
+from router.metrics.tenants import TenantLabels
 from router.tenants.usage import OTHERS
 from router.types.requests import ChoiceFinish
 from tandem.config.admission import ApiKey
@@ -97,7 +97,7 @@ def test_structures_that_were_cut_are_counted_apart() -> None:
 
 def test_tenants_beyond_the_bound_are_one() -> None:
     labels = TenantLabels(most=2)
-    assert [labels.of(tenant) for tenant in ("a", "b", "c", "a", "d")] == ["a", "b", "other", "a", "other"]
+    assert [labels.label_for(tenant) for tenant in ("a", "b", "c", "a", "d")] == ["a", "b", "other", "a", "other"]
 
 
 def test_no_two_tenants_have_one_label() -> None:
@@ -107,12 +107,12 @@ def test_no_two_tenants_have_one_label() -> None:
     (nameless,) = keys.tenants - {digest}
     names = ["customer-north-europe-production", "customer-south-europe-production", digest, "acme"]
     assert [len(name) for name in names[:3]] == [32, 32, 32]
-    assert [labels.of(name) for name in names] == names
+    assert [labels.label_for(name) for name in names] == names
     ours = ["", nameless, OTHERS]
-    assert [labels.of(tenant) for tenant in ours] == ["default", f"key-{nameless[:8]}", "other"]
+    assert [labels.label_for(tenant) for tenant in ours] == ["default", f"key-{nameless[:8]}", "other"]
     # Names that could be taken for these.
     theirs = ["default", f"key-{nameless[:8]}", "other"]
-    assert [labels.of(tenant) for tenant in theirs] == [f"tenant:{name}" for name in theirs]
+    assert [labels.label_for(tenant) for tenant in theirs] == [f"tenant:{name}" for name in theirs]
     keys.replace([ApiKey(key="another", tenant=digest)])
     assert keys.is_nameless(nameless)  # its last requests end after it is taken away
 

@@ -9,7 +9,7 @@ from engine.types.tier_counts import TierCounts
 from router.api.request_meter import RequestMeter
 from router.dispatch.choices.retry import RetryReason
 from router.fleet.session_wire import load_from_pb
-from router.metrics.objectives import RequestVerdict
+from router.metrics.request_outcomes import RequestVerdict
 from router.metrics.router_metrics import RouterMetrics
 from router.types.requests import ChoiceFinish
 from router.types.worker_view import WorkerLoad

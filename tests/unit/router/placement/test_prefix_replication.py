@@ -21,7 +21,7 @@ POLICY = ReplicationPolicy(settle_s=1.0, half_life_s=5.0)
 def ask(hot: HotPrefixes, *, for_s: float, per_s: float, work_ms: float, from_s: float = 0.0) -> float:
     """Requests at a steady rate; the time afterwards."""
     for number in range(round(for_s * per_s)):
-        hot.asked(NAMES, work_ms=work_ms, tokens=100, now_s=from_s + number / per_s)
+        hot.on_placed(NAMES, work_ms=work_ms, tokens=100, now_s=from_s + number / per_s)
     return from_s + for_s
 
 
@@ -73,15 +73,15 @@ def test_copies_have_a_budget() -> None:
     hot.copied(NAMES, 512, 0, now_s)
     hot.copied(NAMES, 512, 100, now_s)
     assert hot.wanted_tokens(NAMES, lambda _: 1, now_s) == 0
-    hot.asked(NAMES[:1], work_ms=1.0, tokens=5_000, now_s=now_s)
+    hot.on_placed(NAMES[:1], work_ms=1.0, tokens=5_000, now_s=now_s)
     assert hot.wanted_tokens(NAMES, lambda _: 1, now_s) == 512
 
 
 def test_only_so_many_prefixes_are_followed() -> None:
     hot, rng = HotPrefixes(ReplicationPolicy(most_prefixes=50)), Random(1)
     for _ in range(300):
-        hot.asked([BlockHash(rng.randbytes(16)) for _ in range(40)], work_ms=1.0, tokens=10, now_s=0.0)
-        hot.asked(NAMES, work_ms=1.0, tokens=10, now_s=0.0)
+        hot.on_placed([BlockHash(rng.randbytes(16)) for _ in range(40)], work_ms=1.0, tokens=10, now_s=0.0)
+        hot.on_placed(NAMES, work_ms=1.0, tokens=10, now_s=0.0)
         assert len(hot) <= 50
     # What is asked for all the time is never forgotten.
     assert hot.wanted_tokens(NAMES, lambda _: 1, 0.0) or all(depth in (16, 32, 64) for depth in hot.depths(len(NAMES)))

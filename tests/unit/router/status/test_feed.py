@@ -63,7 +63,7 @@ async def test_handoffs_are_in_flight_until_their_first_token() -> None:
     whole = WholeRouter(2)
     whole.draw = lambda: Fate.HANG
     feed, prompt = feed_of(whole), range(300)
-    asked = asyncio.ensure_future(whole.gate.run(whole.request(prompt), Listener()))
+    asked = asyncio.ensure_future(whole.dispatcher.run(whole.request(prompt), Listener()))
     while not len(whole.dispatcher.placer.handoffs):  # noqa: ASYNC110 - dispatch has no event for it
         await asyncio.sleep(0)
     whole.now_s += 2.0
@@ -124,7 +124,7 @@ async def test_hot_prefixes_are_names_and_counts() -> None:
     whole = WholeRouter(6)
     feed, prompt = feed_of(whole), range(300)
     for _ in range(3):
-        await whole.gate.run(whole.request(prompt), Listener())
+        await whole.dispatcher.run(whole.request(prompt), Listener())
     (prefix,) = (await status_of(feed))["prefixes"]
     assert (prefix["tokens"], prefix["asked"]) == (256, 3) or prefix["asked"] > 3
     assert len(prefix["name"]) == 16
@@ -247,7 +247,7 @@ async def test_no_prompt_and_no_token_is_in_it() -> None:
     feed = feed_of(whole)
     marks = [770_001 + i for i in range(300)]
     for _ in range(2):
-        await whole.gate.run(whole.request(marks), Listener())
+        await whole.dispatcher.run(whole.request(marks), Listener())
     text = feed.part() + await feed.snapshot("a")
     assert b"d0" in text
     assert not any(str(mark).encode() in text for mark in marks)

@@ -43,7 +43,7 @@ class World:
         self.pins.used("t", [PinRequest(name=name, num_tokens=num_tokens, ttl_s=ttl_s)], worker, NAMES)
 
     def told(self, worker: WorkerKey, outcome: PinOutcome) -> None:
-        self.pins.told(worker, PinTold(key=PinKey("t", "x"), outcome=outcome, num_tokens=48))
+        self.pins.on_outcome(worker, PinTold(key=PinKey("t", "x"), outcome=outcome, num_tokens=48))
 
 
 def test_a_pin_is_of_the_whole_blocks_of_whoever_computed_the_prompt() -> None:

@@ -165,11 +165,11 @@ def test_room_goes_to_the_first_that_fit() -> None:
     snapshot = worker("d0")
     block_size = snapshot.info.layout.block_size
     assert block_size == 16
-    room.look(replace(snapshot, load=replace(snapshot.load, num_free_blocks=64, num_waiting=1)))
-    room.look(replace(snapshot, draining=True, load=replace(snapshot.load, num_free_blocks=64)))
+    room.on_load(replace(snapshot, load=replace(snapshot.load, num_free_blocks=64, num_waiting=1)))
+    room.on_load(replace(snapshot, draining=True, load=replace(snapshot.load, num_free_blocks=64)))
     assert woken == []
-    room.look(replace(snapshot, load=replace(snapshot.load, num_free_blocks=4, num_waiting=0)))
+    room.on_load(replace(snapshot, load=replace(snapshot.load, num_free_blocks=4, num_waiting=0)))
     assert woken == ["urgent", "a"]
     room.leave(places["b"])
-    room.look(replace(snapshot, load=replace(snapshot.load, num_free_blocks=4, num_waiting=0)))
+    room.on_load(replace(snapshot, load=replace(snapshot.load, num_free_blocks=4, num_waiting=0)))
     assert woken == ["urgent", "a", "c"]

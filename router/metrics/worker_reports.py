@@ -1,4 +1,5 @@
-"""KV on its way between workers, as workers count it: totals that are shown as they were told, never added up here.
+"""What workers report of KV on its way, cache tiers, pinned prefixes and Redis: totals shown as they
+came, never added up.
 
 A worker's totals begin at 0 with its process, so they never fall while it lives; a restart is a reset, as Prometheus
 knows it. A worker that left is no longer shown.
@@ -10,7 +11,7 @@ from typing import NamedTuple
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from router.types.worker_view import TransferEnds, TransferReport, TransferSide, WorkerSnapshot
+from router.types.worker_view import CacheTierLoad, TransferEnds, TransferReport, TransferSide, WorkerSnapshot
 
 _WORKER = ("worker", "role")
 _SIDE = (*_WORKER, "direction")
@@ -95,7 +96,7 @@ class TransferMetrics(Collector):
     def __init__(self) -> None:
         self._shown: list[_Shown] = []
 
-    def show(self, snapshots: Sequence[WorkerSnapshot]) -> None:
+    def update(self, snapshots: Sequence[WorkerSnapshot]) -> None:
         """Replace what is shown."""
         self._shown = [
             _Shown((snapshot.info.key.worker_id, snapshot.info.role.value), report)
@@ -183,3 +184,129 @@ class TransferMetrics(Collector):
             for field, outcome in _FETCHES.items():
                 counter.add_metric((*shown.labels, outcome), getattr(shown.report, field))
         return counter
+
+
+_TIER = ("worker", "role", "tier")
+_TIER_COUNTERS: Mapping[str, str] = {
+    "hits": "Prompt blocks found in a tier and in no faster one",
+    "misses": "Full prompt blocks looked up in a tier and not found",
+    "stores": "Blocks stored in a tier",
+    "evictions": "Blocks evicted from a tier",
+    "stored_bytes": "Bytes written to a tier",
+    "loaded_bytes": "Bytes read from a tier",
+    "dropped": "Blocks that could not be stored in a tier: no room, or a slow or full disk",
+    "damaged": "Stored copies discarded because they were damaged, truncated or of another cache",
+    "late": "Requests that stopped waiting for a tier and computed the blocks instead",
+}
+_TIER_SECONDS: Mapping[str, str] = {
+    "store_s": "tandem_worker_cache_store_seconds",
+    "load_s": "tandem_worker_cache_load_seconds",
+}
+
+
+class TierMetrics(Collector):
+    """Shows what workers last said; a worker that left is no longer shown."""
+
+    def __init__(self) -> None:
+        self._shown: list[tuple[tuple[str, str, str], CacheTierLoad]] = []
+
+    def update(self, snapshots: Sequence[WorkerSnapshot]) -> None:
+        """Replace what is shown."""
+        self._shown = [
+            ((snapshot.info.key.worker_id, snapshot.info.role.value, tier.tier), tier)
+            for snapshot in snapshots
+            for tier in snapshot.load.cache_tiers
+        ]
+
+    def collect(self) -> Iterable[Metric]:
+        blocks = GaugeMetricFamily("tandem_worker_cache_blocks", "Cached blocks by tier", labels=_TIER)
+        room = GaugeMetricFamily("tandem_worker_cache_capacity_blocks", "Capacity in blocks by tier", labels=_TIER)
+        for labels, tier in self._shown:
+            blocks.add_metric(labels, tier.num_blocks)
+            room.add_metric(labels, tier.capacity_blocks)
+        yield from (blocks, room)
+        for field, text in _TIER_COUNTERS.items():
+            yield self._counter(f"tandem_worker_cache_{field}", text, field)
+        for field, name in _TIER_SECONDS.items():
+            yield self._counter(name, "Seconds that just those bytes took", field)
+
+    def _counter(self, name: str, text: str, field: str) -> CounterMetricFamily:
+        family = CounterMetricFamily(name, text, labels=_TIER)
+        for labels, tier in self._shown:
+            family.add_metric(labels, getattr(tier, field))
+        return family
+
+
+_PIN_EVENTS = ("made", "renewed", "refused", "gave_way", "expired")
+
+
+class PinMetrics(Collector):
+    """Shows what workers last said; a worker that left is no longer shown."""
+
+    def __init__(self) -> None:
+        self._shown: tuple[WorkerSnapshot, ...] = ()
+
+    def update(self, snapshots: Sequence[WorkerSnapshot]) -> None:
+        """Replace what is shown."""
+        self._shown = tuple(snapshots)
+
+    def collect(self) -> Iterable[Metric]:
+        prefixes = GaugeMetricFamily("tandem_worker_pinned_prefixes", "Pinned prefixes", labels=_WORKER)
+        blocks = GaugeMetricFamily("tandem_worker_pinned_blocks", "KV blocks held by pinned prefixes", labels=_WORKER)
+        limit = GaugeMetricFamily(
+            "tandem_worker_pinned_blocks_limit",
+            "Maximum number of KV blocks that pinned prefixes may hold",
+            labels=_WORKER,
+        )
+        events = CounterMetricFamily(
+            "tandem_worker_pinned_prefix_events",
+            "Pin events: made, renewed, refused, gave_way (evicted for another pin or a large request), expired",
+            labels=(*_WORKER, "event"),
+        )
+        for snapshot in self._shown:
+            worker = (snapshot.info.key.worker_id, snapshot.info.role.value)
+            pins = snapshot.load.pins
+            prefixes.add_metric(worker, pins.num_pins)
+            blocks.add_metric(worker, pins.num_blocks)
+            limit.add_metric(worker, pins.max_blocks)
+            for event in _PIN_EVENTS:
+                events.add_metric((*worker, event), getattr(pins, event))
+        yield from (prefixes, blocks, limit, events)
+
+
+class PublishMetrics(Collector):
+    """How workers fare in publishing, as they report it."""
+
+    def __init__(self) -> None:
+        self._snapshots: tuple[WorkerSnapshot, ...] = ()
+
+    def update(self, snapshots: tuple[WorkerSnapshot, ...]) -> None:
+        self._snapshots = snapshots
+
+    def collect(self) -> Iterator[Metric]:
+        """Of workers that publish."""
+        labels = ("worker",)
+        up = GaugeMetricFamily("tandem_worker_redis_up", "Whether Redis accepts the worker's entries", labels=labels)
+        lag = GaugeMetricFamily(
+            "tandem_worker_redis_lag_seconds",
+            "Age of the oldest cache change that the worker has not yet published",
+            labels=labels,
+        )
+        connects = CounterMetricFamily(
+            "tandem_worker_redis_connects", "Connections to Redis that the worker established", labels=labels
+        )
+        entries = CounterMetricFamily(
+            "tandem_worker_redis_entries", "Entries that the worker wrote to Redis", labels=labels
+        )
+        states = CounterMetricFamily(
+            "tandem_worker_redis_states", "Full states that the worker wrote to Redis", labels=labels
+        )
+        for snapshot in self._snapshots:
+            if (report := snapshot.load.board) is not None:
+                name = (snapshot.info.key.worker_id,)
+                up.add_metric(name, report.is_up)
+                lag.add_metric(name, report.lag_s)
+                connects.add_metric(name, report.connects)
+                entries.add_metric(name, report.entries)
+                states.add_metric(name, report.states)
+        yield from (up, lag, connects, entries, states)

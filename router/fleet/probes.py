@@ -1,0 +1,291 @@
+"""Requests of the router's own that tell whether workers are well: one token, and a text that every worker reads.
+
+A session says only that the worker's process lives. So a decode worker that has been silent for long is asked for one
+token (`Canary`). A model that was quantized badly, a wrong checkpoint or a sick machine answer fluently, in time and
+with status 200; what they change first is how probable ordinary text is to them (`QualityProbe`). Schedules decide,
+without I/O, who is asked and what an outcome means; probes ask through dispatch, as any request, and wait for no turn.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterable
+from contextlib import aclosing
+from dataclasses import dataclass
+from itertools import count
+from math import isfinite
+from types import TracebackType
+from typing import Protocol, Self
+
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from router.types.prompt_scoring import PromptScoringRequest, ScoredPrompt
+from router.types.requests import MAX_PRIORITY, ChoiceDelta, DeltaSink, RoutedRequest, Streamer
+from router.types.worker_view import WorkerKey, WorkerSnapshot
+from router.workers.registry import WorkerRegistry
+from tandem.errors import Overloaded, ServingError
+from tandem.values.ids import BlockHash, RequestId
+from tandem.values.roles import WorkerRole
+from tandem.values.sampling import SamplingParams
+
+CANARY_SALT = "canary"
+QUALITY_SALT = "quality"
+NO_TOKENS = "no decode worker gives tokens"
+_TOKEN_ID = 0  # of every vocabulary; what it means does not matter
+_READING_TIMEOUT_S = 30.0
+_READING_INTERVAL_S = 1.0
+_log = logging.getLogger(__name__)
+
+
+class _Probe:
+    """Asks in the background while entered, again and again."""
+
+    def __init__(self, registry: WorkerRegistry, name: str, *, interval_s: float, clock: Callable[[], float]) -> None:
+        self._registry = registry
+        self._name = name
+        self._interval_s = interval_s
+        self._clock = clock
+        self._numbers = count()
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._task = asyncio.create_task(self._run())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            task, self._task = self._task, None
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+    async def probe_due(self) -> None:
+        """Ask the workers whose time has come."""
+        raise NotImplementedError
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self.probe_due()
+            except Exception:  # noqa: BLE001  # a router serves on without its probes
+                _log.exception("the %s probe failed; it goes on", self._name)
+            await asyncio.sleep(self._interval_s)
+
+    def _next_id(self) -> RequestId:
+        return RequestId(f"{self._name}-{next(self._numbers)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CanarySettings:
+    """When to doubt a worker, and for how long to wait for the proof."""
+
+    silence_s: float = 10.0
+    """Without a token for so long, a worker is asked for one; busy workers never are."""
+    timeout_s: float = 10.0
+    interval_s: float = 2.0
+
+
+class CanarySchedule:
+    """Whose engine is in doubt, and whose was found dead. A worker that has just joined is believed at first."""
+
+    def __init__(self, settings: CanarySettings) -> None:
+        self._settings = settings
+        self._failed_s: dict[WorkerKey, float] = {}
+
+    def due(self, workers: Iterable[WorkerSnapshot], now_s: float) -> list[WorkerKey]:
+        """Workers to ask now; what is known of those that left is forgotten."""
+        decoders = {w.info.key: w for w in workers if w.info.role is WorkerRole.DECODE and not w.draining}
+        self._failed_s = {key: at_s for key, at_s in self._failed_s.items() if key in decoders}
+        return [key for key, worker in decoders.items() if now_s - worker.answered_s >= self._settings.silence_s]
+
+    @property
+    def has_failures(self) -> bool:
+        """Whether a canary of a worker that is still here has ever failed."""
+        return bool(self._failed_s)
+
+    def failed(self, key: WorkerKey, now_s: float) -> None:
+        """It was asked and gave no token."""
+        self._failed_s[key] = now_s
+
+    def answering(self, worker: WorkerSnapshot) -> bool:
+        """Whether a token came since the last canary that failed, if any did."""
+        failed_s = self._failed_s.get(worker.info.key)
+        return failed_s is None or worker.answered_s > failed_s
+
+
+class Canary(_Probe):
+    """Asks decode workers that have been silent for one token."""
+
+    def __init__(
+        self,
+        registry: WorkerRegistry,
+        generator: Streamer,
+        *,
+        hash_root: BlockHash,
+        settings: CanarySettings | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`hash_root` must be one that no client's request can have."""
+        self._settings = settings or CanarySettings()
+        super().__init__(registry, "canary", interval_s=self._settings.interval_s, clock=clock)
+        self._generator = generator
+        self._hash_root = hash_root
+        self._schedule = CanarySchedule(self._settings)
+
+    @property
+    def answering(self) -> Callable[[WorkerSnapshot], bool]:
+        """For readiness: whether a worker's engine is thought to live."""
+        return self._schedule.answering
+
+    def no_tokens_reason(self) -> str | None:
+        """Why new requests need not wait: there are decode workers, and each failed its last canary."""
+        if not self._schedule.has_failures:
+            return None  # asked before every request
+        decoders = [w for w in self._registry.snapshots() if w.info.role is WorkerRole.DECODE and not w.draining]
+        return NO_TOKENS if decoders and not any(map(self.answering, decoders)) else None
+
+    async def ask(self, key: WorkerKey) -> bool:
+        """One canary, and what its outcome means; whether a token came."""
+        try:
+            async with aclosing(self._generator.generate(self._request(key))) as deltas:
+                async for _ in deltas:
+                    pass
+        except Overloaded:
+            return False  # Says nothing of the engine: there was no room for the question.
+        except ServingError as error:
+            _log.warning("decode worker %s gave no token when asked for one: %s", key.worker_id, error.message)
+            self._schedule.failed(key, self._clock())
+            self._registry.penalise(key, self._settings.silence_s)
+            return False
+        return True
+
+    async def probe_due(self) -> None:
+        due = self._schedule.due(self._registry.snapshots(), self._clock())
+        async with asyncio.TaskGroup() as tasks:
+            for key in due:
+                tasks.create_task(self.ask(key))
+
+    def _request(self, key: WorkerKey) -> RoutedRequest:
+        return RoutedRequest(
+            request_id=self._next_id(),
+            prompt_token_ids=(_TOKEN_ID,),
+            sampling=SamplingParams(max_tokens=1, ignore_eos=True, temperature=0.0),
+            hash_root=self._hash_root,
+            priority=MAX_PRIORITY,
+            deadline_s=self._clock() + self._settings.timeout_s,
+            only_worker=key,
+        )
+
+
+class PromptScoringRunner(Protocol):
+    """What the probe needs of dispatch."""
+
+    async def run(self, request: RoutedRequest, sink: DeltaSink) -> None: ...
+
+
+class ProbeSchedule:
+    """Who reads when: each worker once when it joins, and then once a period."""
+
+    def __init__(self, period_s: float) -> None:
+        self._period_s = period_s
+        self._asked_s: dict[WorkerKey, float] = {}
+
+    def due(self, workers: Iterable[WorkerSnapshot], now_s: float) -> list[tuple[WorkerKey, WorkerRole]]:
+        """Workers to ask now; they count as asked. Those that left are forgotten."""
+        there = {worker.info.key: worker for worker in workers if not worker.draining}
+        self._asked_s = {key: at_s for key, at_s in self._asked_s.items() if key in there}
+        due = [key for key in there if now_s - self._asked_s.get(key, -self._period_s) >= self._period_s]
+        self._asked_s.update(dict.fromkeys(due, now_s))
+        return [(key, there[key].info.role) for key in due]
+
+    def knows(self, key: WorkerKey) -> bool:
+        """Whether it is there and has been asked."""
+        return key in self._asked_s
+
+
+class QualityProbe(_Probe, Collector):
+    """Has every worker read one text, and is a metric of how well its model expects that."""
+
+    def __init__(
+        self,
+        registry: WorkerRegistry,
+        generator: PromptScoringRunner,
+        *,
+        tokens: tuple[int, ...],
+        hash_root: BlockHash,
+        period_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`hash_root` must be one that no client's request can have."""
+        super().__init__(registry, "quality", interval_s=_READING_INTERVAL_S, clock=clock)
+        self._generator = generator
+        self._tokens = tokens
+        self._hash_root = hash_root
+        self._schedule = ProbeSchedule(period_s)
+        self._losses: dict[WorkerKey, tuple[WorkerRole, float]] = {}
+
+    async def probe_due(self) -> None:
+        """Have all read that are due, one after another: nobody's work should notice."""
+        for key, role in self._schedule.due(self._registry.snapshots(), self._clock()):
+            self._losses.pop(key, None)  # what it was says nothing of a worker that does not read any more
+            if (reading := await self._read(key)) is None:
+                continue
+            if isfinite(loss := loss_of(reading)):
+                self._losses[key] = (role, loss)
+            else:
+                _log.warning("worker %s reads the quality probe as %s: its model is broken", key.worker_id, loss)
+        self._losses = {key: found for key, found in self._losses.items() if self._schedule.knows(key)}
+
+    def collect(self) -> Iterable[Metric]:
+        family = GaugeMetricFamily(
+            "tandem_quality_loss_nats",
+            "Mean negative log probability per token of the quality probe's text, by worker",
+            labels=("worker", "role"),
+        )
+        for key, (role, loss) in self._losses.items():
+            family.add_metric((key.worker_id, role.value), loss)
+        yield family
+
+    async def _read(self, key: WorkerKey) -> ScoredPrompt | None:
+        kept = _ScoresSink()
+        try:
+            await self._generator.run(self._request(key), kept)
+        except ServingError as error:
+            _log.warning("worker %s did not read the quality probe: %s", key.worker_id, error.message)
+        return kept.reading or None
+
+    def _request(self, key: WorkerKey) -> RoutedRequest:
+        return RoutedRequest(
+            request_id=self._next_id(),
+            prompt_token_ids=self._tokens,
+            sampling=SamplingParams(max_tokens=1, temperature=0.0),
+            hash_root=self._hash_root,
+            priority=MAX_PRIORITY,
+            deadline_s=self._clock() + _READING_TIMEOUT_S,
+            only_worker=key,
+            reads=PromptScoringRequest(num_top=0, only=True),
+        )
+
+
+class _ScoresSink:
+    """Keeps what was read."""
+
+    def __init__(self) -> None:
+        self.reading: ScoredPrompt | None = None
+
+    def on_delta(self, delta: ChoiceDelta) -> bool:
+        self.reading = delta.reading or self.reading
+        return False
+
+    async def ready(self) -> None: ...
+
+
+def loss_of(reading: ScoredPrompt) -> float:
+    return -sum(reading.logprobs) / len(reading)
