@@ -37,7 +37,7 @@ from worker.drain import MigrationSource
 from worker.engine_host import EngineHost
 from worker.kv_exchange.service import Fabric
 from worker.prefix_pins import PinService
-from worker.prompt_scoring import PromptScoringOrders
+from worker.prompt_logprobs import PromptScoringOrders
 from worker.session_port import SessionPort
 from worker.wire import hello_to_pb
 

@@ -20,7 +20,7 @@ from tandem.telemetry.setup import open_tracer
 from tandem.values.ids import WorkerId
 from tandem.values.roles import WorkerRole
 from tandem.values.worker_identity import WorkerIdentity, draw_incarnation
-from worker.cluster_state.publisher import make_publisher, publish
+from worker.cluster_state.redis_publisher import make_publisher, publish
 from worker.drain import MigrationSource, leave
 from worker.engine_host import EngineHost
 from worker.engine_spec import engine_spec

@@ -13,7 +13,7 @@ from random import SystemRandom
 import grpc.aio
 from starlette.types import ASGIApp
 
-from router.access.access_control import AccessControl
+from router.access.access_files import AccessControl
 from router.access.tls import ServerTlsState
 from router.admission.shared_rate_limits import SharedRateLimits
 from router.api.frontend import Frontend

@@ -47,7 +47,7 @@ class SessionHandler(Protocol):
 
 
 class Publisher(EventSink, Protocol):
-    """Publishes the prefix cache to all routers at once (`worker.cluster_state.publisher`)."""
+    """Publishes the prefix cache to all routers at once (`worker.cluster_state.redis_publisher`)."""
 
     def report(self) -> pb.BoardReport: ...
 

@@ -22,7 +22,7 @@ from cluster.doctor.findings import Status
 from cluster.processes.effective_config import module_command, resolve_model
 from cluster.processes.launcher import Command, Launcher
 from cluster.processes.local_cluster import LocalCluster
-from cluster.supervisor.failures import ClusterFailed, StoppedEarly
+from cluster.supervisor.exceptions import ClusterFailed, StoppedEarly
 from cluster.supervisor.process_view import ProcessView
 from cluster.supervisor.supervisor import Note, ProcessState, Role
 from cluster.terminal_text import without_controls

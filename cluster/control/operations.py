@@ -9,7 +9,7 @@ from functools import partial
 from cluster.control.gpu_room import crowded
 from cluster.control.wire import FlipAsked, RestartAsked, ScaleAsked
 from cluster.processes.local_cluster import LocalCluster
-from cluster.supervisor.failures import ChangeFailed
+from cluster.supervisor.exceptions import ChangeFailed
 from cluster.supervisor.rollout import (
     ChangeRefused,
     Members,

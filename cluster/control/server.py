@@ -14,7 +14,7 @@ from typing import Self
 from cluster.control.operations import abort, carry_out
 from cluster.control.wire import AbortAsked, NotUnderstood, ProcessTold, StatusAsked, Told, read_asked, written
 from cluster.processes.local_cluster import LocalCluster
-from cluster.supervisor.failures import ChangeFailed
+from cluster.supervisor.exceptions import ChangeFailed
 from cluster.supervisor.rollout import ChangeRefused
 from tandem.config.cluster import ClusterConfig
 from tandem.errors import ConfigError

@@ -16,7 +16,7 @@ from cluster.processes.effective_config import module_command, plan_processes, p
 from cluster.processes.launcher import Command, Launcher, LocalLauncher
 from cluster.processes.shared_config import SharedConfig
 from cluster.processes.supervised import SupervisedProcesses
-from cluster.supervisor.failures import ChangeFailed, ClusterFailed, StoppedEarly
+from cluster.supervisor.exceptions import ChangeFailed, ClusterFailed, StoppedEarly
 from cluster.supervisor.process_view import ProcessView, SilentWatcher, Watcher
 from cluster.supervisor.rollout import Member, Rollout, RolloutState
 from cluster.supervisor.supervisor import Phase, Policy, ProcessState, Role, Supervisor

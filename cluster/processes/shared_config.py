@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from cluster.processes.effective_config import with_addresses, with_sizes, with_watching
 from cluster.processes.launcher import Launcher
-from cluster.supervisor.failures import ChangeFailed
+from cluster.supervisor.exceptions import ChangeFailed
 from cluster.supervisor.supervisor import Role
 from tandem.config.cluster import ClusterConfig
 

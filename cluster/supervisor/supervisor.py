@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 
-from cluster.supervisor.failures import describe_exit
+from cluster.supervisor.exceptions import describe_exit
 from router.workers.silence import SilenceWatch
 from tandem.errors import InvariantError
 

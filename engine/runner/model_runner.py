@@ -17,7 +17,7 @@ from engine.model.layers.attention import AttentionBackend
 from engine.runner.block_mover import BlockMover
 from engine.runner.device_queue import Staging, device_queue
 from engine.runner.pending_samples import ComingKeys, PendingSamples
-from engine.runner.prompt_scoring import ComingRows, RowsRead, read_rows
+from engine.runner.prompt_logprobs import ComingRows, RowsRead, read_rows
 from engine.runner.step_input_builder import StepInputBuilder
 from engine.sampling.sampler import Sampler, SampleRow
 from engine.types.request import Batch, SampledToken

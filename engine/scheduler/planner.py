@@ -18,7 +18,7 @@ from engine.kv_cache.pins import PrefixPins
 from engine.kv_cache.tiers.cache import CacheTiers
 from engine.scheduler.chunk_size import ChunkSizer
 from engine.scheduler.lookahead import Lookahead, ends_the_plan
-from engine.scheduler.preemption import Offloading
+from engine.scheduler.preempted_kv import Offloading
 from engine.scheduler.queue_order import QueueOrder
 from engine.scheduler.request_queue import Rank
 from engine.scheduler.request_table import RequestTable

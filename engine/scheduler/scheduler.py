@@ -23,7 +23,7 @@ from engine.kv_cache.tiers.cache import CacheTiers, TierSpec
 from engine.scheduler.chunk_size import ChunkSizer, has_decodes
 from engine.scheduler.lookahead import Lookahead
 from engine.scheduler.planner import StepPlanner
-from engine.scheduler.preemption import Offloading
+from engine.scheduler.preempted_kv import Offloading
 from engine.scheduler.request_limits import check_size, end_rule, finish_reason, reason_of
 from engine.scheduler.request_queue import Ranking
 from engine.scheduler.request_table import RequestTable

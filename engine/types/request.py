@@ -12,7 +12,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from engine.types.block_moves import BlockCopy, BlockLoad, BlockOffload
-from engine.types.prompt_scoring import PromptScoringState
+from engine.types.prompt_logprobs import PromptScoringState
 from engine.types.token_guide import TokenGuide
 from tandem.errors import InvariantError
 from tandem.values.ids import BlockHash, BlockId, RequestId

@@ -1,6 +1,6 @@
 """Embeddings: the mean of a text's last hidden states behind the final norm, scaled to length one.
 
-Prompts are read by workers (`router.dispatch.prompt_scoring`), in groups so that one call does not hold every place of
+Prompts are read by workers (`router.dispatch.prompt_logprobs`), in groups so that one call does not hold every place of
 the router.
 """
 
@@ -15,7 +15,7 @@ from router.api.frontend import Frontend
 from router.api.request.client_request import ClientRequest, PreparedRequest
 from router.api.request_meter import RequestMeter
 from router.api.text_stream import read_text
-from router.types.prompt_scoring import PromptScoringRequest
+from router.types.prompt_logprobs import PromptScoringRequest
 from router.types.requests import Generator
 from tandem.errors import InternalError, InvalidRequest
 

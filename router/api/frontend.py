@@ -16,7 +16,7 @@ from router.api.prompts import PromptReader
 from router.api.request.beam_search_options import with_beams
 from router.api.request.client_request import ClientRequest, ModelInfo, PreparedRequest
 from router.api.request.named_caches import CachedPrompts
-from router.api.request.prompt_scoring_options import check_prompt_scoring_size
+from router.api.request.prompt_logprobs_options import check_prompt_scoring_size
 from router.api.request.request_ids import name_request
 from router.sandbox.grammar_check import GrammarChecker
 from router.text.chat_template import Message

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TypeVar
 
 from router.admission.shared_rate_limits import SharedRateLimits
-from router.cluster_state.log_follower import ClusterStateCounts
+from router.cluster_state.redis_log_follower import ClusterStateCounts
 from router.cluster_state.worker_directory import MAX_ADDRESSES, RedisDirectory
 from router.workers.log_positions import LogPositions
 from router.workers.peer_load import PeerLoads
@@ -27,7 +27,7 @@ from tandem.cluster_state.entries import (
     Share,
     TenantTally,
 )
-from tandem.cluster_state.keys import FORGET_MS, ClusterStateKeys
+from tandem.cluster_state.redis_keys import FORGET_MS, ClusterStateKeys
 from tandem.rpc.redis_link import Command, RedisLink, Refusal, Reply, UntrustedReply
 from tandem.values.ids import Incarnation
 

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Self
 
 from router.admission.shared_rate_limits import SharedRateLimits
-from router.cluster_state.log_follower import CacheLogFollower, ClusterStateCounts
+from router.cluster_state.redis_log_follower import CacheLogFollower, ClusterStateCounts
 from router.cluster_state.redis_poll import EntryReader, LoadExchange, RegistryPoll
 from router.cluster_state.worker_directory import KnownAddresses, RedisDirectory
 from router.workers.log_positions import LogPositions
@@ -21,8 +21,8 @@ from router.workers.peer_load import PeerLoads
 from router.workers.registry import WorkerRegistry
 from tandem.circuit_breaker import CircuitBreaker
 from tandem.cluster_state.entries import BadEntry, ClusterStateCodec
-from tandem.cluster_state.keys import ClusterStateKeys
-from tandem.cluster_state.settings import RedisSettings
+from tandem.cluster_state.redis_keys import ClusterStateKeys
+from tandem.cluster_state.redis_settings import RedisSettings
 from tandem.rpc.redis_link import REDIS_BREAKER, LinkHealth, RedisDown, RedisLink
 from tandem.rpc.worker_directory import WorkerAddress
 from tandem.values.ids import Incarnation

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from router.dispatch.choices.beam_search import Beam, BeamSearch
-from router.dispatch.prompt_scoring import PromptScorer
-from router.types.prompt_scoring import PromptScoringRequest, ScoredPrompt
+from router.dispatch.prompt_logprobs import PromptScorer
+from router.types.prompt_logprobs import PromptScoringRequest, ScoredPrompt
 from router.types.requests import BeamSearchParams, ChoiceDelta, ChoiceFinish, DeltaSink, RoutedRequest
 from router.types.worker_view import WorkerKey
 from tandem.values.ids import RequestId

@@ -16,7 +16,7 @@ from router.dispatch.choices.hedging import Hedging
 from router.dispatch.choices.observer import DispatchObserver, SilentObserver
 from router.dispatch.choices.retry import RetryBudget
 from router.dispatch.choices.waiting_choices import WaitingChoices
-from router.dispatch.prompt_scoring import PromptScorer, ScoredPromptSink, finish_scored_choices
+from router.dispatch.prompt_logprobs import PromptScorer, ScoredPromptSink, finish_scored_choices
 from router.dispatch.request_run import RequestRun
 from router.placement.placer import Placer
 from router.types.requests import ChoiceDelta, DeltaSink, RoutedRequest

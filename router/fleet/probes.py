@@ -21,7 +21,7 @@ from typing import Protocol, Self
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from router.types.prompt_scoring import PromptScoringRequest, ScoredPrompt
+from router.types.prompt_logprobs import PromptScoringRequest, ScoredPrompt
 from router.types.requests import MAX_PRIORITY, ChoiceDelta, DeltaSink, RoutedRequest, Streamer
 from router.types.worker_view import WorkerKey, WorkerSnapshot
 from router.workers.registry import WorkerRegistry

@@ -12,7 +12,7 @@ from router.api.request.client_request import PreparedRequest
 from router.api.selected_choices import select
 from router.grpc.answer_writer import AnswerWriter
 from router.sandbox.pattern_search import PatternSearch
-from router.types.prompt_scoring import ScoredPrompt
+from router.types.prompt_logprobs import ScoredPrompt
 from tandem.protocol import wire
 from tandem.v1 import common_pb2 as common
 from tandem.v1 import inference_pb2 as pb

@@ -11,12 +11,12 @@ from router.access.api_keys import ApiCaller
 from router.api.request.beam_search_options import parse_beam_search
 from router.api.request.choice_selection import ChoiceSelection
 from router.api.request.client_request import ClientRequest
-from router.api.request.prompt_scoring_options import parse_prompt_scoring
+from router.api.request.prompt_logprobs_options import parse_prompt_scoring
 from router.api.request.request_ids import check_request_id
 from router.api.selected_choices import logprobs_needed, parse_selection
 from router.grpc.conversation import check_input_kind, template_options, tool_use
 from router.text.grammars.structured_output import Shape, StructuredOutput
-from router.types.prompt_scoring import PromptScoringRequest
+from router.types.prompt_logprobs import PromptScoringRequest
 from router.types.requests import BeamSearchParams
 from router.types.stream_ids import StreamPosition
 from tandem.errors import InvalidRequest

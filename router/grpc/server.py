@@ -8,11 +8,11 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from router.access.access_control import AccessControl
+from router.access.access_files import AccessControl
 from router.access.tls import ServerTlsState
 from router.api.frontend import Frontend
 from router.api.slow_client import WRITE_TIMEOUT_S
-from router.grpc.errors import MAX_METADATA_BYTES, StatusInterceptor
+from router.grpc.call_guard import MAX_METADATA_BYTES, StatusInterceptor
 from router.grpc.service import InferenceService
 from router.metrics.router_metrics import RouterMetrics
 from router.types.requests import Generator

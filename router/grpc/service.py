@@ -31,7 +31,7 @@ from router.grpc.client_request import (
     wants_generation_prompt,
 )
 from router.grpc.conversation import breakpoints_of, check_no_breakpoints, messages_of, tools_of
-from router.grpc.errors import caller_of
+from router.grpc.call_guard import caller_of
 from router.metrics.router_metrics import RouterMetrics
 from router.sandbox.pattern_search import PatternSearch
 from router.text.tools import use_of

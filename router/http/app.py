@@ -8,7 +8,7 @@ from fastapi import APIRouter, Depends, FastAPI
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from router.access.access_control import AccessControl
+from router.access.access_files import AccessControl
 from router.api.frontend import Frontend
 from router.api.named_cache_prompts import NamedCacheService
 from router.api.request.client_request import ModelInfo

@@ -20,7 +20,7 @@ from router.metrics.quantiles import FINE_BOUNDS_S
 from router.metrics.request_outcomes import GenAiMetrics, RequestVerdict, judge_request
 from router.metrics.tenants import TenantLabels, UsageMetrics
 from router.metrics.worker_reports import PinMetrics, PublishMetrics, TierMetrics, TransferMetrics
-from router.placement.place import PlacementReason
+from router.placement.worker_selection import PlacementReason
 from router.tenants.usage import TenantUsage
 from router.types.worker_view import WorkerSnapshot
 from tandem.config.telemetry import ObjectivesConfig

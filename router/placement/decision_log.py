@@ -12,7 +12,7 @@ from math import isfinite
 from typing import Any, Protocol
 
 from router.placement.costs import CandidateCost
-from router.placement.place import Placement
+from router.placement.worker_selection import Placement
 from tandem.values.ids import RequestId, WorkerId
 
 CANDIDATES_SHOWN = 16

@@ -3,7 +3,7 @@
 import time
 from contextlib import AsyncExitStack
 
-from router.access.access_control import AccessControl
+from router.access.access_files import AccessControl
 from router.api.request.client_request import ModelInfo
 from router.cluster_state.redis_metrics import ClusterStateMetrics
 from router.cluster_state.redis_tasks import RouterClusterState

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
-from router.types.prompt_scoring import PromptScoringRequest, ScoredPrompt
+from router.types.prompt_logprobs import PromptScoringRequest, ScoredPrompt
 from router.types.worker_view import WorkerKey
 from tandem.telemetry.tracing import Span
 from tandem.values.ids import BlockHash, Incarnation, RequestId

@@ -113,7 +113,7 @@ class WorkerLost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptScoringOrder:
-    """One attempt at reading one prompt; see `router.types.prompt_scoring.PromptScoringRequest`."""
+    """One attempt at reading one prompt; see `router.types.prompt_logprobs.PromptScoringRequest`."""
 
     request_id: RequestId
     """Of the reading, not of the client's request."""
@@ -127,7 +127,7 @@ class PromptScoringOrder:
 
 
 class PromptScoresPart(NamedTuple):
-    """More of what was read of a prompt; see `router.types.prompt_scoring.ScoredPrompt`."""
+    """More of what was read of a prompt; see `router.types.prompt_logprobs.ScoredPrompt`."""
 
     logprobs: Sequence[float]
     ranks: Sequence[int]

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field, SecretStr
 
-from tandem.cluster_state.settings import RedisSettings
+from tandem.cluster_state.redis_settings import RedisSettings
 from tandem.config.section import Section
 from tandem.errors import ConfigError
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from tandem.backoff import Backoff
 from tandem.circuit_breaker import BreakerPolicy, CircuitBreaker
-from tandem.cluster_state.settings import RedisSettings
+from tandem.cluster_state.redis_settings import RedisSettings
 from tandem.errors import ConfigError
 from tandem.rpc.bounded_redis_reader import BoundedReader, ReplyTooLarge, most_bytes
 from tandem.rpc.certificates import read_authorities

@@ -12,7 +12,7 @@ from random import Random
 import numpy as np
 
 from router.placement.costs import CostModel
-from router.placement.place import PlacementDemand, place
+from router.placement.worker_selection import PlacementDemand, place
 from router.placement.placer import Placer
 from tandem_bench.report import Row, figure
 from tandem_bench.router import workers

@@ -39,7 +39,7 @@ from router.workers.prefix_map import PrefixMap
 from router.workers.registry import WorkerRegistry
 from tandem.circuit_breaker import CircuitBreaker
 from tandem.cluster_state.entries import ClusterStateCodec, Notice, Process
-from tandem.cluster_state.settings import RedisSettings
+from tandem.cluster_state.redis_settings import RedisSettings
 from tandem.config.cluster import RouterConfig
 from tandem.rpc.redis_link import REDIS_BREAKER
 from tandem.rpc.worker_directory import WorkerAddress
@@ -49,7 +49,7 @@ from tandem.values.kv_layout import KVLayout
 from tandem.values.roles import WorkerRole
 from tandem_bench.errors import CannotMeasure
 from tandem_bench.report import Row, figure, print_table
-from worker.cluster_state.publisher import ClusterStatePublisher
+from worker.cluster_state.redis_publisher import ClusterStatePublisher
 
 NUM_WORKERS = 16
 NUM_BLOCKS = 10_000

@@ -29,7 +29,7 @@ from router.workers.registry import WorkerRegistry
 from tandem.backoff import Backoff
 from tandem.circuit_breaker import CircuitBreaker
 from tandem.cluster_state.entries import ClusterStateCodec, Notice, Process
-from tandem.cluster_state.settings import RedisSettings
+from tandem.cluster_state.redis_settings import RedisSettings
 from tandem.config.cluster import RouterConfig
 from tandem.rpc.cluster_grpc import ClusterAuth, open_channel
 from tandem.rpc.redis_link import REDIS_BREAKER
@@ -41,7 +41,7 @@ from tandem.values.roles import WorkerRole
 from tests.support.fake_worker import SECRET, FakeWorker, Submission
 from tests.support.redis_server import RedisServer, until
 from tests.support.router.cluster import ROOT, collect, routed
-from worker.cluster_state.publisher import ClusterStatePublisher
+from worker.cluster_state.redis_publisher import ClusterStatePublisher
 from worker.session_port import orders_of
 
 CAPACITY = 64

@@ -15,7 +15,7 @@ from math import exp
 from random import Random
 from typing import NamedTuple, Protocol
 
-from router.placement.place import CostModel, NoDecodeWorker, Placement, PlacementReason
+from router.placement.worker_selection import CostModel, NoDecodeWorker, Placement, PlacementReason
 from router.placement.placer import Assignment, Placer
 from router.types.worker_view import WorkerKey, WorkerSnapshot
 from router.workers.registry import WorkerRegistry

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from router.api.request.client_request import PreparedRequest
 from router.text.stop_strings import StopMatcher
 from router.text.tokenizer import Tokenizer
-from router.types.prompt_scoring import ScoredPrompt
+from router.types.prompt_logprobs import ScoredPrompt
 from router.types.requests import ChoiceDelta, ChoiceFinish
 from router.types.stream_ids import ChoicePosition
 from tandem.errors import InternalError

@@ -9,7 +9,7 @@ from router.text.reasoning import Reasoning
 from router.text.stop_strings import StopStrings
 from router.text.tool_parsers.request_calls import ToolCallReading
 from router.text.tools import ToolUse
-from router.types.prompt_scoring import PromptScoringRequest
+from router.types.prompt_logprobs import PromptScoringRequest
 from router.types.requests import BeamSearchParams, RoutedRequest
 from router.types.stream_ids import ChoicePosition, StreamPosition, request_digest
 from tandem.telemetry.tracing import TraceContext

@@ -22,7 +22,7 @@ from router.dispatch.choices.retry import (
     is_final,
     is_full,
 )
-from router.placement.place import NoDecodeWorker
+from router.placement.worker_selection import NoDecodeWorker
 from router.placement.placer import Assignment
 from router.types.requests import ChoiceDelta, ChoiceFinish, RoutedRequest
 from router.types.session_events import (

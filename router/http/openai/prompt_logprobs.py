@@ -13,7 +13,7 @@ import orjson
 from router.api.request.client_request import PreparedRequest
 from router.http.openai.logprobs import finite
 from router.text.tokenizer import Tokenizer
-from router.types.prompt_scoring import ScoredPrompt
+from router.types.prompt_logprobs import ScoredPrompt
 from tandem.values.outputs import SampledToken, TokenLogprob
 
 SLICE_VALUES = 2048

@@ -10,7 +10,7 @@ from router.api.prompts import MAX_MESSAGES
 from router.api.request.beam_search_options import parse_beam_search
 from router.api.request.choice_selection import ChoiceSelection
 from router.api.request.client_request import ClientRequest
-from router.api.request.prompt_scoring_options import parse_prompt_scoring
+from router.api.request.prompt_logprobs_options import parse_prompt_scoring
 from router.api.selected_choices import logprobs_needed, parse_selection
 from router.http.body.strict_body import StrictBody, at_most
 from router.http.openai.chat_messages import ChatTurn

@@ -107,7 +107,7 @@ async def test_boards_and_alarms_name_what_this_cluster_tells(cluster, oracle):
         return len(await cluster.figures("tandem_quality_loss_nats")) == 2
 
     await cluster.until(read_by_both)
-    # What a planner tells is held against one that runs: test_autoscale.py; of files: test_access_control.py.
+    # What a planner tells is held against one that runs: test_autoscale.py; of files: test_access_files.py.
     said = [one for one in expressions() if not is_of_planner(one) and not is_of_files(one)]
     exposition = (await cluster.http.get("/metrics")).text
     assert unknown(said, exposition) == []

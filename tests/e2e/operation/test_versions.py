@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from router.types.stream_ids import StreamIds
 from tandem.cluster_state.entries import Process
-from tandem.cluster_state.keys import ClusterStateKeys
+from tandem.cluster_state.redis_keys import ClusterStateKeys
 from tandem.protocol.session_versions import SPOKEN
 from tests.e2e.failures.test_router_takeover import Reader, second_router
 from tests.previous.release import Release, spoken

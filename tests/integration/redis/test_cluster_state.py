@@ -15,7 +15,7 @@ from router.process.admission_setup import make_limits
 from router.types.worker_view import WorkerKey
 from router.workers.log_positions import Reload
 from tandem.cluster_state.entries import MAX_CHANGES, ClusterStateCodec, Footprint, Notice, Process, RouterLoad, Share
-from tandem.cluster_state.keys import ClusterStateKeys
+from tandem.cluster_state.redis_keys import ClusterStateKeys
 from tandem.config.cluster import RouterConfig
 from tandem.errors import Overloaded, ServingError
 from tandem.values.ids import BlockHash, Incarnation, WorkerId

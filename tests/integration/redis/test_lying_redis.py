@@ -8,13 +8,13 @@ from random import Random
 
 import pytest
 
-from router.cluster_state.log_follower import CacheLogFollower, ClusterStateCounts
+from router.cluster_state.redis_log_follower import CacheLogFollower, ClusterStateCounts
 from router.types.worker_view import WorkerKey
 from router.workers.log_positions import LogPositions
 from tandem.circuit_breaker import CircuitBreaker
 from tandem.cluster_state.entries import CacheState, ClusterStateCodec
-from tandem.cluster_state.keys import ClusterStateKeys
-from tandem.cluster_state.settings import RedisSettings
+from tandem.cluster_state.redis_keys import ClusterStateKeys
+from tandem.cluster_state.redis_settings import RedisSettings
 from tandem.rpc.redis_link import RedisLink
 from tandem.values.ids import Incarnation, WorkerId
 from tests.support.redis_cluster import QUICK

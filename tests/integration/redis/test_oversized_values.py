@@ -5,7 +5,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from tandem.cluster_state.keys import ClusterStateKeys
+from tandem.cluster_state.redis_keys import ClusterStateKeys
 from tests.support.redis_cluster import PublishingWorker, board_at, router
 from tests.support.redis_server import RedisServer, until
 

@@ -11,7 +11,7 @@ import pytest
 import trustme
 
 from tandem.circuit_breaker import CircuitBreaker
-from tandem.cluster_state.settings import RedisSettings
+from tandem.cluster_state.redis_settings import RedisSettings
 from tandem.rpc.redis_link import REDIS_BREAKER, RedisDown, RedisLink
 from tests.support.redis_cluster import PublishingWorker, board_at, router
 from tests.support.redis_server import RedisServer, until

@@ -14,7 +14,7 @@ from typing import Any
 from engine.scheduler.scheduler import Scheduler
 from engine.types.block_moves import BlockLoad, BlockOffload
 from engine.types.config import SchedulerConfig
-from engine.types.prompt_scoring import PromptScoringState
+from engine.types.prompt_logprobs import PromptScoringState
 from engine.types.request import Batch, Request, SampledToken, TokenLogprob
 from engine.types.tier_counts import Traffic
 from tandem.values.block_hash import BlockHasher, root_hash

@@ -10,7 +10,7 @@ from router.dispatch.choices.context import DispatchSettings
 from router.dispatch.dispatcher import Dispatcher
 from router.fleet.connections import WorkerFleet
 from router.fleet.worker_session import SessionSettings
-from router.placement.place import CostModel
+from router.placement.worker_selection import CostModel
 from router.placement.placer import Placer
 from router.types.requests import ChoiceDelta, RoutedRequest
 from router.types.session_events import WorkerPort

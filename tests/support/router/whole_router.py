@@ -18,7 +18,7 @@ from router.dispatch.dispatcher import Dispatcher
 from router.fleet.readiness import ReadinessCheck
 from router.metrics.router_metrics import RouterMetrics
 from router.placement.decision_log import DecisionLog
-from router.placement.place import CostModel
+from router.placement.worker_selection import CostModel
 from router.placement.placer import Placer
 from router.placement.prefix_replication import ReplicationPolicy
 from router.process.admission_setup import make_admission_queue

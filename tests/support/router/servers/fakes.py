@@ -17,7 +17,7 @@ from router.metrics.router_metrics import RouterMetrics
 from router.sandbox.grammar_check import GrammarChecker
 from router.text.chat_template import ChatTemplate
 from router.text.tokenizer import Tokenizer
-from router.types.prompt_scoring import ScoredPrompt
+from router.types.prompt_logprobs import ScoredPrompt
 from router.types.requests import ChoiceDelta, ChoiceFinish, DeltaSink, RoutedRequest
 from tandem.config.cluster import RouterConfig
 from tandem.errors import ServingError

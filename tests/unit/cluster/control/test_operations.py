@@ -11,7 +11,7 @@ from cluster.control.operations import carry_out
 from cluster.control.wire import FlipAsked, RestartAsked, ScaleAsked
 from cluster.processes.launcher import LocalLauncher
 from cluster.processes.local_cluster import LocalCluster
-from cluster.supervisor.failures import ChangeFailed, ClusterFailed
+from cluster.supervisor.exceptions import ChangeFailed, ClusterFailed
 from cluster.supervisor.process_view import SilentWatcher
 from cluster.supervisor.rollout import ChangeRefused, Rollout, Step
 from cluster.supervisor.supervisor import Policy, ProcessState

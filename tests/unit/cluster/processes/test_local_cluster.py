@@ -14,7 +14,7 @@ from rich.console import Console
 
 from cluster.cli.up import run_with
 from cluster.processes.local_cluster import LocalCluster
-from cluster.supervisor.failures import ClusterFailed, StoppedEarly
+from cluster.supervisor.exceptions import ClusterFailed, StoppedEarly
 from cluster.supervisor.process_view import SilentWatcher
 from cluster.supervisor.supervisor import Policy, ProcessState, Role
 from tests.support.cluster.fake_cluster import fake_command, fake_config

@@ -13,7 +13,7 @@ from cluster.processes.shared_config import SharedConfig
 from cluster.ray import launcher as ray_launcher
 from cluster.ray.launcher import RayLauncher
 from cluster.ray.session import NodeLost, connect
-from cluster.supervisor.failures import ChangeFailed
+from cluster.supervisor.exceptions import ChangeFailed
 from cluster.supervisor.ray_placement import Node
 from cluster.supervisor.supervisor import ProcessPlan, Role
 from tandem.config.cluster import load

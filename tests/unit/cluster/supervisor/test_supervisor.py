@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.supervisor.failures import describe_exit
+from cluster.supervisor.exceptions import describe_exit
 from cluster.supervisor.supervisor import (
     Launch,
     Note,

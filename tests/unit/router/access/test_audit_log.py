@@ -11,7 +11,7 @@ import grpc.aio
 import httpx
 import pytest
 
-from router.access.access_control import AccessControl
+from router.access.access_files import AccessControl
 from router.access.audit_file import AuditFile
 from router.access.audit_log import AuditEntry
 from router.grpc.server import GrpcServer, build_server

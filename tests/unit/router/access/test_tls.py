@@ -13,7 +13,7 @@ import grpc.aio
 import httpx
 import pytest
 
-from router.access.access_control import AccessControl
+from router.access.access_files import AccessControl
 from router.access.tls import read_identity
 from router.access.watched_files import FileWatcher
 from router.grpc.server import GrpcServer, build_server

@@ -10,7 +10,7 @@ from router.admission.cluster_capacity import CapacityPolicy, Shortage
 from router.admission.local_prefill_capacity import LocalPrefillCapacity, local_prefill_capacity
 from router.admission.types import AdmissionRequest
 from router.placement.costs import CostModel
-from router.placement.place import place
+from router.placement.worker_selection import place
 from router.types.worker_view import WorkerLoad, WorkerSnapshot
 from tandem.errors import Unavailable
 from tandem.values.roles import WorkerRole

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from router.fleet.probes import ProbeSchedule, QualityProbe, loss_of
-from router.types.prompt_scoring import ScoredPrompt
+from router.types.prompt_logprobs import ScoredPrompt
 from tandem.config.cluster import load
 from tandem.errors import ConfigError
 from tandem.values.block_hash import root_hash

@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from router.access.api_keys import ApiKeyStore
 from router.grpc import server as server_module
-from router.grpc.errors import StatusInterceptor
+from router.grpc.call_guard import StatusInterceptor
 from router.grpc.server import SERVICE_NAME, GrpcServer, build_server
 from router.grpc.service import InferenceService
 from router.metrics.router_metrics import RouterMetrics

@@ -10,8 +10,8 @@ import pytest
 from google.rpc.error_details_pb2 import ErrorInfo
 from pydantic import SecretStr
 
-from router.access.access_control import AccessControl
-from router.grpc.errors import MESSAGE_TIMEOUT_S, StatusInterceptor
+from router.access.access_files import AccessControl
+from router.grpc.call_guard import MESSAGE_TIMEOUT_S, StatusInterceptor
 from router.grpc.server import GrpcServer
 from router.grpc.service import InferenceService
 from tandem.config.admission import ApiKey

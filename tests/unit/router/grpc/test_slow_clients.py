@@ -62,7 +62,7 @@ async def test_a_client_that_reads_nothing_is_given_up() -> None:
 
 
 async def test_one_that_leaves_with_its_answer_unread_is_no_error_of_ours(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, "router.grpc.errors")
+    caplog.set_level(logging.DEBUG, "router.grpc.call_guard")
     parts = fakes.make_doors(fakes.make_tokenizer())
     parts.say("hello world " * 20_000, per_delta=64)
     async with door(parts, parts.generator, write_timeout_s=0.05) as stub:
@@ -71,7 +71,7 @@ async def test_one_that_leaves_with_its_answer_unread_is_no_error_of_ours(caplog
         call.cancel()
         while not caplog.records:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-    assert {(record.levelname, record.name) for record in caplog.records} == {("DEBUG", "router.grpc.errors")}
+    assert {(record.levelname, record.name) for record in caplog.records} == {("DEBUG", "router.grpc.call_guard")}
 
 
 async def test_the_deadline_ends_a_request_whose_client_reads_nothing() -> None:

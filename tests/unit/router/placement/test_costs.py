@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from router.placement.costs import CostModel, local_threshold
-from router.placement.place import Affinity, NoDecodeWorker, Placement, PlacementReason, place
+from router.placement.worker_selection import Affinity, NoDecodeWorker, Placement, PlacementReason, place
 from router.types.worker_view import WorkerLoad, WorkerSnapshot
 from tandem.errors import RequestTooLarge
 from tests.support.router.reference_costs import Asked, held, pair_cost

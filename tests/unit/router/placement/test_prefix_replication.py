@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from router.placement.costs import CostModel
-from router.placement.place import Affinity
+from router.placement.worker_selection import Affinity
 from router.placement.placer import Assignment, Placer
 from router.placement.prefix_replication import HotPrefixes, ReplicationPolicy
 from router.types.worker_view import PrefixChange, WorkerLoad

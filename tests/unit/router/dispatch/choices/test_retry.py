@@ -14,7 +14,7 @@ from router.dispatch.choices.retry import (
     final_error,
     in_clients_field,
 )
-from router.placement.place import CostModel
+from router.placement.worker_selection import CostModel
 from router.placement.placer import Placer
 from router.types.session_events import (
     AttemptFinished,

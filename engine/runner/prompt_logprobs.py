@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.model.decoder import Decoder
 from engine.runner.device_queue import DeviceQueue, Staging
-from engine.types.prompt_scoring import PromptScoringState
+from engine.types.prompt_logprobs import PromptScoringState
 from engine.types.request import Batch, SampledToken
 from engine.types.runner import LaunchedStep
 from engine.types.step_inputs import StepInputs

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from router.dispatch.choices.context import DispatchSettings
-from router.placement.place import choose_scoring_worker
-from router.types.prompt_scoring import PromptScoringRequest, ScoredPrompt
+from router.placement.worker_selection import choose_scoring_worker
+from router.types.prompt_logprobs import PromptScoringRequest, ScoredPrompt
 from router.types.requests import BeamSearchParams, RoutedRequest
 from tandem.errors import DeadlineExceeded, InternalError, InvariantError, Overloaded, ServingError, Unavailable
 from tandem.v1 import common_pb2 as common

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from router.dispatch.choices.context import DispatchContext
-from router.placement.place import choose_scoring_worker
-from router.types.prompt_scoring import PromptScoringRequest, ScoredPrompt, ScoredPromptBuilder
+from router.placement.worker_selection import choose_scoring_worker
+from router.types.prompt_logprobs import PromptScoringRequest, ScoredPrompt, ScoredPromptBuilder
 from router.types.requests import ChoiceDelta, ChoiceFinish, DeltaSink, RoutedRequest
 from router.types.session_events import (
     AttemptRefused,

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from router.api.request.client_request import PreparedRequest
-from router.types.prompt_scoring import PromptScoringRequest
+from router.types.prompt_logprobs import PromptScoringRequest
 from tandem.errors import InvalidRequest
 from tandem.values.sampling import MAX_TOP_LOGPROBS
 

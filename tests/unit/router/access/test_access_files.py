@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pydantic import ValidationError
 from starlette.routing import Mount, Route
 
-from router.access.access_control import AccessControl
+from router.access.access_files import AccessControl
 from router.access.api_keys import ApiKeyStore
 from router.access.watched_files import FileWatcher
 from router.admission.rate_limits import RateLimiter

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from router.placement import place as placing
 from router.placement.costs import CostModel
-from router.placement.place import Affinity, NoDecodeWorker, Placement, PlacementDemand, PlacementReason
+from router.placement.worker_selection import Affinity, NoDecodeWorker, Placement, PlacementDemand, PlacementReason
 from router.placement.prefix_holders import best_holder
 from router.types.worker_view import WorkerKey, WorkerLoad, WorkerSnapshot
 from tandem.errors import RequestTooLarge

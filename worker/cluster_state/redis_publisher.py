@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Protocol, Self
 
 from tandem.circuit_breaker import CircuitBreaker
 from tandem.cluster_state.entries import SMALL_BYTES, BadEntry, ClusterStateCodec, Footprint, Notice, Process
-from tandem.cluster_state.keys import FORGET_MS, ClusterStateKeys
-from tandem.cluster_state.settings import RedisSettings
+from tandem.cluster_state.redis_keys import FORGET_MS, ClusterStateKeys
+from tandem.cluster_state.redis_settings import RedisSettings
 from tandem.rpc.redis_link import REDIS_BREAKER, Command, RedisDown, RedisLink, Refusal, Reply
 from tandem.v1 import session_pb2 as pb
 from tandem.values.ids import BlockHash

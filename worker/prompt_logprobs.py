@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import count
 
-from engine.types.prompt_scoring import PromptScoringState
+from engine.types.prompt_logprobs import PromptScoringState
 from engine.types.request import FinishReason, Request, SampledToken
 from engine.types.step_output import StepOutput
 from engine.types.token_guide import unusable

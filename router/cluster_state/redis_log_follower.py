@@ -14,7 +14,7 @@ from typing import Any
 from router.types.worker_view import PrefixChange, WorkerKey
 from router.workers.log_positions import LogEntryAction, LogPositions
 from tandem.cluster_state.entries import STATE_BYTES, BadEntry, CacheState, Changes, ClusterStateCodec, Process
-from tandem.cluster_state.keys import ClusterStateKeys
+from tandem.cluster_state.redis_keys import ClusterStateKeys
 from tandem.rpc.redis_link import Command, RedisDown, RedisLink, Refusal, Reply
 
 BLOCK_S = 0.2

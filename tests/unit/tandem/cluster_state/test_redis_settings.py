@@ -11,7 +11,7 @@ from tandem.errors import ConfigError
 from tandem.values.ids import Incarnation, WorkerId
 from tandem.values.roles import WorkerRole
 from tandem.values.worker_identity import WorkerIdentity
-from worker.cluster_state.publisher import make_publisher
+from worker.cluster_state.redis_publisher import make_publisher
 
 
 def test_no_url_is_no_board() -> None:

@@ -5,11 +5,11 @@ import random
 import pytest
 import torch
 
-import engine.runner.prompt_scoring as row_reader
+import engine.runner.prompt_logprobs as row_reader
 from engine.backends.options import BackendOptions
 from engine.backends.select import select_backend
 from engine.model.loader import load_model
-from engine.types.prompt_scoring import PromptScoringState
+from engine.types.prompt_logprobs import PromptScoringState
 from engine.types.request import FinishReason
 from tandem.errors import ContextLengthExceeded, InvariantError
 from tandem.values.sampling import SamplingParams

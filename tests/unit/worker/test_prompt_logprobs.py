@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-import worker.prompt_scoring as read_orders
+import worker.prompt_logprobs as read_orders
 from decode_worker.worker import DecodeWorker
 from prefill_worker.worker import PrefillWorker
 from tandem.v1 import session_pb2 as pb
