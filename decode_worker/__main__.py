@@ -76,7 +76,7 @@ async def serve(config: ClusterConfig, place: WorkerPlace, lifetime: Lifetime) -
         _log.info("decode worker %s is serving at %s", identity.worker_id, identity.address)
         await lifetime.wait()
         sessions.drain("the worker is stopping")
-        await leave(worker, drain_s=config.decode.drain_s, succession_s=config.transfer.succession_s)
+        await leave(worker, drain_s=config.decode.drain_s, migration_s=config.transfer.succession_s)
 
 
 async def _with_fabric(

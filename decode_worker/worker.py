@@ -118,7 +118,7 @@ class DecodeWorker:
         elif kind == "inherit" and self.fabric is not None:
             self.fabric.migration_target.migrate(port, message.inherit)
         elif kind == "settled" and self.migration_source is not None:
-            self.migration_source.settled(port)
+            self.migration_source.migration_ended(port)
         elif kind == "resync":
             self._host.send_snapshot(port)
         else:

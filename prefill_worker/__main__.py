@@ -80,7 +80,7 @@ async def serve(config: ClusterConfig, place: WorkerPlace, lifetime: Lifetime) -
         _log.info("prefill worker %s is serving at %s", identity.worker_id, identity.address)
         await lifetime.wait()
         sessions.drain("the worker is stopping")
-        await leave(worker, drain_s=config.prefill.drain_s, succession_s=config.transfer.succession_s)
+        await leave(worker, drain_s=config.prefill.drain_s, migration_s=config.transfer.succession_s)
 
 
 def _parts(spec: EngineSpec, ready_fd: int | None) -> EngineParts:

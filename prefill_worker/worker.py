@@ -98,7 +98,7 @@ class PrefillWorker:
         elif message.HasField("inherit") and self.fabric is not None:
             self.fabric.migration_target.migrate(port, message.inherit)
         elif message.HasField("settled") and self.migration_source is not None:
-            self.migration_source.settled(port)
+            self.migration_source.migration_ended(port)
         elif message.HasField("resync"):
             self._host.send_snapshot(port)
         else:

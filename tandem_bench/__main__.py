@@ -16,7 +16,6 @@ from tandem_bench.engine import options as engine_options
 from tandem_bench.errors import CannotMeasure, require_extra
 from tandem_bench.report import Row
 from tandem_bench.router import options as router_options
-from tandem_bench.telemetry import options as telemetry_options
 from tandem_bench.transfer import options as transfer_options
 
 
@@ -40,12 +39,22 @@ def parser() -> argparse.ArgumentParser:
     router = subjects.add_parser("router", help="what the router costs by itself, and what it decides")
     router_options.add_options(router)
     telemetry = subjects.add_parser("telemetry", help="what traces, scrapes and logs cost a cluster; 4 minutes")
-    telemetry_options.add_options(telemetry)
+    _add_telemetry_options(telemetry)
     recovery = subjects.add_parser("recovery", help="pauses of a stream when processes are killed; 3 minutes")
     recovery.add_argument("--rounds", type=int, default=3, metavar="N", help="of each case; 3")
     recovery.add_argument("--standby", type=int, metavar="N", help="`standby_workers`; its default otherwise")
     recovery.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file as well")
     return made
+
+
+def _add_telemetry_options(parser: argparse.ArgumentParser) -> None:
+    seconds, turn_s, parts = 180.0, 2.0, ("spans", "router", "cluster")
+    parser.add_argument("--only", nargs="+", choices=parts, metavar="PART", help=f"some of: {', '.join(parts)}")
+    parser.add_argument(
+        "--seconds", type=float, default=seconds, metavar="S", help=f"of all rounds; one more ends later; {seconds:g}"
+    )
+    parser.add_argument("--turn", type=float, default=turn_s, metavar="S", help=f"of each load in a turn; {turn_s:g}")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file as well")
 
 
 def main() -> int:

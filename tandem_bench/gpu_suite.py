@@ -11,21 +11,30 @@ Exit code: 0, or 1 when a goal was missed, or 2 when a part failed or had no tim
 """
 
 import argparse
+import json
 import os
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 if not __package__:
     # Run as a file: the directory above holds the packages, and the file's own must not shadow anybody's modules.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from tandem_bench import report
 from tandem_bench.gpu.parts import PARTS, Part
+
+if TYPE_CHECKING:
+    from tandem_bench.gpu.isolation import Result
+    from tandem_bench.gpu.stage import Stage
 
 LIMIT_S = 477.0
 """Of the eight minutes: the parts' budgets, and what their processes take to begin and to end."""
 EXIT_MISSED, EXIT_INCOMPLETE = 1, 2
+_VERDICTS = {True: "met", False: "NOT MET", None: ""}
 _FORK_SAFE = ("numpy", "torch", "triton")
 _MODELS = tuple(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "mistral", "qwen2", "qwen3"))
 
@@ -35,8 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = _options(argv)
     # Before anything imports triton: it decides then whether kernels are interpreted.
     _prepare_environment(given.device)
-    from tandem_bench.gpu import summary
-    from tandem_bench.gpu.isolation import Result, Workshop
+    from tandem_bench.gpu.isolation import Workshop
     from tandem_bench.gpu.stage import Stage
 
     started_s = time.monotonic()
@@ -47,13 +55,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     results: list[Result] = []
     for part in _chosen(given.only):
         results.append(workshop.run(part, stage))
-        print(summary.text(results[-1]), flush=True)
+        print(describe(results[-1]), flush=True)
         if given.json is not None:
-            summary.write_json(given.json, results, stage=stage, seconds=time.monotonic() - started_s)
-    print(summary.verdict(results, time.monotonic() - started_s))
+            write_json(given.json, results, stage=stage, seconds=time.monotonic() - started_s)
+    print(verdict(results, time.monotonic() - started_s))
     if not all(result.is_complete for result in results):
         return EXIT_INCOMPLETE
-    return EXIT_MISSED if summary.num_missed(results) else 0
+    return EXIT_MISSED if num_missed(results) else 0
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -91,6 +99,52 @@ def _prepare_environment(device: str) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     else:
         os.environ.pop("TRITON_INTERPRET", None)
+
+
+def describe(result: "Result") -> str:
+    """One part: a line for how it ended, then its notes and figures."""
+    lines = [f"== {result.part}: {result.status.value}, {result.seconds:.1f} s"]
+    lines += [f"   {name:<40} {value}" for name, value in result.notes.items()]
+    for row in result.rows:
+        goal = "" if row.goal is None else f"   {row.goal} {_VERDICTS[row.met]}"
+        lines.append(f"   {row.name:<40} {report.shown(row.value):>12} {row.unit}{goal}")
+    if result.error is not None:
+        lines += [f"   | {line}" for line in result.error.rstrip().splitlines()]
+    return "\n".join(lines)
+
+
+def verdict(results: Sequence["Result"], seconds: float) -> str:
+    rows = [row for result in results for row in result.rows]
+    judged = sum(row.met is not None for row in rows)
+    missed = [row.name for row in rows if row.met is False]
+    incomplete = [f"{result.part} ({result.status.value})" for result in results if not result.is_complete]
+    words = [f"{seconds:.0f} s, {judged - len(missed)} of {judged} goals met"]
+    words += [f"missed: {', '.join(missed)}"] if missed else []
+    words += [f"incomplete: {', '.join(incomplete)}"] if incomplete else []
+    return "; ".join(words)
+
+
+def num_missed(results: Sequence["Result"]) -> int:
+    return sum(report.num_missed(result.rows) for result in results)
+
+
+def write_json(path: Path, results: Sequence["Result"], *, stage: "Stage", seconds: float) -> None:
+    """Everything so far: `{"device", "shape", "seed", "seconds", "parts": [...], "rows": [...]}`.
+
+    `rows` are those of all parts together, as other benchmarks write theirs.
+    """
+    parts = [asdict(result) | {"status": result.status.value} for result in results]
+    whole: dict[str, Any] = {
+        "device": stage.device,
+        "shape": stage.shape,
+        "seed": stage.seed,
+        "seconds": round(seconds, 2),
+    }
+    whole["is_complete"] = all(result.is_complete for result in results)
+    rows = [asdict(row) for result in results for row in result.rows]
+    beside = path.with_name(f"{path.name}.new")
+    beside.write_text(json.dumps({**whole, "parts": parts, "rows": rows}, indent=2) + "\n", encoding="utf-8")
+    beside.replace(path)  # whoever stops the suite meanwhile keeps the file of the part before
 
 
 if __name__ == "__main__":

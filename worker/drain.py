@@ -1,4 +1,4 @@
-"""The end of a worker: it finishes its work, offers its cache to another worker, and exits."""
+"""Drains a worker that stops, cache migration of a leaving worker included: it offers its cache, then exits."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
@@ -21,10 +21,10 @@ class MigrationSource:
         self._ports = ports
         self._offers: dict[SessionPort, asyncio.Event] = {}
 
-    def settled(self, port: SessionPort) -> None:
+    def migration_ended(self, port: SessionPort) -> None:
         """Note that a router's migration of this cache is over."""
-        if (settled := self._offers.get(port)) is not None:
-            settled.set()
+        if (ended := self._offers.get(port)) is not None:
+            ended.set()
 
     async def offer_cache(self, within_s: float) -> None:
         """Offer the cache; return when no more of it is fetched, or after `within_s`, or at once without a router.
@@ -42,10 +42,10 @@ class MigrationSource:
         with suppress(TimeoutError):
             async with asyncio.timeout_at(ends_s):
                 while (port := self._next_port()) is not None:
-                    settled = self._offers[port] = asyncio.Event()
+                    ended = self._offers[port] = asyncio.Event()
                     offer = pb.Bequest(chains=offered, lends_s=max(0.0, ends_s - loop.time()))
                     port.send(pb.WorkerMessage(bequest=offer))
-                    if await _first(settled.wait(), port.wait_closed()):
+                    if await _first(ended.wait(), port.wait_closed()):
                         return
 
     def _next_port(self) -> SessionPort | None:
@@ -75,7 +75,7 @@ class DrainingWorker(Protocol):
         """Take no new work; wait for the work under way."""
 
 
-async def leave(worker: DrainingWorker, *, drain_s: float, succession_s: float) -> None:
+async def leave(worker: DrainingWorker, *, drain_s: float, migration_s: float) -> None:
     """Drain a worker that is stopping; returns within `drain_s`.
 
     Its cache is offered when its work is done, or earlier if there would be no time left.
@@ -87,9 +87,9 @@ async def leave(worker: DrainingWorker, *, drain_s: float, succession_s: float) 
         async with asyncio.timeout(drain_s):
             finishing = asyncio.ensure_future(worker.finish())
             try:
-                await asyncio.wait({finishing}, timeout=max(0.0, drain_s - succession_s))
+                await asyncio.wait({finishing}, timeout=max(0.0, drain_s - migration_s))
                 if fabric is not None and worker.migration_source is not None:
-                    await worker.migration_source.offer_cache(succession_s)
+                    await worker.migration_source.offer_cache(migration_s)
                 await finishing
                 if fabric is not None:
                     await fabric.drain()

@@ -1,4 +1,4 @@
-"""Prompts that routers want read and not continued: both kinds of worker take such orders here.
+"""Prompt logprobs at a worker: prompts that routers want read and not continued. Both kinds of worker take such orders.
 
 Life of one: order → engine queue → chunks → all that was read, in messages of bounded size → gone. Whatever goes wrong,
 the router is told Refused and asks another worker: nothing of a reading is worth keeping.

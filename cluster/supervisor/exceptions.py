@@ -1,4 +1,4 @@
-"""How a process, a cluster or a change of one may end otherwise than was hoped."""
+"""Exceptions of the supervisor: how a process, a cluster or a change of one may fail."""
 
 import signal
 

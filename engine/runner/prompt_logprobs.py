@@ -1,4 +1,4 @@
-"""Looks at rows of a step that nobody samples from: log probabilities of prompts, and their hidden states.
+"""Prompt logprobs on the device: reads the rows of a step that nobody samples from; hidden states as well.
 
 Logits are made for a few rows at a time and forgotten, so that a chunk costs no more memory than a batch that samples.
 Every rank makes the same calls; rank 0 alone looks.

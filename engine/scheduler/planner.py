@@ -1,4 +1,4 @@
-"""Chooses what one step computes: decode first, then prompts in order, within the step's budgets.
+"""Chooses what one step computes, and who is preempted: decodes first, then prompts in order, within its budgets.
 
 Sequences that are one token behind come first, since somebody reads along. What is left goes, in rank order and at
 most `prefill_chunk_tokens` in all, to those further behind: running ones and, from the queue, newcomers that rank
@@ -29,6 +29,20 @@ from engine.types.block_moves import BlockLoad, BlockOffload
 from engine.types.config import SchedulerConfig
 from engine.types.request import Batch, Request, RequestState
 from tandem.values.ids import RequestId
+
+
+def choose_preemption_victim(request: Request, table: RequestTable, blocks: BlockManager) -> Request | None:
+    """The running request that is preempted so that `request` gets blocks; None when there is none.
+
+    It is the last-ranked one whose blocks would really come free, if it ranks behind `request`. For one that is still
+    in the queue it must have a lower priority as well.
+    """
+    for victim in reversed(table.running):
+        if victim.prefill_only or blocks.is_pinned(victim.request_id):
+            continue
+        may_take = request.state is RequestState.RUNNING or victim.priority > request.priority
+        return victim if may_take and table.rank(victim) > table.rank(request) else None
+    return None
 
 
 class StepPlanner:
@@ -174,21 +188,14 @@ class StepPlanner:
             if self._ahead:
                 self._must_settle = True
                 return
-            victim = self._last_preemptible()
-            if victim is None or self._table.rank(victim) <= self._table.rank(request):
+            victim = choose_preemption_victim(request, self._table, self._blocks)
+            if victim is None:
                 self._preempt(request, plan)
                 return
             self._preempt(victim, plan)
         if num_missing > 0:
             self._blocks.grow(request, self._blocks.allocate(num_missing))
         plan.add(request)
-
-    def _last_preemptible(self) -> Request | None:
-        """The last-ranked running request whose blocks would really come free."""
-        for request in reversed(self._table.running):
-            if not request.prefill_only and not self._blocks.is_pinned(request.request_id):
-                return request
-        return None
 
     def _preempt(self, request: Request, plan: StepPlan) -> None:
         """Back to the queue; what it had computed is saved, or stays findable while memory allows."""
@@ -238,18 +245,14 @@ class StepPlanner:
         """Whether something gave its blocks up for the queue's head: pins beside which it never fits, or a request."""
         if self._pins.make_way(match.num_blocks + match.num_missing, self._blocks.found(head, match)):
             return True
-        victim = self._last_preemptible()
-        if victim is None or not self._yields(victim, head):
+        victim = choose_preemption_victim(head, self._table, self._blocks)
+        if victim is None:
             return False
         if self._ahead:
             self._must_settle = True
             return False
         self._preempt(victim, plan)
         return True
-
-    def _yields(self, victim: Request, request: Request) -> bool:
-        """Whether a running request makes room for a waiting one: only for a higher priority, and one before it."""
-        return victim.priority > request.priority and self._table.rank(victim) > self._table.rank(request)
 
     def _fits(self, match: PrefixMatch) -> bool:
         # Beside others some room stays for their growth, or the newcomer would be preempted at once.

@@ -1,5 +1,6 @@
 """What becomes of a preempted request's KV: computed again later, or saved and brought back; whichever costs less.
 
+Who is preempted, `engine.scheduler.planner.choose_preemption_victim` says.
 Recomputing n tokens takes n / prefill rate. Saving b bytes takes b / rate out now and b / rate in later. The rate of
 computing is measured by the worker while it runs, those of copying once at start. What other requests share stays
 where it is and costs nothing either way, and what the prefix index still holds at resumption is not loaded.

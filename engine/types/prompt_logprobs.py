@@ -1,4 +1,4 @@
-"""What is asked of a prompt's own tokens, and what has come of it so far.
+"""Prompt logprobs in the engine: what is asked of a prompt's own tokens, and what has come of it so far.
 
 A request that carries a `PromptScoringState` computes its prompt as any other does, in chunks and between preemptions;
 the rows of each chunk are read before they are discarded. KV that is in the cache has no rows to read, so such a

@@ -1,4 +1,7 @@
-"""Access control of both servers: the API keys in force, their certificates, and the audit log."""
+"""The files of both servers' access control, read again when they change: API keys, certificates; and the audit log.
+
+A request's key is checked by `router.access.api_keys.ApiKeyStore`.
+"""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""Follows the workers' logs on the board into the prefix map, on a connection of its own.
+"""Follows the workers' logs in Redis (the board) into the prefix map, on a connection of its own.
 
 One task: loads the state of whoever is due, then waits for entries of all logs at once. Between two pieces of work it
 lets the event loop go on: a request waits for at most one of them.

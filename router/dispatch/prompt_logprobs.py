@@ -1,4 +1,4 @@
-"""Has prompts read by workers: one after another until one of them has done it.
+"""Prompt logprobs: has prompts read by workers, one after another until one of them has done it.
 
 A reading has no state worth keeping: whoever refuses or dies is left out, and the next worker begins anew.
 """

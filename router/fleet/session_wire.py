@@ -58,7 +58,7 @@ _ROLES: dict[int, WorkerRole] = {
 }
 _TIERS = frozenset({"host", "disk"})
 _MAX_TIERS = 4
-_MAX_LENDS_S = 600.0
+_MAX_OFFER_S = 600.0
 _MOST_BYTES_TOGETHER = 1 << 20
 """Of orders in one message, the last one apart: far below gRPC's bound, which holds for the longest prompt."""
 
@@ -313,24 +313,24 @@ def prefix_change_from_pb(events: pb.KVEvents) -> PrefixChange:
     )
 
 
-def cache_offer_from_pb(bequest: pb.Bequest) -> CacheOffer:
+def cache_offer_from_pb(offer: pb.Bequest) -> CacheOffer:
     """A draining worker's cache. Raises ProtocolError."""
     try:
-        chains = chains_from_pb(bequest.chains)
+        chains = chains_from_pb(offer.chains)
     except InvalidRequest as error:
         raise ProtocolError(f"bequest: {error.message}") from None
-    return CacheOffer(chains=chains, lends_s=min(max(0.0, bequest.lends_s), _MAX_LENDS_S))
+    return CacheOffer(chains=chains, within_s=min(max(0.0, offer.lends_s), _MAX_OFFER_S))
 
 
 def fetch_cache_to_pb(share: MigrationPlan, *, within_s: float, prefill_tokens_per_s: float) -> pb.RouterMessage:
-    inherit = pb.Inherit(
+    order = pb.Inherit(
         holder=holder_to_pb(share.holder),
         block_size=share.block_size,
         chains=chains_to_pb(share.chains),
         within_s=within_s,
         prefill_tokens_per_s=prefill_tokens_per_s,
     )
-    return pb.RouterMessage(inherit=inherit)
+    return pb.RouterMessage(inherit=order)
 
 
 def migration_ended_to_pb() -> pb.RouterMessage:
@@ -353,14 +353,14 @@ def resync_to_pb() -> pb.RouterMessage:
     return pb.RouterMessage(resync=pb.Resync())
 
 
-def migration_source_from_pb(inherited: pb.Inherited) -> WorkerKey:
-    """Whose cache a successor speaks of."""
-    return WorkerKey(WorkerId(inherited.worker_id), Incarnation(inherited.incarnation))
+def migration_source_from_pb(ended: pb.Inherited) -> WorkerKey:
+    """Whose cache the target of a migration speaks of."""
+    return WorkerKey(WorkerId(ended.worker_id), Incarnation(ended.incarnation))
 
 
 _TRANSPORTS = frozenset({"memory", "shm", "tcp", "torch_dist", "cuda_ipc", "nixl"})
 _OUTCOMES = frozenset({"committed", "failed", "expired", "cancelled"})
-_INHERITED = frozenset({"moved", "failed", "held", "computed", "no_room", "no_time"})
+_MIGRATED = frozenset({"moved", "failed", "held", "computed", "no_room", "no_time"})
 _MAX_ENDS = 2 * (len(_TRANSPORTS) + 1) * len(_OUTCOMES)
 
 
@@ -377,13 +377,13 @@ def transfers_from_pb(report: pb.TransferReport) -> TransferReport:
         leased_blocks=report.leased_blocks,
         quarantined_blocks=report.quarantined_blocks,
         loans=report.loans,
-        inherited=tuple(map(_inherited, report.inherited[: len(_INHERITED)])),
+        migrated=tuple(map(_migrated, report.inherited[: len(_MIGRATED)])),
     )
 
 
-def _inherited(blocks: pb.InheritedBlocks) -> MigratedBlocks:
+def _migrated(blocks: pb.InheritedBlocks) -> MigratedBlocks:
     return MigratedBlocks(
-        outcome=blocks.outcome if blocks.outcome in _INHERITED else "other",
+        outcome=blocks.outcome if blocks.outcome in _MIGRATED else "other",
         num_blocks=blocks.blocks,
         num_bytes=blocks.num_bytes,
     )

@@ -107,9 +107,9 @@ class SessionListener(Protocol):
 
     def draining(self, key: WorkerKey, reason: str) -> None: ...
 
-    def bequeathed(self, key: WorkerKey, bequest: CacheOffer) -> None: ...
+    def cache_offered(self, key: WorkerKey, offer: CacheOffer) -> None: ...
 
-    def inherited(self, key: WorkerKey, leaving: WorkerKey) -> None: ...
+    def migration_ended(self, key: WorkerKey, leaving: WorkerKey) -> None: ...
 
     def pin_told(self, key: WorkerKey, told: PinTold) -> None: ...
 
@@ -164,8 +164,8 @@ class WorkerSession:
         self._settings = settings
         self._attempts: dict[RequestId, _Attempt] = {}
         self._reads: dict[RequestId, _Read] = {}
-        # Bounded: submits by `max_queued_submits`, reroutes and cancels by the attempts that they concern. Inherits
-        # and settles by the workers that drain: each is heard once, and names this worker once. Resyncs by time.
+        # Bounded: submits by `max_queued_submits`, reroutes and cancels by the attempts that they concern. Migrations
+        # and their ends by the workers that drain: each is heard once, and names this worker once. Resyncs by time.
         self._outgoing: deque[pb.RouterMessage] = deque()
         self._pins: PendingPinOrders[pb.RouterMessage] = PendingPinOrders(most=settings.max_queued_pins)
         self._has_outgoing = asyncio.Event()
@@ -237,10 +237,10 @@ class WorkerSession:
             return
         self._send(cancel_to_pb(request_id, attempt))
 
-    def inherit(self, share: MigrationPlan, *, within_s: float, prefill_tokens_per_s: float) -> None:
+    def migrate(self, share: MigrationPlan, *, within_s: float, prefill_tokens_per_s: float) -> None:
         self._send(fetch_cache_to_pb(share, within_s=within_s, prefill_tokens_per_s=prefill_tokens_per_s))
 
-    def settle(self) -> None:
+    def end_migration(self) -> None:
         self._send(migration_ended_to_pb())
 
     def pin(self, order: PinOrder) -> None:
@@ -337,9 +337,9 @@ class WorkerSession:
                 self._drain_reason = message.draining.reason
                 listener.draining(key, message.draining.reason)
             case "bequest":
-                listener.bequeathed(key, cache_offer_from_pb(message.bequest))
+                listener.cache_offered(key, cache_offer_from_pb(message.bequest))
             case "inherited":
-                listener.inherited(key, migration_source_from_pb(message.inherited))
+                listener.migration_ended(key, migration_source_from_pb(message.inherited))
             case "pin_told":
                 listener.pin_told(key, told_from_pb(message.pin_told))
             case other:

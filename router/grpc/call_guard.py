@@ -1,5 +1,6 @@
-"""The gRPC door's one interceptor: it asks for a key before anything is read and whatever is called, errors of
-`tandem.errors` become status codes, every answer is counted, and so are the calls that are under way.
+"""Guards every gRPC call: checks its API key, limits the calls under way, and turns errors into status codes.
+
+The key is asked for before anything is read and whatever is called; every answer is counted.
 
 All our calls take one message. gRPC would wait for it without end and before anybody is asked for a key, and answer
 bytes that are no message with its own words and a trace in the log: so it is told that there may be several, and the

@@ -21,6 +21,7 @@ from router.api.text_stream import TextSink, read_text
 from router.grpc.answer_messages import AnswerMessages, CollectedAnswer, GrpcAnswerStream
 from router.grpc.answer_writer import AnswerWriter
 from router.grpc.cached_contents import CachedContentCalls
+from router.grpc.call_guard import caller_of
 from router.grpc.client_request import (
     check_known,
     client_fields,
@@ -31,7 +32,6 @@ from router.grpc.client_request import (
     wants_generation_prompt,
 )
 from router.grpc.conversation import breakpoints_of, check_no_breakpoints, messages_of, tools_of
-from router.grpc.call_guard import caller_of
 from router.metrics.router_metrics import RouterMetrics
 from router.sandbox.pattern_search import PatternSearch
 from router.text.tools import use_of

@@ -122,11 +122,11 @@ class TransferMetrics(Collector):
                 total.add_metric(shown.labels, getattr(shown.report, field))
             yield total
         for field, (name, text) in _INHERITED.items():
-            inherited = CounterMetricFamily(name, text, labels=(*_WORKER, "outcome"))
+            migrated = CounterMetricFamily(name, text, labels=(*_WORKER, "outcome"))
             for shown in self._shown:
-                for blocks in shown.report.inherited:
-                    inherited.add_metric((*shown.labels, blocks.outcome), getattr(blocks, field))
-            yield inherited
+                for blocks in shown.report.migrated:
+                    migrated.add_metric((*shown.labels, blocks.outcome), getattr(blocks, field))
+            yield migrated
         yield from (self._blocks(), self._exports(), self._fetches())
 
     def _sides(self) -> Iterator[tuple[tuple[str, ...], TransferSide]]:

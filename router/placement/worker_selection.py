@@ -1,4 +1,4 @@
-"""Who computes a prompt and who decodes it: filters, then one cost in milliseconds, then a pick. Pure.
+"""Selects who computes a prompt and who decodes it: filters, then one cost in milliseconds, then a pick. Pure.
 
 The cost of a pair is predicted from measured rates. Whoever computes the prompt has its queue ahead and the uncached
 suffix; a hand-off has its fixed cost and the KV bytes that the decode worker lacks, at the rate at which they land
@@ -212,10 +212,7 @@ def _price_decode(
     if demand.replicate_tokens and not len(view.prefill.roster):
         local_terms["copy_ms"] = _uncharged(demand, held, work, pool) * token_ms
         here += local_terms["copy_ms"]
-    local = here <= remote
-    if model.max_local_prefill_tokens is not None:
-        local &= (uncached <= model.max_local_prefill_tokens) | (remote == np.inf)
-    local |= demand.is_local | (uncached <= model.local_prefill_tokens)
+    local = prefers_local_prefill(demand, uncached, here, remote, model)
     load = memory + itl
     terms = {"memory_ms": memory, "itl_ms": itl}
     total = load + np.where(local, here, remote)
@@ -234,6 +231,20 @@ def _price_decode(
         floor_tokens=model.local_prefill_tokens,
         most_tokens=model.max_local_prefill_tokens,
     )
+
+
+def prefers_local_prefill(
+    demand: PlacementDemand, uncached: Floats, local_ms: Floats, remote_ms: Floats, model: CostModel
+) -> Bools:
+    """Whether each decode worker computes the prompt itself (local prefill), or a prefill worker does (disaggregated).
+
+    The cheaper of both, within the bounds on uncached tokens; local where the demand or the lack of a partner says so.
+    """
+    local: Bools = local_ms <= remote_ms
+    if model.max_local_prefill_tokens is not None:
+        local &= (uncached <= model.max_local_prefill_tokens) | (remote_ms == np.inf)
+    local |= demand.is_local | (uncached <= model.local_prefill_tokens)
+    return local
 
 
 def _partner_ms(partners: list[_Partner | None], pool: PoolView) -> float | Floats:

@@ -1,4 +1,4 @@
-"""What a client may ask of its prompt itself, and what workers tell of it. Values only."""
+"""Prompt logprobs as values: what a client may ask of its prompt itself, and what workers tell of it."""
 
 from array import array
 from collections.abc import Sequence

@@ -140,15 +140,15 @@ class PromptScoresPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheOffer:
-    """What a draining worker has cached, hottest first, and for how long it lends it."""
+    """What a draining worker has cached, hottest first, and for how long others may fetch it."""
 
     chains: tuple[CachedChain, ...]
-    lends_s: float
+    within_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MigrationPlan:
-    """What a successor may fetch of a draining worker."""
+    """What the target of a cache migration may fetch of a draining worker."""
 
     holder: PrefixHolder
     block_size: int
@@ -195,12 +195,12 @@ class WorkerPort(Protocol):
         """
         ...
 
-    def inherit(self, share: MigrationPlan, *, within_s: float, prefill_tokens_per_s: float) -> None:
-        """The worker succeeds another: it fetches what is worth it, compared with computing at that rate."""
+    def migrate(self, share: MigrationPlan, *, within_s: float, prefill_tokens_per_s: float) -> None:
+        """Have the worker fetch a leaving worker's cache, where that is cheaper than computing at that rate."""
         ...
 
-    def settle(self) -> None:
-        """Answer a Bequest: nobody fetches any of it, any more or at all."""
+    def end_migration(self) -> None:
+        """Tell a leaving worker that nobody fetches any of its cache, any more or at all."""
         ...
 
     def pin(self, order: PinOrder) -> None:

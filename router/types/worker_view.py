@@ -136,7 +136,7 @@ class TransferReport:
     leased_blocks: int
     quarantined_blocks: int
     loans: int
-    inherited: tuple[MigratedBlocks, ...] = ()
+    migrated: tuple[MigratedBlocks, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

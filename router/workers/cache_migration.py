@@ -1,9 +1,9 @@
-"""Who inherits the cache of a worker that leaves. Synchronous and without I/O.
+"""Cache migration of a leaving worker: chooses which worker is to have its cache. Synchronous and without I/O.
 
-A draining worker tells one router what it has, hottest first, and lends it for a while. The router names a successor,
-which fetches what it can use; when that has ended, or nobody is there to succeed, the draining worker is let go. For
-a successor that goes, or is told to go, another is named as long as there is time. What was fetched is known by the
-successor's own cache events, like anything else that it stores.
+A draining worker offers one router what it has, hottest first, for a while. The router chooses a target, which fetches
+what it can use; when that has ended, or there is no target, the draining worker is let go. For a target that goes, or
+is told to go, another is chosen as long as there is time. What was fetched is known by the target's own cache events,
+like anything else that it stores.
 """
 
 from collections.abc import Callable, Iterable
@@ -54,10 +54,10 @@ def _can_take(worker: WorkerSnapshot, leaving: WorkerSnapshot) -> bool:
 
 
 def plan_migration(
-    chains: Iterable[CachedChain], leaving: WorkerSnapshot, successor: WorkerSnapshot
+    chains: Iterable[CachedChain], leaving: WorkerSnapshot, target: WorkerSnapshot
 ) -> MigrationPlan | None:
-    """The hottest blocks, as many as the successor says it could hold; how much it really wants it decides itself."""
-    room_tokens = successor.load.num_free_blocks * successor.info.layout.block_size
+    """The hottest blocks, as many as the target says it could hold; how much it really wants it decides itself."""
+    room_tokens = target.load.num_free_blocks * target.info.layout.block_size
     block_size = leaving.info.layout.block_size
     fitting_chains = fitting(chains, room_tokens // block_size)
     if not fitting_chains:
@@ -79,7 +79,7 @@ class _Migration:
     chains: tuple[CachedChain, ...]
     ends_s: float
     asked: set[WorkerKey] = field(default_factory=set)
-    successor: WorkerKey | None = None
+    target: WorkerKey | None = None
 
 
 class CacheMigrations:
@@ -97,61 +97,61 @@ class CacheMigrations:
         self._clock = clock
         self._under_way: dict[WorkerKey, _Migration] = {}
         self._heard: set[WorkerKey] = set()
-        """Workers still here that have bequeathed."""
+        """Workers still here that have offered their cache."""
 
     def __len__(self) -> int:
         return len(self._under_way)
 
-    def bequeathed(self, leaving: WorkerKey, bequest: CacheOffer) -> None:
+    def cache_offered(self, leaving: WorkerKey, offer: CacheOffer) -> None:
         """A draining worker says what it has. It does so once; nothing else is heard: others work for it."""
         if leaving in self._heard or not self._is_draining(leaving):
             return
         self._heard.add(leaving)
-        self._under_way[leaving] = _Migration(chains=bequest.chains, ends_s=self._clock() + bequest.lends_s)
-        self._name_successor(leaving)
+        self._under_way[leaving] = _Migration(chains=offer.chains, ends_s=self._clock() + offer.within_s)
+        self._choose_target(leaving)
 
-    def inherited(self, successor: WorkerKey, leaving: WorkerKey) -> None:
-        """A successor says that it fetches nothing more. If it leaves itself, another is to have what it would have."""
-        succession = self._under_way.get(leaving)
-        if succession is None or succession.successor != successor:
+    def migration_ended(self, target: WorkerKey, leaving: WorkerKey) -> None:
+        """A target says that it fetches nothing more. If it leaves itself, another is to have what it would have."""
+        migration = self._under_way.get(leaving)
+        if migration is None or migration.target != target:
             return
-        if self._is_draining(successor):
-            self._name_successor(leaving)
+        if self._is_draining(target):
+            self._choose_target(leaving)
         else:
-            self._settle(leaving)
+            self._end(leaving)
 
     def left(self, key: WorkerKey) -> None:
-        """A worker is gone: what it left is lost, and whom it was to succeed gets another successor."""
+        """A worker is gone: what it offered is lost, and whoever was to migrate to it gets another target."""
         self._heard.discard(key)
         self._under_way.pop(key, None)
-        for leaving in [name for name, each in self._under_way.items() if each.successor == key]:
-            self._name_successor(leaving)
+        for leaving in [name for name, each in self._under_way.items() if each.target == key]:
+            self._choose_target(leaving)
 
     def _is_draining(self, key: WorkerKey) -> bool:
         return any(worker.info.key == key and worker.draining for worker in self._snapshots())
 
-    def _name_successor(self, leaving: WorkerKey) -> None:
-        succession = self._under_way[leaving]
+    def _choose_target(self, leaving: WorkerKey) -> None:
+        migration = self._under_way[leaving]
         workers = self._snapshots()
         leaver = next((worker for worker in workers if worker.info.key == leaving), None)
-        left_s = succession.ends_s - self._clock()
-        successor = None
+        left_s = migration.ends_s - self._clock()
+        target = None
         if leaver is not None and left_s > _LEAST_S:
-            successor = choose_migration_target(leaver, workers, frozenset(succession.asked))
-        if leaver is None or successor is None:
-            self._settle(leaving)
+            target = choose_migration_target(leaver, workers, frozenset(migration.asked))
+        if leaver is None or target is None:
+            self._end(leaving)
             return
-        share = plan_migration(succession.chains, leaver, successor)
-        port = self._port(successor.info.key)
+        share = plan_migration(migration.chains, leaver, target)
+        port = self._port(target.info.key)
         if share is None or port is None:
-            self._settle(leaving)
+            self._end(leaving)
             return
-        succession.successor = successor.info.key
-        succession.asked.add(successor.info.key)
+        migration.target = target.info.key
+        migration.asked.add(target.info.key)
         rate = max(worker.load.prefill_tokens_per_s for worker in workers)
-        port.inherit(share, within_s=left_s, prefill_tokens_per_s=rate)
+        port.migrate(share, within_s=left_s, prefill_tokens_per_s=rate)
 
-    def _settle(self, leaving: WorkerKey) -> None:
+    def _end(self, leaving: WorkerKey) -> None:
         del self._under_way[leaving]
         if (port := self._port(leaving)) is not None:
-            port.settle()
+            port.end_migration()

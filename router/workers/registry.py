@@ -67,7 +67,7 @@ class WorkerRegistry:
         self._model: dict[str, str] = {}
         """The first worker's, for good: tokenizer, templates and names of blocks are made after it."""
         self._watchers: set[Callable[[], None]] = set()
-        self._successions = CacheMigrations(snapshots=self.snapshots, port=self.port, clock=clock)
+        self._migrations = CacheMigrations(snapshots=self.snapshots, port=self.port, clock=clock)
         self.pins = PinRegistry(find=self._pin_site, clock=clock, max_pins=max_pins)
         self._left_in_order: deque[WorkerKey] = deque(maxlen=_REMEMBERED)
         self.lost: Counter[WorkerRole] = Counter()
@@ -115,7 +115,7 @@ class WorkerRegistry:
         self._table.changed()
         self.prefix_map.drop_worker(key.worker_id)
         logger.log(logging.INFO if is_expected else logging.WARNING, "worker %s left: %s", key.worker_id, reason)
-        self._successions.left(key)
+        self._migrations.left(key)
         self.pins.left(key)
         self._tell_watchers()
 
@@ -171,14 +171,14 @@ class WorkerRegistry:
             worker.drains()
             logger.info("worker %s is draining: %s", key.worker_id, reason)
 
-    def bequeathed(self, key: WorkerKey, bequest: CacheOffer) -> None:
+    def cache_offered(self, key: WorkerKey, offer: CacheOffer) -> None:
         """A draining worker offers its cache."""
         if self._find(key) is not None:
-            self._successions.bequeathed(key, bequest)
+            self._migrations.cache_offered(key, offer)
 
-    def inherited(self, key: WorkerKey, leaving: WorkerKey) -> None:
-        """A successor has fetched what it will."""
-        self._successions.inherited(key, leaving)
+    def migration_ended(self, key: WorkerKey, leaving: WorkerKey) -> None:
+        """The target of a migration has fetched what it will."""
+        self._migrations.migration_ended(key, leaving)
 
     def pin_told(self, key: WorkerKey, told: PinTold) -> None:
         """A worker's word on a pinned prefix."""

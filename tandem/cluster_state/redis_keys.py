@@ -1,4 +1,4 @@
-"""Where on the board everything stands.
+"""The keys in Redis: where on the board everything stands.
 
 Under one cluster's name: `workers` and `routers`, sorted sets of who was there lately; and for each of those a value of
 its own that ends with its lease. Whatever is of a worker is of one process of it: a restarted worker starts afresh.

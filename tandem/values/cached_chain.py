@@ -1,4 +1,4 @@
-"""A worker's prefix cache as runs of blocks, hottest first: what a draining worker leaves to its successor."""
+"""A worker's prefix cache as runs of blocks, hottest first: what a draining worker offers when it leaves."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace

@@ -159,6 +159,7 @@ def test_gpu_code_imports_with_little_installed() -> None:
         f"import sys\nfor name in {absent!r}: sys.modules[name] = None\n"
         "import engine.assembly, worker.engine_host, decode_worker.worker, prefill_worker.worker\n"
         "import kv_transfer.session.receiver_hub, kv_transfer.session.sender_hub, kv_transfer.transports.catalogue\n"
-        "import worker.cluster_state.redis_publisher, worker.sessions, tandem.rpc.cluster_grpc, tandem.process.lifetime\n"
+        "import worker.cluster_state.redis_publisher, worker.sessions\n"
+        "import tandem.rpc.cluster_grpc, tandem.process.lifetime\n"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -1,4 +1,4 @@
-"""The receiving side of a cache migration: a worker that stops offers its cache; this one fetches what it can use.
+"""Cache migration of a leaving worker, the receiving side: this worker fetches what it can use of the cache offered.
 
 Hottest blocks first, a few chains at a time, into spare room: free blocks, and the least recently used half of this
 cache. Each chain is priced as any fetch is. No request waits for it; repeated failures end it.

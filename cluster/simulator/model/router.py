@@ -19,8 +19,8 @@ from router.admission.rate_limits import RateLimiter
 from router.admission.types import AdmissionPolicy
 from router.dispatch.choices.retry import RetryBudget, RetryReason, is_full
 from router.dispatch.choices.waiting_choices import WaitingChoices
-from router.placement.worker_selection import NoDecodeWorker
 from router.placement.placer import Placer
+from router.placement.worker_selection import NoDecodeWorker
 from router.types.worker_view import WorkerSnapshot
 from router.workers.registry import FAILURE_PENALTY_S
 from tandem.config.admission import LimitsConfig

@@ -1,4 +1,4 @@
-"""What a client asks of its prompt itself, checked for HTTP and gRPC alike."""
+"""Prompt logprobs as a client asks for them, checked for HTTP and gRPC alike."""
 
 from collections.abc import Sequence
 

@@ -20,7 +20,6 @@ from router.batches.files.database import Database
 from router.batches.files.json_import import import_json_files
 from router.batches.files.private_files import FOLDER, close_to_others, make_private, open_private
 from router.batches.files.types import ObjectNotFound, StoredBatch, StoredFile
-from router.batches.files.upload_slots import UploadSlots, acquire_all
 from tandem.errors import ConfigError, Overloaded
 
 _INCOMING, _UPLOADS, _TENANTS = "incoming", "uploads", "tenants"
@@ -42,6 +41,41 @@ _OLD_BATCHES = (
     "FROM batches WHERE is_final) WHERE place > ? OR created_s <= ?"
 )
 _log = logging.getLogger(__name__)
+
+
+class UploadSlots:
+    """At most `limit` uploads at a time, of all router processes of a host: a folder has a locked file for each slot.
+
+    A dead process gives its slots back.
+    """
+
+    def __init__(self, folder: Path, limit: int) -> None:
+        self._folder = folder
+        self._limit = limit
+
+    def acquire(self) -> IO[bytes] | None:
+        """A slot, to be closed; None when all are taken."""
+        make_private(self._folder)
+        for number in range(self._limit):
+            slot = open_private(self._folder / str(number), "ab")
+            try:
+                fcntl.flock(slot, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                slot.close()
+            else:
+                return slot
+        return None
+
+
+def acquire_all(*kinds: UploadSlots) -> ExitStack | None:
+    """A slot of each kind, to be closed together; None when one of them has none left."""
+    with ExitStack() as acquired:
+        for slots in kinds:
+            if (slot := slots.acquire()) is None:
+                return None
+            acquired.enter_context(slot)
+        return acquired.pop_all()
+    return None
 
 
 class BatchStore:

@@ -22,8 +22,8 @@ from router.dispatch.choices.retry import (
     is_final,
     is_full,
 )
-from router.placement.worker_selection import NoDecodeWorker
 from router.placement.placer import Assignment
+from router.placement.worker_selection import NoDecodeWorker
 from router.types.requests import ChoiceDelta, ChoiceFinish, RoutedRequest
 from router.types.session_events import (
     AttemptEvent,

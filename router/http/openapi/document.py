@@ -4,7 +4,7 @@ It does not see bodies, which dependencies read (`router.http.body.json_body`), 
 keys are required. What a schema cannot say (which fields exclude each other) is refused with 400 all the same.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -20,14 +20,16 @@ from router.http.body.answer_object import ErrorObject
 from router.http.body.error_formats import anthropic_error, error_shape, google_error
 from router.http.body.errors import ErrorShape
 from router.http.body.json_body import JsonBody
-from router.http.body.strict_body import StrictBody
+from router.http.body.strict_body import StrictBody, asks_for_nothing
 from router.http.google.body import GoogleErrorObject
 from router.http.openai.objects import ChatCompletionChunkObject, CompletionChunkObject
 from router.http.openai.responses.objects import RESPONSE_EVENTS
-from router.http.openapi.event_streams import ref
-from router.http.openapi.served_bodies import REF_TEMPLATE, body_schemas
+from router.http.openapi.event_streams import Schema, ref
 from router.http.routing.access import AccessGuard, access_of
+from tandem.values.sampling import BOUNDS
 
+_REF_TEMPLATE = "#/components/schemas/{model}"
+_PROMPTS = {"CompletionBody": "prompt", "EmbeddingBody": "input"}
 _VERSION = "3.2.0"
 """The first that can say what stands in a stream of events."""
 _ERRORS: dict[ErrorShape, type[BaseModel]] = {anthropic_error: AnthropicErrorObject, google_error: GoogleErrorObject}
@@ -102,9 +104,9 @@ class OpenApiDocument:
                 operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": ref(body)}}}
             operation["responses"].pop("422", None)
             operation["responses"] |= _refusals(error_shape({"path": route.path, "route": route}))
-        _, others = models_json_schema([(one, "serialization") for one in _OTHER_MODELS], ref_template=REF_TEMPLATE)
+        _, others = models_json_schema([(one, "serialization") for one in _OTHER_MODELS], ref_template=_REF_TEMPLATE)
         answers = {name: one for name, one in made["components"]["schemas"].items() if name not in _OF_FASTAPI}
-        schemas = answers | others["$defs"] | body_schemas(bodies.values(), self._model)
+        schemas = answers | others["$defs"] | _body_schemas(bodies.values(), self._model)
         made["components"]["schemas"] = dict(sorted(schemas.items()))
         made["paths"] = dict(sorted(made["paths"].items()))
         return made
@@ -128,3 +130,41 @@ def _refusals(shape: ErrorShape) -> dict[str, Any]:
     for status in ("429", "503"):
         found[status] = found[status] | {"headers": _RETRY}
     return found
+
+
+def _body_schemas(bodies: Collection[type[StrictBody]], model: ModelInfo) -> dict[str, Schema]:
+    """Schemas of request bodies, by name, with those that they are made of.
+
+    As pydantic validates them, with the bounds that the sampling parameters and the served model have, and the fields
+    that are taken only where they ask for nothing.
+    """
+    _, made = models_json_schema([(body, "validation") for body in bodies], ref_template=_REF_TEMPLATE)
+    schemas: dict[str, Any] = made["$defs"]
+    for body in bodies:
+        properties = schemas[body.__name__]["properties"]
+        for name, values in asks_for_nothing(body).items():
+            properties[name] = {"enum": list(values), "description": "Not served yet: anything else is refused"}
+        if "model" in properties:
+            properties["model"]["examples"] = [model.name]
+    for schema in schemas.values():
+        for name, found in schema.get("properties", {}).items():
+            _add_sampling_bounds(name, found)
+    token = {"type": "integer", "minimum": 0, "maximum": model.vocab_size - 1}
+    ids = {"type": "array", "items": token, "maxItems": model.max_model_len}
+    some, text = ids | {"minItems": 1}, {"type": "string"}
+    several = [{"type": "array", "items": items, "minItems": 1} for items in (text, some)]
+    for name, field in _PROMPTS.items():
+        schemas[name]["properties"][field] = {"anyOf": [text, some, *several]}
+    schemas["DetokenizeBody"]["properties"]["tokens"] = ids
+    return schemas
+
+
+def _add_sampling_bounds(name: str, found: Schema) -> None:
+    """Of a sampling parameter; those of objects are the objects' own."""
+    if (bound := BOUNDS.get(name)) is None:
+        return
+    for branch in found.get("anyOf", [found]):
+        if branch.get("type") in ("integer", "number"):
+            # Who asks of a prompt alone asks for no token.
+            low = 0 if name == "max_tokens" else bound.low
+            branch |= {"exclusiveMinimum" if bound.open_low else "minimum": low, "maximum": bound.high}

@@ -16,12 +16,12 @@ MAX_TOKENS = 24
 ANSWER = 160
 SLOW = {"engine__prefill_chunk_tokens": 80, "engine__max_batched_tokens": 96}
 """Computing is dear: whatever is held somewhere is worth fetching."""
-INHERITED = re.compile(r"^(\S+): .*cache migrated from (\S+) in \S+ s: (.*) blocks")
+MIGRATED = re.compile(r"^(\S+): .*cache migrated from (\S+) in \S+ s: (.*) blocks")
 
 
-def inherited(cluster) -> list[tuple[str, str, str]]:
-    """(successor, whom, what)."""
-    found = [INHERITED.search(line) for line in cluster.logs.lines]
+def migrated(cluster) -> list[tuple[str, str, str]]:
+    """(target, whom, what)."""
+    found = [MIGRATED.search(line) for line in cluster.logs.lines]
     return [(m[1], m[2], m[3]) for m in found if m]
 
 
@@ -41,7 +41,7 @@ async def test_turn_two_finds_its_prefix_where_the_cache_went(oracle, hatchery, 
         prompts = [oracle.story(seed, 200) for seed in range(40, 44)]
         said = await asyncio.gather(*(cluster.tokens(prompt, ANSWER) for prompt in prompts))  # on both workers
         await leave(cluster, "decode-0")
-        [(who, whom, what)] = inherited(cluster)
+        [(who, whom, what)] = migrated(cluster)
         assert (who, whom) == ("decode-1", "decode-0"), what
         moved = await cluster.figure("tandem_worker_inherited_blocks_total", worker=who, outcome="moved")
         assert moved >= (200 + ANSWER) // 16, "\n".join(cluster.logs.lines)
@@ -61,7 +61,7 @@ async def test_the_last_worker_of_all_leaves_at_once(oracle, hatchery):
     async with running(command=hatchery.command, prefill__replicas=0, transfer__succession_s=30.0) as cluster:
         await cluster.tokens(oracle.story(50, 100), MAX_TOKENS)
         await leave(cluster, "decode-0")
-        assert not inherited(cluster)
+        assert not migrated(cluster)
         assert await cluster.tokens(oracle.story(51, 100), MAX_TOKENS) == oracle.tokens(
             oracle.story(51, 100), MAX_TOKENS
         )
@@ -88,9 +88,9 @@ def fetches_with(attempts, incarnation: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", ["leaver", "successor"])
+@pytest.mark.parametrize("victim", ["leaver", "target"])
 async def test_whoever_dies_in_the_middle_leaves_nothing_behind(oracle, hatchery, victim):
-    """Killed while blocks move between the two; then what the successor was to have another one has."""
+    """Killed while blocks move between the two; then what the target was to have another one has."""
     sizes = {
         "prefill__replicas": 0,
         "decode__replicas": 3,
@@ -116,16 +116,16 @@ async def test_whoever_dies_in_the_middle_leaves_nothing_behind(oracle, hatchery
 
             async def noticed() -> bool:
                 ends = (await workers.look(peer))["ends"]
-                return bool(fetches_with(ends, seen[frozen]["incarnation"])) and bool(inherited(cluster))
+                return bool(fetches_with(ends, seen[frozen]["incarnation"])) and bool(migrated(cluster))
 
             await cluster.until(noticed)
-            [(who, whom, what)] = inherited(cluster)
+            [(who, whom, what)] = migrated(cluster)
             assert (who, whom) == (peer, frozen)
             assert "failed" in what
         for name, pid in pids.items():
             await workers.come_back(name, pid)
-        if victim == "successor":
-            [(who, whom, what)] = inherited(cluster)
+        if victim == "target":
+            [(who, whom, what)] = migrated(cluster)
             assert (who, whom) == (({"decode-1", "decode-2"} - {frozen}).pop(), "decode-0")
             assert "moved" in what
         second = [[*prompt, *answer, 7, 8, 9] for prompt, answer in zip(prompts, said, strict=True)]

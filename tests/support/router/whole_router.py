@@ -18,9 +18,9 @@ from router.dispatch.dispatcher import Dispatcher
 from router.fleet.readiness import ReadinessCheck
 from router.metrics.router_metrics import RouterMetrics
 from router.placement.decision_log import DecisionLog
-from router.placement.worker_selection import CostModel
 from router.placement.placer import Placer
 from router.placement.prefix_replication import ReplicationPolicy
+from router.placement.worker_selection import CostModel
 from router.process.admission_setup import make_admission_queue
 from router.types.requests import ChoiceDelta, RoutedRequest
 from router.types.session_events import (
@@ -98,7 +98,7 @@ class PortWorker:
         registry, key = self._whole.registry, self.info.key
         if told:
             registry.draining(key, "told to")
-            registry.bequeathed(key, CacheOffer(chains=(), lends_s=1.0))
+            registry.cache_offered(key, CacheOffer(chains=(), within_s=1.0))
         registry.left(key, "gone")
         lost, self.live = self.live, {}
         self._held.clear()
@@ -125,10 +125,10 @@ class PortWorker:
         if (known := self.live.get(request_id)) is not None and known[0].attempt == attempt:
             del self.live[request_id]
 
-    def inherit(self, share: MigrationPlan, *, within_s: float, prefill_tokens_per_s: float) -> None:
-        """Nothing is bequeathed."""
+    def migrate(self, share: MigrationPlan, *, within_s: float, prefill_tokens_per_s: float) -> None:
+        """Nothing is offered."""
 
-    def settle(self) -> None:
+    def end_migration(self) -> None:
         """It goes anyway."""
 
     def pin(self, order: PinOrder) -> None:

@@ -17,13 +17,12 @@ from engine.backends.plain_torch import TorchBackend
 from engine.model.decoder import Decoder
 from engine.model.loader import build_model
 from tandem.errors import ConfigError
-from tandem_bench.gpu import summary
 from tandem_bench.gpu.isolation import Result, Status, Workshop
 from tandem_bench.gpu.parts import PARTS, Part
 from tandem_bench.gpu.serving import Limits
 from tandem_bench.gpu.sources import RandomSource
 from tandem_bench.gpu.stage import Stage
-from tandem_bench.gpu_suite import EXIT_INCOMPLETE, LIMIT_S
+from tandem_bench.gpu_suite import EXIT_INCOMPLETE, LIMIT_S, describe, num_missed, verdict
 from tandem_bench.make_model import write_model
 from tandem_bench.report import Row
 from tandem_bench.shapes import SHAPES
@@ -178,10 +177,10 @@ def test_the_verdict_names_what_was_missed_and_what_is_incomplete() -> None:
         ),
         Result(part="two", status=Status.STOPPED, error="its time was up"),
     ]
-    assert summary.num_missed(results) == 1
-    assert summary.verdict(results, 12.3) == "12 s, 1 of 2 goals met; missed: slow; incomplete: two (stopped)"
-    assert "NOT MET" in summary.text(results[0])
-    assert "its time was up" in summary.text(results[1])
+    assert num_missed(results) == 1
+    assert verdict(results, 12.3) == "12 s, 1 of 2 goals met; missed: slow; incomplete: two (stopped)"
+    assert "NOT MET" in describe(results[0])
+    assert "its time was up" in describe(results[1])
 
 
 def random_decoder(part_dtype: torch.dtype = torch.float32) -> Decoder:

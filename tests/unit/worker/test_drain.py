@@ -28,7 +28,7 @@ class Bench:
         self.ports = [SessionPort(Incarnation(number)) for number in (8, 7)]
         self.migration_source = MigrationSource(host, lambda: self.ports)
 
-    async def bequest(self, port: SessionPort) -> pb.Bequest:
+    async def offer(self, port: SessionPort) -> pb.Bequest:
         async with asyncio.timeout(WAIT_S):
             message = await port.next()
         assert message is not None
@@ -52,20 +52,20 @@ async def bench() -> AsyncIterator[Bench]:
 async def test_one_router_at_a_time_is_asked(bench: Bench) -> None:
     leaving = asyncio.create_task(bench.migration_source.offer_cache(60.0))
     eight, seven = bench.ports
-    bequest = await bench.bequest(seven)
-    (chain,) = chains_from_pb(bequest.chains)
+    offer = await bench.offer(seven)
+    (chain,) = chains_from_pb(offer.chains)
     assert (chain.from_root, chain.after, len(chain.names)) == (True, ledger.ROOT, 4)
-    assert 59.0 < bequest.lends_s <= 60.0
-    bench.migration_source.settled(eight)  # it was not asked
+    assert 59.0 < offer.lends_s <= 60.0
+    bench.migration_source.migration_ended(eight)  # it was not asked
     seven.close()
-    assert len((await bench.bequest(eight)).chains) == 1
-    bench.migration_source.settled(eight)
+    assert len((await bench.offer(eight)).chains) == 1
+    bench.migration_source.migration_ended(eight)
     await leaving
 
 
 async def test_it_stays_no_longer_than_it_said(bench: Bench) -> None:
     await bench.migration_source.offer_cache(0.05)
-    assert len((await bench.bequest(bench.ports[1])).chains) == 1
+    assert len((await bench.offer(bench.ports[1])).chains) == 1
 
 
 @pytest.mark.parametrize("lacks", ["time", "routers", "cache"])
@@ -87,10 +87,10 @@ class Stages:
 
     def __init__(self) -> None:
         self.told: list[str] = []
-        self.finished, self.bequeathed, self.drained = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.finished, self.offered, self.drained = asyncio.Event(), asyncio.Event(), asyncio.Event()
         heir = SimpleNamespace(close=lambda: self.told.append("close"))
         self.fabric: Any = SimpleNamespace(migration_target=heir, drain=self._stage("drain", self.drained))
-        self.migration_source: Any = SimpleNamespace(offer_cache=self._stage("offer_cache", self.bequeathed))
+        self.migration_source: Any = SimpleNamespace(offer_cache=self._stage("offer_cache", self.offered))
 
     def _stage(self, name: str, ended: asyncio.Event) -> Callable[..., Awaitable[None]]:
         async def stage(*_: Any) -> None:
@@ -100,9 +100,9 @@ class Stages:
 
         return stage
 
-    def leave(self, *, drain_s: float, succession_s: float) -> "asyncio.Task[None]":
+    def leave(self, *, drain_s: float, migration_s: float) -> "asyncio.Task[None]":
         self.finish = self._stage("finish", self.finished)
-        return asyncio.create_task(leave(self, drain_s=drain_s, succession_s=succession_s))
+        return asyncio.create_task(leave(self, drain_s=drain_s, migration_s=migration_s))
 
 
 async def turns() -> None:
@@ -112,13 +112,13 @@ async def turns() -> None:
 
 async def test_work_first_then_the_cache_then_what_is_still_read() -> None:
     stages = Stages()
-    leaving = stages.leave(drain_s=60.0, succession_s=5.0)
+    leaving = stages.leave(drain_s=60.0, migration_s=5.0)
     await turns()
     assert stages.told == ["close", "finish"]
     stages.finished.set()
     await turns()
     assert stages.told == ["close", "finish", "finish ended", "offer_cache"]
-    stages.bequeathed.set()
+    stages.offered.set()
     await turns()
     assert stages.told[4:] == ["offer_cache ended", "drain"]
     stages.drained.set()
@@ -127,10 +127,10 @@ async def test_work_first_then_the_cache_then_what_is_still_read() -> None:
 
 async def test_work_that_takes_all_the_time_does_not_cost_the_cache() -> None:
     stages = Stages()
-    leaving = stages.leave(drain_s=60.0, succession_s=60.0)
+    leaving = stages.leave(drain_s=60.0, migration_s=60.0)
     await turns()
     assert stages.told == ["close", "finish", "offer_cache"]
-    stages.bequeathed.set()
+    stages.offered.set()
     await turns()
     assert "drain" not in stages.told
     stages.finished.set()
@@ -141,7 +141,7 @@ async def test_work_that_takes_all_the_time_does_not_cost_the_cache() -> None:
 async def test_it_ends_in_time_whatever_is_left() -> None:
     stages = Stages()
     async with asyncio.timeout(WAIT_S):
-        await stages.leave(drain_s=0.05, succession_s=0.01)
+        await stages.leave(drain_s=0.05, migration_s=0.01)
     assert "drain" not in stages.told
 
 

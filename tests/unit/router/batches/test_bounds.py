@@ -16,9 +16,8 @@ from pathlib import Path
 import pytest
 
 from router.batches.files import store as store_module
-from router.batches.files.store import BatchStore
+from router.batches.files.store import BatchStore, UploadSlots, acquire_all
 from router.batches.files.types import BatchStatus, ObjectNotFound, StoredBatch
-from router.batches.files.upload_slots import UploadSlots, acquire_all
 from router.batches.runner import MOST_AT_WORK, MOST_OF_TENANT, startable
 from router.http.body.upload import FRAME_BYTES
 from tandem.config.cluster import RouterConfig
@@ -313,7 +312,7 @@ def test_store_process_killed_while_it_writes_loses_no_result(store: BatchStore)
 
 
 def test_a_process_that_is_killed_gives_its_places_back(tmp_path: Path) -> None:
-    code = "import sys, pathlib; from router.batches.files.upload_slots import UploadSlots; "
+    code = "import sys, pathlib; from router.batches.files.store import UploadSlots; "
     code += "held = UploadSlots(pathlib.Path(sys.argv[1]), 1).acquire(); print(held is not None, flush=True); input()"
     command = [sys.executable, "-c", code, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:

@@ -5,9 +5,9 @@ from random import Random
 import pytest
 
 from router.placement.costs import CostModel
-from router.placement.worker_selection import Affinity
 from router.placement.placer import Assignment, Placer
 from router.placement.prefix_replication import HotPrefixes, ReplicationPolicy
+from router.placement.worker_selection import Affinity
 from router.types.worker_view import PrefixChange, WorkerLoad
 from router.workers.prefix_map import PrefixMap
 from router.workers.registry import WorkerRegistry

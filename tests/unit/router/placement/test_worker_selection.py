@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.placement import place as placing
+from router.placement import worker_selection as placing
 from router.placement.costs import CostModel
-from router.placement.worker_selection import Affinity, NoDecodeWorker, Placement, PlacementDemand, PlacementReason
 from router.placement.prefix_holders import best_holder
+from router.placement.worker_selection import Affinity, NoDecodeWorker, Placement, PlacementDemand, PlacementReason
 from router.types.worker_view import WorkerKey, WorkerLoad, WorkerSnapshot
 from tandem.errors import RequestTooLarge
 from tandem.values.ids import Incarnation, WorkerId

@@ -1,4 +1,4 @@
-"""Who inherits a cache, how much of it is named, and what happens when somebody goes in the middle."""
+"""Who is to have a leaving worker's cache, how much of it is named, and what if somebody goes in the middle."""
 
 from dataclasses import replace
 from typing import Any
@@ -30,8 +30,8 @@ CHAINS = (
 
 
 def chosen(leaving: WorkerSnapshot, *workers: WorkerSnapshot) -> str | None:
-    successor = choose_migration_target(leaving, [leaving, *workers])
-    return None if successor is None else successor.info.key.worker_id
+    target = choose_migration_target(leaving, [leaving, *workers])
+    return None if target is None else target.info.key.worker_id
 
 
 def test_the_one_with_most_room_then_least_to_do_then_by_name() -> None:
@@ -56,13 +56,13 @@ def test_its_own_pool_comes_first() -> None:
         made("d1", block_size=8),
     ],
 )
-def test_who_cannot_succeed(unfit: WorkerSnapshot) -> None:
+def test_who_cannot_be_the_target(unfit: WorkerSnapshot) -> None:
     leaving = made("d0", transports=frozenset({"shm"}))
     assert chosen(leaving, unfit) is None
     assert chosen(leaving) is None
 
 
-def test_a_worker_that_lends_to_nobody_has_no_successor() -> None:
+def test_a_worker_that_lends_to_nobody_has_no_target() -> None:
     assert chosen(worker("d0"), made("d1")) is None
 
 
@@ -77,14 +77,14 @@ def test_no_more_is_named_than_has_room() -> None:
 
 class Port:
     def __init__(self) -> None:
-        self.inherited: list[tuple[MigrationPlan, float, float]] = []
-        self.num_settled = 0
+        self.migrated: list[tuple[MigrationPlan, float, float]] = []
+        self.num_ended = 0
 
-    def inherit(self, share: MigrationPlan, *, within_s: float, prefill_tokens_per_s: float) -> None:
-        self.inherited.append((share, within_s, prefill_tokens_per_s))
+    def migrate(self, share: MigrationPlan, *, within_s: float, prefill_tokens_per_s: float) -> None:
+        self.migrated.append((share, within_s, prefill_tokens_per_s))
 
-    def settle(self) -> None:
-        self.num_settled += 1
+    def end_migration(self) -> None:
+        self.num_ended += 1
 
 
 class World:
@@ -93,122 +93,122 @@ class World:
         self.ports = {key: Port() for key in self.workers}
         self.now_s = 100.0
         ports: Any = self.ports
-        self.successions = CacheMigrations(
+        self.migrations = CacheMigrations(
             snapshots=lambda: list(self.workers.values()), port=ports.get, clock=lambda: self.now_s
         )
 
-    def offer_cache(self, name: str, lends_s: float = 5.0) -> None:
+    def offer_cache(self, name: str, within_s: float = 5.0) -> None:
         self.workers[key(name)] = replace(self.workers[key(name)], draining=True)
-        self.successions.bequeathed(key(name), CacheOffer(chains=CHAINS, lends_s=lends_s))
+        self.migrations.cache_offered(key(name), CacheOffer(chains=CHAINS, within_s=within_s))
 
     def leave(self, name: str) -> None:
         del self.workers[key(name)]
         del self.ports[key(name)]
-        self.successions.left(key(name))
+        self.migrations.left(key(name))
 
-    def whom(self, successor: str) -> list[str]:
-        return [share.holder.worker_id for share, _, _ in self.ports[key(successor)].inherited]
+    def whom(self, target: str) -> list[str]:
+        return [share.holder.worker_id for share, _, _ in self.ports[key(target)].migrated]
 
     def asked(self) -> list[str]:
-        return [name.worker_id for name, port in self.ports.items() if port.inherited]
+        return [name.worker_id for name, port in self.ports.items() if port.migrated]
 
 
 def key(name: str) -> WorkerKey:
     return WorkerKey(WorkerId(name), Incarnation(1))
 
 
-def test_a_succession_from_the_bequest_to_its_end() -> None:
+def test_a_migration_from_the_offer_to_its_end() -> None:
     world = World(made("d0", rate=10.0), made("d1"), made("d2", free=10, rate=30.0))
     world.offer_cache("d0")
     assert world.asked() == ["d1"]
-    [(share, within_s, rate)] = world.ports[key("d1")].inherited
+    [(share, within_s, rate)] = world.ports[key("d1")].migrated
     assert (share.holder.worker_id, share.chains, within_s, rate) == ("d0", CHAINS, 5.0, 30.0)
-    world.successions.inherited(key("d2"), key("d0"))  # it was not asked
-    assert not world.ports[key("d0")].num_settled
-    world.successions.inherited(key("d1"), key("d0"))
-    world.successions.inherited(key("d1"), key("d0"))
-    assert world.ports[key("d0")].num_settled == 1
-    assert not len(world.successions)
+    world.migrations.migration_ended(key("d2"), key("d0"))  # it was not asked
+    assert not world.ports[key("d0")].num_ended
+    world.migrations.migration_ended(key("d1"), key("d0"))
+    world.migrations.migration_ended(key("d1"), key("d0"))
+    assert world.ports[key("d0")].num_ended == 1
+    assert not len(world.migrations)
 
 
-def test_without_a_successor_the_leaver_is_let_go_at_once() -> None:
+def test_without_a_target_the_leaver_is_let_go_at_once() -> None:
     world = World(made("d0"))
     world.offer_cache("d0")
-    assert world.ports[key("d0")].num_settled == 1
-    assert not len(world.successions)
+    assert world.ports[key("d0")].num_ended == 1
+    assert not len(world.migrations)
 
 
-def test_a_successor_that_dies_has_a_successor_while_there_is_time() -> None:
+def test_a_target_that_dies_has_a_target_while_there_is_time() -> None:
     world = World(made("d0"), made("d1"), made("d2", free=10), made("d3", free=5))
     world.offer_cache("d0")
     world.now_s += 2.0
     world.leave("d1")
-    [(_, within_s, _)] = world.ports[key("d2")].inherited
+    [(_, within_s, _)] = world.ports[key("d2")].migrated
     assert within_s == pytest.approx(3.0)
     world.now_s += 3.0
     world.leave("d2")
-    assert not world.ports[key("d3")].inherited
-    assert world.ports[key("d0")].num_settled == 1
-    assert not len(world.successions)
+    assert not world.ports[key("d3")].migrated
+    assert world.ports[key("d0")].num_ended == 1
+    assert not len(world.migrations)
 
 
 def test_a_leaver_that_dies_leaves_nothing_behind() -> None:
     world = World(made("d0"), made("d1"))
     world.offer_cache("d0")
     world.leave("d0")
-    assert not len(world.successions)
-    world.successions.inherited(key("d1"), key("d0"))
-    assert not len(world.successions)
+    assert not len(world.migrations)
+    world.migrations.migration_ended(key("d1"), key("d0"))
+    assert not len(world.migrations)
 
 
-def test_two_that_leave_do_not_inherit_from_each_other() -> None:
+def test_two_that_leave_are_no_targets_of_each_other() -> None:
     world = World(made("d0"), made("d1"))
     world.offer_cache("d0")
     world.offer_cache("d1")
     assert world.asked() == ["d1"], "who leaves later is asked before that is known"
-    assert world.ports[key("d1")].num_settled == 1
-    world.successions.inherited(key("d1"), key("d0"))
-    assert world.ports[key("d0")].num_settled == 1, "nobody else is there"
-    assert not len(world.successions)
+    assert world.ports[key("d1")].num_ended == 1
+    world.migrations.migration_ended(key("d1"), key("d0"))
+    assert world.ports[key("d0")].num_ended == 1, "nobody else is there"
+    assert not len(world.migrations)
 
 
-def test_a_successor_that_is_told_to_go_has_a_successor_while_there_is_time() -> None:
+def test_a_target_that_is_told_to_go_has_a_target_while_there_is_time() -> None:
     world = World(made("d0"), made("d1"), made("d2", free=50), made("d3", free=5))
     world.offer_cache("d0")
     world.now_s += 1.0
     world.offer_cache("d1")
     assert world.asked() == ["d1", "d2"]
-    world.successions.inherited(key("d1"), key("d0"))
+    world.migrations.migration_ended(key("d1"), key("d0"))
     assert world.whom("d2") == ["d1", "d0"]
-    assert not world.ports[key("d0")].num_settled
-    assert world.ports[key("d2")].inherited[1][1] == pytest.approx(4.0)
-    world.successions.inherited(key("d1"), key("d0"))  # it is that no more
-    assert not world.ports[key("d0")].num_settled
-    world.successions.inherited(key("d2"), key("d0"))
-    world.successions.inherited(key("d2"), key("d1"))
-    assert [world.ports[key(name)].num_settled for name in ("d0", "d1")] == [1, 1]
+    assert not world.ports[key("d0")].num_ended
+    assert world.ports[key("d2")].migrated[1][1] == pytest.approx(4.0)
+    world.migrations.migration_ended(key("d1"), key("d0"))  # it is that no more
+    assert not world.ports[key("d0")].num_ended
+    world.migrations.migration_ended(key("d2"), key("d0"))
+    world.migrations.migration_ended(key("d2"), key("d1"))
+    assert [world.ports[key(name)].num_ended for name in ("d0", "d1")] == [1, 1]
     assert world.asked() == ["d1", "d2"]
-    assert not len(world.successions)
+    assert not len(world.migrations)
 
 
-def test_who_does_not_drain_bequeaths_nothing() -> None:
+def test_who_does_not_drain_offers_nothing() -> None:
     world = World(made("d0"), made("d1"))
     for _ in range(3):
-        world.successions.bequeathed(key("d0"), CacheOffer(chains=CHAINS, lends_s=5.0))
+        world.migrations.cache_offered(key("d0"), CacheOffer(chains=CHAINS, within_s=5.0))
     assert not world.asked()
-    assert not len(world.successions)
+    assert not len(world.migrations)
 
 
-def test_a_worker_that_bequeaths_again_makes_no_more_work() -> None:
-    """Neither while somebody inherits nor afterwards, until it has gone and come back."""
+def test_a_worker_that_offers_its_cache_again_makes_no_more_work() -> None:
+    """Neither while a migration is under way nor afterwards, until it has gone and come back."""
     world = World(made("d0"), made("d1"))
     for _ in range(3):
         world.offer_cache("d0")
     assert world.whom("d1") == ["d0"]
-    world.successions.inherited(key("d1"), key("d0"))
+    world.migrations.migration_ended(key("d1"), key("d0"))
     world.offer_cache("d0")
     assert world.whom("d1") == ["d0"]
-    assert world.ports[key("d0")].num_settled == 1
-    world.successions.left(key("d0"))
+    assert world.ports[key("d0")].num_ended == 1
+    world.migrations.left(key("d0"))
     world.offer_cache("d0")
     assert world.whom("d1") == ["d0", "d0"]
