@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_telemetry_options(parser: argparse.ArgumentParser) -> None:
-    seconds, turn_s, parts = 180.0, 2.0, ("spans", "router", "cluster")
+    seconds, turn_s, parts = 180.0, 2.0, TELEMETRY_PARTS
     parser.add_argument("--only", nargs="+", choices=parts, metavar="PART", help=f"some of: {', '.join(parts)}")
     parser.add_argument(
         "--seconds", type=float, default=seconds, metavar="S", help=f"of all rounds; one more ends later; {seconds:g}"
@@ -151,6 +151,7 @@ WIDTH = 120
 """Of a table in a file or a pipe."""
 PARTS = ("logits", "gates", "startup", "speed", "parity", "bf16")
 QUICK_PARTS = PARTS[:-1]
+TELEMETRY_PARTS = ("spans", "router", "cluster")
 """bf16 has no goal, and the fewer prompts, the less its rate says."""
 _SUBJECTS: Mapping[str, Callable[[argparse.Namespace, list[Row], Console], Coroutine[None, None, None]]] = {
     "spine": _spine,

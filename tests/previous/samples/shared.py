@@ -2,11 +2,10 @@
 
 from collections.abc import Callable
 
-from tandem.cluster_state.keys import ClusterStateKeys
-
 from router.admission.shared_rate_limits import tenant_tags
 from router.types.stream_ids import ChoicePosition, StreamHead, StreamIds, request_digest
 from tandem.cluster_state import entries
+from tandem.cluster_state.redis_keys import ClusterStateKeys
 from tandem.values.block_hash import BlockHasher, root_hash
 from tandem.values.ids import BlockHash, Incarnation, WorkerId
 from tandem.values.roles import WorkerRole

@@ -8,8 +8,9 @@ from statistics import stdev
 import pytest
 import yaml
 
+from tandem_bench.__main__ import TELEMETRY_PARTS
 from tandem_bench.errors import CannotMeasure
-from tandem_bench.telemetry import options, spans
+from tandem_bench.telemetry import spans
 from tandem_bench.telemetry.measure import KINDS, OFF, PARTS, SPANS, Kind, _rows
 from tandem_bench.telemetry.receiver import span_counter
 from tandem_bench.telemetry.turns import LOADS, ROLES, Turn
@@ -51,7 +52,7 @@ def test_costs_are_against_the_same_rounds_without() -> None:
 
 
 def test_parts_are_those_that_the_command_names() -> None:
-    assert (SPANS, *PARTS) == options.PARTS
+    assert (SPANS, *PARTS) == TELEMETRY_PARTS
 
 
 @pytest.mark.parametrize(("num_spans", "named"), [(0, "every trace"), (TURN.num_spans, "off again")])
