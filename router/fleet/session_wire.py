@@ -319,7 +319,7 @@ def cache_offer_from_pb(offer: pb.Bequest) -> CacheOffer:
         chains = chains_from_pb(offer.chains)
     except InvalidRequest as error:
         raise ProtocolError(f"bequest: {error.message}") from None
-    return CacheOffer(chains=chains, within_s=min(max(0.0, offer.lends_s), _MAX_OFFER_S))
+    return CacheOffer(chains=chains, lends_s=min(max(0.0, offer.lends_s), _MAX_OFFER_S))
 
 
 def fetch_cache_to_pb(share: MigrationPlan, *, within_s: float, prefill_tokens_per_s: float) -> pb.RouterMessage:
@@ -377,7 +377,7 @@ def transfers_from_pb(report: pb.TransferReport) -> TransferReport:
         leased_blocks=report.leased_blocks,
         quarantined_blocks=report.quarantined_blocks,
         loans=report.loans,
-        migrated=tuple(map(_migrated, report.inherited[: len(_MIGRATED)])),
+        inherited=tuple(map(_migrated, report.inherited[: len(_MIGRATED)])),
     )
 
 

@@ -124,7 +124,7 @@ class TransferMetrics(Collector):
         for field, (name, text) in _INHERITED.items():
             migrated = CounterMetricFamily(name, text, labels=(*_WORKER, "outcome"))
             for shown in self._shown:
-                for blocks in shown.report.migrated:
+                for blocks in shown.report.inherited:
                     migrated.add_metric((*shown.labels, blocks.outcome), getattr(blocks, field))
             yield migrated
         yield from (self._blocks(), self._exports(), self._fetches())

@@ -143,7 +143,7 @@ class CacheOffer:
     """What a draining worker has cached, hottest first, and for how long others may fetch it."""
 
     chains: tuple[CachedChain, ...]
-    within_s: float
+    lends_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -136,7 +136,7 @@ class TransferReport:
     leased_blocks: int
     quarantined_blocks: int
     loans: int
-    migrated: tuple[MigratedBlocks, ...] = ()
+    inherited: tuple[MigratedBlocks, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

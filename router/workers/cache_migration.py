@@ -107,7 +107,7 @@ class CacheMigrations:
         if leaving in self._heard or not self._is_draining(leaving):
             return
         self._heard.add(leaving)
-        self._under_way[leaving] = _Migration(chains=offer.chains, ends_s=self._clock() + offer.within_s)
+        self._under_way[leaving] = _Migration(chains=offer.chains, ends_s=self._clock() + offer.lends_s)
         self._choose_target(leaving)
 
     def migration_ended(self, target: WorkerKey, leaving: WorkerKey) -> None:

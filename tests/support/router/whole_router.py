@@ -98,7 +98,7 @@ class PortWorker:
         registry, key = self._whole.registry, self.info.key
         if told:
             registry.draining(key, "told to")
-            registry.cache_offered(key, CacheOffer(chains=(), within_s=1.0))
+            registry.cache_offered(key, CacheOffer(chains=(), lends_s=1.0))
         registry.left(key, "gone")
         lost, self.live = self.live, {}
         self._held.clear()

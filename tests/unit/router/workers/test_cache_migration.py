@@ -99,7 +99,7 @@ class World:
 
     def offer_cache(self, name: str, within_s: float = 5.0) -> None:
         self.workers[key(name)] = replace(self.workers[key(name)], draining=True)
-        self.migrations.cache_offered(key(name), CacheOffer(chains=CHAINS, within_s=within_s))
+        self.migrations.cache_offered(key(name), CacheOffer(chains=CHAINS, lends_s=within_s))
 
     def leave(self, name: str) -> None:
         del self.workers[key(name)]
@@ -194,7 +194,7 @@ def test_a_target_that_is_told_to_go_has_a_target_while_there_is_time() -> None:
 def test_who_does_not_drain_offers_nothing() -> None:
     world = World(made("d0"), made("d1"))
     for _ in range(3):
-        world.migrations.cache_offered(key("d0"), CacheOffer(chains=CHAINS, within_s=5.0))
+        world.migrations.cache_offered(key("d0"), CacheOffer(chains=CHAINS, lends_s=5.0))
     assert not world.asked()
     assert not len(world.migrations)
 

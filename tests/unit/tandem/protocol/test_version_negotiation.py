@@ -134,7 +134,7 @@ async def test_a_worker_is_told_nothing_that_its_version_lacks(monkeypatch: pyte
         info = hello_from_pb(pb.WorkerMessage(hello=hello))
         session = WorkerSession(None, info, SessionSettings(metadata=(), incarnation=Incarnation(1)))
         session.resync()
-        session.settle()
+        session.end_migration()
         assert [message.WhichOneof("kind") for message in session._outgoing] == expected
 
 
