@@ -3,7 +3,7 @@
 Parity of kernels and engine, the machine's ceilings, an 8B-shaped random model's speed against them, peers; under eight
 minutes on an H200. Needs torch, triton, numpy and safetensors, and transformers for parity and its own speed; no
 model, no network, no installation of this package. Every part runs in a process of its own within a budget of its own
-(bench.gpu.isolation): what fails is reported and the rest goes on.
+(tandem_bench.gpu.isolation): what fails is reported and the rest goes on.
 
 `--device cpu --shape tiny` runs all of it small, with kernels in Triton's interpreter, to see that it runs.
 

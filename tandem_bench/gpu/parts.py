@@ -16,27 +16,27 @@ class Part:
 
 def _part(name: str, where: str, budget_s: float) -> Part:
     module, _, function = where.rpartition(".")
-    return Part(name=name, module=f"bench.gpu.{module}", function=function, budget_s=budget_s)
+    return Part(name=name, module=f"tandem_bench.gpu.{module}", function=function, budget_s=budget_s)
 
 
 PARTS = (
     _part("environment", "machine.environment", 15),
     _part("ceilings", "machine.ceilings", 28),
-    _part("parity.flash_decode", "attention_parity.flash_decode_parity", 26),
-    _part("parity.paged_prefill", "attention_parity.paged_prefill_parity", 26),
-    _part("parity.rope_kv", "row_parity.rope_kv_parity", 14),
-    _part("parity.add_rms_norm", "row_parity.add_rms_norm_parity", 10),
-    _part("parity.silu_mul", "row_parity.silu_mul_parity", 10),
-    _part("parity.gemm_fixed", "row_parity.gemm_fixed_parity", 14),
-    _part("parity.sampling", "row_parity.sampling_parity", 14),
+    _part("parity.flash_decode", "kernels.attention_parity.flash_decode_parity", 26),
+    _part("parity.paged_prefill", "kernels.attention_parity.paged_prefill_parity", 26),
+    _part("parity.rope_kv", "kernels.row_parity.rope_kv_parity", 14),
+    _part("parity.add_rms_norm", "kernels.row_parity.add_rms_norm_parity", 10),
+    _part("parity.silu_mul", "kernels.row_parity.silu_mul_parity", 10),
+    _part("parity.gemm_fixed", "kernels.row_parity.gemm_fixed_parity", 14),
+    _part("parity.sampling", "kernels.row_parity.sampling_parity", 14),
     _part("parity.engine", "engine_parity.engine_parity", 52),
     _part("speed.decode", "model_speed.decode", 52),
     _part("speed.prefill", "model_speed.prefill", 26),
     _part("speed.pipelining", "pipelining.pipelining", 22),
     _part("speed.transformers", "transformers_peer.continuous_batching", 60),
-    _part("speed.flash_decode", "kernel_speed.flash_decode_speed", 18),
-    _part("speed.paged_prefill", "kernel_speed.paged_prefill_speed", 18),
-    _part("speed.rows", "kernel_speed.row_kernels_speed", 12),
-    _part("memory.quantised_kv", "quantised_kv.sequences_held", 10),
+    _part("speed.flash_decode", "kernels.speed.flash_decode_speed", 18),
+    _part("speed.paged_prefill", "kernels.speed.paged_prefill_speed", 18),
+    _part("speed.rows", "kernels.speed.row_kernels_speed", 12),
+    _part("memory.quantised_kv", "kernels.quantised_kv.sequences_held", 10),
     _part("hand-off", "hand_off.hand_off", 30),
 )

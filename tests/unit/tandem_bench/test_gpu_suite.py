@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,10 @@ def suite(folder: Path, *options: str) -> tuple[int, dict[str, Any], str]:
     )
     assert file.exists(), done.stderr
     return done.returncode, json.loads(file.read_text()), done.stdout
+
+
+def test_parts_name_modules_that_exist() -> None:
+    assert [part.name for part in PARTS if find_spec(part.module) is None] == []
 
 
 @pytest.mark.slow  # half a minute
