@@ -75,7 +75,7 @@ def test_a_rank_that_leaves_is_noticed_and_a_closed_group_is_of_no_use() -> None
     def work(group):
         if group.rank == 1:
             return None
-        with pytest.raises(RankLost, match="rank 0 lost the others"):
+        with pytest.raises(RankLost, match="rank 0 lost the other ranks"):
             group.all_reduce_(torch.ones(3))
         group.close()
         with pytest.raises(RankLost, match="closed"):
