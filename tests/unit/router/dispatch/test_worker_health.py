@@ -311,7 +311,7 @@ async def test_a_run_that_was_continued_elsewhere_takes_no_standing_along() -> N
         for _ in range(2):
             await worker.submissions.get()
         await former.aclose()
-        (standing,) = router.dispatcher.health.poison._standings.values()
-        assert [key.worker_id for key in standing.workers] == ["d0"]
+        (tracked,) = router.dispatcher.health.poison._choices.values()
+        assert [key.worker_id for key in tracked.workers] == ["d0"]
         going_on.cancel()
         await asyncio.gather(going_on, return_exceptions=True)
