@@ -31,7 +31,7 @@ async def open_status(
     decisions: DecisionLog,
     readiness: ReadinessCheck,
 ) -> StatusFeed:
-    """Alive until the stack closes."""
+    """Start the status feed; the stack stops it."""
     sources = StatusSources(
         model=model,
         placer=dispatcher.placer,
