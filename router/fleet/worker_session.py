@@ -164,8 +164,8 @@ class WorkerSession:
         self._settings = settings
         self._attempts: dict[RequestId, _Attempt] = {}
         self._reads: dict[RequestId, _Read] = {}
-        # Bounded: submits by `max_queued_submits`, reroutes and cancels by the attempts that they concern. Cache
-        # fetches and migration ends by the draining workers: one each. Resyncs by time.
+        # Bounded: submits by `max_queued_submits`, reroutes and cancels by the attempts that they concern. Inherits
+        # and settles by the workers that drain: each is heard once, and names this worker once. Resyncs by time.
         self._outgoing: deque[pb.RouterMessage] = deque()
         self._pins: PendingPinOrders[pb.RouterMessage] = PendingPinOrders(most=settings.max_queued_pins)
         self._has_outgoing = asyncio.Event()

@@ -1,4 +1,4 @@
-"""Parses and checks requests for a prompt's own log probabilities, for HTTP and gRPC alike."""
+"""What a client asks of its prompt itself, checked for HTTP and gRPC alike."""
 
 from collections.abc import Sequence
 

@@ -45,6 +45,6 @@ def _add_bounds(name: str, found: Schema) -> None:
         return
     for branch in found.get("anyOf", [found]):
         if branch.get("type") in ("integer", "number"):
-            # A request for a prompt's log probabilities alone generates no token.
+            # Who asks of a prompt alone asks for no token.
             low = 0 if name == "max_tokens" else bound.low
             branch |= {"exclusiveMinimum" if bound.open_low else "minimum": low, "maximum": bound.high}

@@ -262,7 +262,7 @@ async def test_who_takes_over_from_one_that_says_nothing_tells_so(config, door, 
         sessions.join("a")
         handing._accepting.cancel()
         assert await sessions.wait(found)
-        assert "without knowing whom the predecessor has" in caplog.text
+        assert "without knowing the predecessor's workers" in caplog.text
         found.http.close()
         found.close()
     found.confirm_serving()
