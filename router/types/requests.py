@@ -43,8 +43,8 @@ class PinRequest:
     """Empty: named after the prefix and its TTL."""
     ttl_s: float = 0.0
     find_end_s: Callable[[], float | None] | None = None
-    """Returns that time on the router's clock, called once the prompt is computed: until then it may change. None from it:
-    the pin is not wanted any more."""
+    """Returns that time on the router's clock, called once the prompt is computed: until then it may change. None: the
+    pin is not wanted any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
