@@ -209,4 +209,4 @@ class Dispatcher:
 
 
 def _uncounted() -> None:
-    """Charge nobody."""
+    """Charge no tenant: probes are not counted."""

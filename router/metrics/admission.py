@@ -19,7 +19,7 @@ class AdmissionMetrics(Collector):
         self._labels = labels
 
     def collect(self) -> Iterable[Metric]:
-        """The current figures."""
+        """Yield the metric families with their current figures."""
         admission, counts = self._admission, self._admission.counts
         yield from self._line()
         yield _gauge("tandem_queue_oldest_seconds", "Waiting time of the oldest queued request", admission.oldest_s())

@@ -59,7 +59,7 @@ class StructuredOutputs(StrictBody):
     grammar: str | None = None
 
     def structures(self) -> Iterator[StructuredOutput]:
-        """The requested structure."""
+        """The structure that the client requested."""
         given = [
             StructuredOutput(shape=shape, value=value, param=_OUTPUTS)
             for shape, value in (
