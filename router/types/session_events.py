@@ -200,7 +200,7 @@ class WorkerPort(Protocol):
         ...
 
     def settle(self) -> None:
-        """Answer a cache offer: no worker fetches from it, any more or at all."""
+        """Answer a Bequest: nobody fetches any of it, any more or at all."""
         ...
 
     def pin(self, order: PinOrder) -> None:
