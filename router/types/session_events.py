@@ -113,7 +113,7 @@ class WorkerLost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptScoringOrder:
-    """One attempt at scoring one prompt; see `router.types.prompt_scoring.PromptScoringRequest`."""
+    """One attempt at reading one prompt; see `router.types.prompt_scoring.PromptScoringRequest`."""
 
     request_id: RequestId
     """Of the scoring, not of the client's request."""
