@@ -191,8 +191,8 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
     def notice_leave(self) -> None:
-        """Nobody reads from a paused connection, such as one with a next request behind the one under way, and so
-        nobody hears of its end."""
+        """A paused connection is not read, such as one with a next request behind the one under way, and so its
+        end goes unnoticed."""
         if self.flow.read_paused and _has_hung_up(self.transport):
             self.transport.abort()
 
@@ -290,7 +290,7 @@ class Connection(HttpToolsProtocol):
 
 
 def _has_hung_up(transport: asyncio.Transport) -> bool:
-    """Asked of the kernel, which knows it before all that was sent is read."""
+    """Queried from the kernel, which knows it before all data is read."""
     poll = select.poll()
     poll.register(transport.get_extra_info("socket").fileno(), _HUNG_UP)
     return bool(poll.poll(0))
@@ -354,7 +354,7 @@ class _DirectLink:
         self._on_leave = callback
         if callback is None:
             return
-        # Nobody hears of an end behind a body that is too large to be read on.
+        # The end of a connection goes unnoticed behind a body that is too large to be read.
         self._flow.resume_reading()
         if self._cycle is None or self._cycle.disconnected:
             callback()
@@ -366,7 +366,7 @@ class _DirectLink:
         return self._cycle is None
 
     def client_left(self) -> None:
-        """Note that nobody is left: uvicorn notifies the newest request alone."""
+        """Record that the client left: uvicorn notifies the newest request alone."""
         cycle, self._cycle = self._cycle, None
         if cycle is None or cycle.response_complete:
             return
