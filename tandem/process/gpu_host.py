@@ -19,7 +19,7 @@ class GpuHost(Protocol):
     """Source of information about a host's GPUs."""
 
     def names(self) -> tuple[str, ...]:
-        """UUIDs of the GPUs that this process may use, in the order of their indices."""
+        """Names of the GPUs that this process may use, in the order of their indices."""
         ...
 
     def put_first(self, gpus: Sequence[int]) -> None:

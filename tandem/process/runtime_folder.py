@@ -19,7 +19,7 @@ def runtime_folder() -> Path:
 
 
 def place_for_socket(path: Path, what: str) -> None:
-    """Prepare a socket's private folder. Raises ConfigError, naming `what`, if others could enter or no socket is there.""" 
+    """Prepare a socket's private folder. Raises ConfigError, naming the setting `what`, where that fails."""
     enter_privately(path.parent, what)
     if path.exists() and not path.is_socket():
         raise ConfigError(f"{what}: {path} exists and is not a socket")

@@ -16,7 +16,7 @@ SERVING, _NOT_SERVING = b"\x08\x01", b"\x08\x02"
 
 
 def health_handler(takes_work: Callable[[], bool]) -> grpc.GenericRpcHandler:
-    """Answers `Check`: SERVING while the event loop runs and `takes_work`, then NOT_SERVING."""
+    """Build the handler of `Check`: SERVING while the event loop runs and `takes_work`, then NOT_SERVING."""
 
     async def check(_unread: Any, _context: Any) -> bytes:
         return SERVING if takes_work() else _NOT_SERVING
