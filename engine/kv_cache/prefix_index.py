@@ -93,7 +93,7 @@ class PrefixIndex:
         self.events.append(Stored(name, parent))
 
     def rebind(self, name: BlockHash, block: BlockId) -> BlockId:
-        """Let a referenced block take over a parked name; returns the block that had it, which is now free."""
+        """Let a referenced block take over a parked name; returns the block that had it, which has no name now."""
         entry = self._entries[name]
         self._unpark(entry)
         former, entry.block = entry.block, block

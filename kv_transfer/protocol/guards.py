@@ -88,7 +88,7 @@ def contradicting_seal(seal: Seal, known: Seal) -> bool:
 
 
 def repeated_first_token(known: FirstToken | None, resume: bool) -> bool:
-    """The first token is authoritative: later ones are dropped."""
+    """A first token is known already and authoritative: later ones are dropped."""
     return resume or known is not None
 
 
@@ -123,7 +123,7 @@ def still_live(state: HandoffState) -> bool:
 
 
 def not_granted(grant: bytes | None) -> bool:
-    """The receiver has granted the write; nothing is written before."""
+    """The receiver has not granted the write yet."""
     return grant is None
 
 

@@ -283,7 +283,7 @@ class Sender:
         return self._advance(coming=self._units_in(coming), num_layers=event.num_layers)
 
     def _note_sources(self, num_tokens: int, blocks: Sequence[BlockId]) -> int:
-        """The blocks of the table that these tokens fill; all of them with the last token."""
+        """Note as sources the blocks of the table that these tokens fill; all of them with the last token."""
         if num_tokens >= self._end_tokens:
             return min(self._held_blocks + self._num_blocks, len(blocks))
         return min(num_tokens // self.plan.block_size, len(blocks))
