@@ -124,7 +124,7 @@ def test_nobody_ends_within_a_run() -> None:
         worker.sched.fast_forward(left + 1, TOKEN)
 
 
-def test_no_run_while_a_step_is_under_way() -> None:
+def test_fast_forward_with_step_in_flight_has_no_run() -> None:
     worker = Worker([(1, 10, 20, 0)], at_once=False, num_blocks=40, rows=4, block_size=16)
     worker.run(3)
     assert worker.sched.schedule(4.0) is not None
