@@ -1,4 +1,4 @@
-"""Puts an engine together: model, memory budget, KV pool, scheduler, runner. Each step may refuse with ConfigError."""
+"""Assembles an engine: model, memory budget, KV pool, scheduler, runner. Each step may raise ConfigError."""
 
 import logging
 import time
@@ -52,10 +52,10 @@ from tandem.values.kv_layout import KVLayout
 _log = logging.getLogger(__name__)
 _KV_EVENT_CAPACITY = 65_536
 _DEFAULT_CONTEXTS = 32
-"""KV pool when nobody states its size: this many sequences of the full context, or the memory limit."""
+"""Default size of the KV pool: this many sequences of the full context, within the memory limit."""
 _WORKSPACE_MARGIN = 1.25
 _RANK_TIMEOUT_S = 60.0
-"""A rank that computes as long as this while others wait for it is taken for frozen."""
+"""A rank that computes for this long while others wait for it counts as frozen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,7 @@ class EngineParts:
     pool: PoolMemory | None = None
     """The KV memory of all ranks, when `assemble` was given a place for it."""
     disk: DiskStore | None = None
-    """The cache's third tier; whoever stops the engine closes it after that."""
+    """The cache's disk tier, to be closed after the engine has stopped."""
     stall_s: float | None = None
     """See `engine.stall`."""
     guides: Guides | None = None

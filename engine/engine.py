@@ -1,9 +1,9 @@
 """The engine's one thread: it alone touches the scheduler, the runner and, through it, the device.
 
-Others hand it closures (`call`), run between two launches, and get one callback per step. An engine that is pipelined
-plans and launches a step while the one before still runs, so that the device never waits for the host. When nothing can
-run the thread sleeps on a condition until the next call. A failure of the runner or a broken invariant ends it: the
-pending calls fail, `on_fatal` is called, and the process is expected to die: nothing is served from a broken state.
+Other threads submit closures with `call`, which run between two launches, and get one callback per step. A pipelined
+engine plans and launches a step while the previous one still runs, so that the device never waits for the host. With
+nothing to run, the thread sleeps on a condition until the next call. A failure of the runner or a broken invariant ends
+it: pending calls fail, `on_fatal` is called, and the process is expected to exit rather than serve from a broken state.
 """
 
 import logging
@@ -57,7 +57,7 @@ class _Call(Generic[T]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Launched:
-    """A step under way."""
+    """A launched step that has not been settled."""
 
     batch: Batch
     num_tokens: int
@@ -66,11 +66,11 @@ class _Launched:
     launched_s: float
     """When the runner was called."""
     ended_s: float | None
-    """When `launch` returned, if the step was over by then: launching the next one is not part of its time."""
+    """When `launch` returned, if the step had ended by then, so that its time excludes the launch of the next one."""
 
 
 class Engine:
-    """Runs steps for as long as there is work, and callers' closures in between."""
+    """Runs steps while there is work, and callers' closures between them."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Engine:
 
         `on_step` gets one output per step, preceded by one without tokens when requests leave the queue, so that a
         hand-off can be offered while its prefill runs. `clock` is the one that requests' `arrival_s` is read from.
-        `pipelined`: launch a step before the one before has ended. `on_layers` is called within a step as layers are
+        `pipelined`: launch a step before the previous one has ended. `on_layers` is called within a step as layers are
         done, if the step computes `prefill_only` prompts and the runner reports layers.
         """
         self._scheduler = scheduler
@@ -99,7 +99,7 @@ class Engine:
         self._on_layers = on_layers
         self._launched: _Launched | None = None
         self._ended_s = 0.0
-        """When the last settled step was over."""
+        """When the last settled step ended."""
         self._wake = threading.Condition()
         self._calls: deque[_Call[Any]] = deque()
         self._closed: ServingError | None = None
@@ -112,11 +112,11 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="tandem-engine", daemon=True)
 
     def start(self) -> None:
-        """Start the thread; once in an engine's life."""
+        """Start the thread. Call it once."""
         self._thread.start()
 
     def stop(self, timeout_s: float | None = None) -> bool:
-        """End after the steps under way; pending calls fail. False when the thread did not end in time."""
+        """Stop after the steps in flight and fail pending calls. Returns False if the thread did not end in time."""
         with self._wake:
             self._is_stopping = True
             self._wake.notify()
@@ -126,7 +126,7 @@ class Engine:
     def call(self, fn: Callable[[Scheduler], T]) -> "Future[T]":
         """Run `fn` on the engine thread between two launches; from any thread.
 
-        A ServingError that it raises is its caller's; any other exception also ends the engine. After the end the
+        A ServingError from `fn` fails the future only; any other exception also ends the engine. After the end the
         future fails with Unavailable (stopped) or InternalError (failed).
         """
         call = _Call(fn)
@@ -140,11 +140,11 @@ class Engine:
         return call.future
 
     def replace_runner(self, replace: Callable[[Runner], Runner]) -> None:
-        """Replace the runner from the next launch on. Only in a closure on the engine's thread."""
+        """Replace the runner from the next launch on. Call it only from a closure on the engine's thread."""
         self._runner = replace(self._runner)
 
     def wake(self) -> None:
-        """Plan again, because something that the scheduler looks at has changed; from any thread."""
+        """Wake the engine to plan again after a change that the scheduler depends on; from any thread."""
         with self._wake:
             self._is_woken = True
             self._wake.notify()
@@ -155,7 +155,7 @@ class Engine:
             while self._wait():
                 self._num_turns += 1
                 self.turn = EngineTurn(self._num_turns)
-                # Only those queued by now: a storm of calls must not stop the steps.
+                # Only those queued by now: a flood of calls must not starve the steps.
                 for _ in range(len(self._calls)):
                     self._calls.popleft().run(self._scheduler)
                 self._is_idle = not self._step()
@@ -169,7 +169,7 @@ class Engine:
             self._close(Unavailable("the engine has stopped"))
 
     def _wait(self) -> bool:
-        """Sleep while there is nothing to do; False when it is time to end."""
+        """Sleep while there is nothing to do. Returns False when the engine is stopping."""
         patience_s = self._scheduler.patience_s(self._clock()) if self._is_idle else None
         self.turn = None
         with self._wake:
@@ -187,7 +187,7 @@ class Engine:
             call.fail(error)
 
     def _step(self) -> bool:
-        """Launch one batch and settle the one before, or the same one; False when there was neither."""
+        """Launch one batch and settle the previous or the same one. Returns False when there was neither."""
         scheduler = self._scheduler
         started_s = self._clock()
         batch = scheduler.schedule(started_s)
@@ -248,7 +248,7 @@ class Engine:
         output = self._scheduler.commit(launched.batch, tokens)
         timings = StepTimings(
             schedule_s=launched.schedule_s,
-            # A device begins a step when it has ended the one before.
+            # A device begins a step once it has finished the previous one.
             execute_s=ended_s - max(launched.launched_s, self._ended_s),
             commit_s=self._clock() - sampled_s,
             num_tokens=launched.num_tokens,

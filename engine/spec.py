@@ -1,4 +1,4 @@
-"""What an engine is to be; whoever has the cluster's configuration says it."""
+"""The specification of an engine, derived from the cluster's configuration."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +9,7 @@ from tandem.values.kv_layout import AUTO_DTYPE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
-    """What an engine is to be; the cluster's configuration says it (see tandem/config/cluster.py for each field)."""
+    """The specification of an engine; tandem/config/cluster.py documents each field."""
 
     model_path: Path
     dtype: str

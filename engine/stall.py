@@ -1,6 +1,6 @@
-"""When the engine's thread hangs: in a kernel, in a driver, in a sum over ranks of which one has stopped. Pure.
+"""Detects a hung engine thread: in a kernel, a driver, or a collective in which one rank has stopped. Pure.
 
-Its event loop goes on and answers routers, so nobody else would notice. A step may take long and be well: the bound is
+The worker's event loop still answers routers, so nothing else would notice. A healthy step may take long: the bound is
 wide, and wider for a step that its tokens are expected to take long in, by this worker's own measured rates.
 """
 
@@ -11,15 +11,15 @@ from engine.scheduler.step_rates import RateMeter
 _PATIENCE = 8.0
 """How many times as long as expected a step may take: a long context, a busy machine."""
 _FIRST_PATIENCE = 10.0
-"""How many times the bound the first steps may take, of which nobody knows what to expect: kernels may be compiled."""
+"""How many times the bound the first steps may take: their duration is unknown, kernels may be compiled."""
 
 
 class EngineTurn(NamedTuple):
-    """What the engine's thread does between two looks at what waits for it."""
+    """One turn of the engine's thread: the work between two checks of its queue."""
 
     number: int
     num_tokens: int = 0
-    """Of the steps that it launches or waits for."""
+    """Tokens of the steps that it launches or waits for."""
 
 
 class EngineStalled(Exception):
@@ -27,7 +27,7 @@ class EngineStalled(Exception):
 
 
 class StallWatch:
-    """Asked regularly. Time in which this process itself did not run counts for nothing."""
+    """Checks the engine's thread regularly. Time in which this process itself did not run does not count."""
 
     def __init__(self, *, stall_s: float | None, period_s: float, now_s: float) -> None:
         """`stall_s`: what any turn may take; None: no bound. `period_s`: how often `check` is meant to be called."""
@@ -36,10 +36,10 @@ class StallWatch:
         self._looked_s = now_s
         self._number: int | None = None
         self.age_s = 0.0
-        """For how long the present turn has been seen to last."""
+        """How long the present turn has lasted."""
 
     def check(self, turn: EngineTurn | None, rates: RateMeter, now_s: float) -> None:
-        """`turn`: the one under way, if the thread does not sleep. Raises EngineStalled."""
+        """Check `turn`, the present one; None while the thread sleeps. Raises EngineStalled."""
         passed_s, self._looked_s = min(now_s - self._looked_s, 2 * self._period_s), now_s
         if turn is None or turn.number != self._number:
             self._number, self.age_s = None if turn is None else turn.number, 0.0

@@ -1,4 +1,4 @@
-"""Places in host memory and files on disk for KV that leaves the pool: made from the configuration, left in order."""
+"""Assembles the tiers below the KV pool, host memory and disk, from the configuration, and shuts them down."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,12 +21,12 @@ MAX_DISK_BLOCKS = 1 << 18
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierSizes:
-    """What is asked for below the pool."""
+    """Configured sizes of the tiers below the pool."""
 
     offload_bytes: int = 0
-    """For preempted requests."""
+    """Bytes of host memory for preempted requests."""
     host_cache_bytes: int = 0
-    """For evicted blocks."""
+    """Bytes of host memory for evicted blocks."""
     disk_cache_bytes: int = 0
     disk_cache_path: Path | None = None
 
@@ -97,7 +97,7 @@ def _check_disk(sizes: TierSizes, layout: KVLayout) -> None:
 
 
 def open_disk(sizes: TierSizes, mover: BlockMover, identity: CacheIdentity) -> tuple[DiskStore, DiskSpec] | None:
-    """Take a folder of the path and look what is there; None without a path. Raises ConfigError."""
+    """Open a folder of the path and load its index; None without a path. Raises ConfigError."""
     if sizes.disk_cache_path is None:
         return None
     store = DiskStore(sizes.disk_cache_path, identity=identity, place=mover.place)

@@ -1,4 +1,4 @@
-"""`python -m router --config FILE`: the front doors, from the configuration to the drain."""
+"""`python -m router --config FILE`: the router process, from reading the configuration to the drain."""
 
 import asyncio
 import gc
@@ -74,7 +74,7 @@ _log = logging.getLogger(__name__)
 
 
 async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -> None:
-    """Join the workers, open the doors, serve until told to stop, drain. What is entered last leaves first."""
+    """Join the workers, open the servers, serve until stopped, drain. What is entered last is closed first."""
     secret, registry = cluster_secret(config), _registry(config)
     async with AsyncExitStack() as stack:
         predecessor = await _check_ports(stack, config, place)
@@ -85,13 +85,13 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         limits = _open_limits(stack, config, place, secret, incarnation := draw_incarnation())
         access = await stack.enter_async_context(AccessControl(config.router, limits))
         lifetime.on_reread(access.check_files)
-        board, fleet, named_anew = await _join_workers(stack, config, registry, secret, incarnation, limits)
+        cluster_state, fleet, named_anew = await _join_workers(stack, config, registry, secret, incarnation, limits)
         lifetime.on_reread(OneAtATime(ConfiguredWorkers(place.config_path, named_anew).read))
         if not await wait_for_workers(registry, fleet.addresses, lifetime, predecessor):
             return
         model = replace(_model_info(registry), has_chat_template=tokenizer.has_chat_template, defaults=defaults)
         tokenizer.check_fits(model.vocab_size)
-        metrics = make_metrics(config, model.name, access, board)
+        metrics = make_metrics(config, model.name, access, cluster_state)
         lifetime.on_reread(OneAtATime(ConfiguredPoolSizes(place.config_path, config, metrics.stated_workers).read))
         peers = await _join_host_peers(stack, place, metrics)
         decisions = DecisionLog(config.router.decisions_kept, clock=time.monotonic)
@@ -113,7 +113,7 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
             frontend, dispatcher, config.router, metrics, bounds.grpc, shares_port=True, keeper=access
         )
         http, rpc = await _open_servers(stack, config, place, app, server, bounds.http, access.tls, predecessor)
-        reached = ReachableWorkers(registry, canary, addresses=fleet.addresses, tell=heart.send)
+        reached = ReachableWorkers(registry, canary, addresses=fleet.addresses, publish=heart.send)
         handing = await _await_successor(stack, config, place, http, lifetime, reached, predecessor)
         await stack.enter_async_context(canary)
         await _begin_quality_probe(stack, config, registry, dispatcher, frontend, metrics)
@@ -141,15 +141,15 @@ async def _begin_quality_probe(
     frontend: Frontend,
     metrics: RouterMetrics,
 ) -> None:
-    asked = config.router.quality
-    if asked.period_s is None:
+    settings = config.router.quality
+    if settings.period_s is None:
         return
     probe = QualityProbe(
         registry,
         dispatcher,
-        tokens=tuple(frontend.tokenizer.encode(asked.text)),
+        tokens=tuple(frontend.tokenizer.encode(settings.text)),
         hash_root=frontend.hash_root(QUALITY_SALT),
-        period_s=asked.period_s,
+        period_s=settings.period_s,
     )
     metrics.registry.register(await stack.enter_async_context(probe))
 
@@ -169,9 +169,9 @@ def _announce(heart: Heartbeat, where: str, http: HttpServer, rpc: GrpcServer, m
 
 
 async def _check_ports(stack: AsyncExitStack, config: ClusterConfig, place: RouterPlace) -> RunningRouter | None:
-    """Before it waits for workers: whoever will hand over the doors. Raises OSError when one is taken otherwise.
+    """The running router that will hand its ports over, if any. Raises OSError when another process has a port.
 
-    For processes that share them their parent has looked.
+    Of processes that share their ports, the parent has checked.
     """
     if place.shared_folder is not None:
         return None
@@ -190,14 +190,14 @@ def _registry(config: ClusterConfig) -> WorkerRegistry:
 
 
 def _complete(stack: AsyncExitStack, frontend: Frontend, config: ClusterConfig, kept: CachedPrompts) -> None:
-    """What a frontend has before the doors open."""
+    """Give the frontend what it needs before the servers open."""
     frontend.kept = kept
     frontend.grammars = grammars = _grammars(config, frontend.model)
     stack.push_async_callback(grammars.close)
 
 
 def _collect_seldom() -> None:
-    """What was made until now lives as long as the process: collections need not look at it."""
+    """Keep objects made at startup out of garbage collections: they live as long as the process."""
     gc.freeze()
     gc.set_threshold(*_COLLECT_AFTER)
 
@@ -215,7 +215,7 @@ def _grammars(config: ClusterConfig, model: ModelInfo) -> GrammarProcess:
 async def _kept_prompts(
     stack: AsyncExitStack, config: ClusterConfig, registry: WorkerRegistry, place: RouterPlace
 ) -> CachedPrompts:
-    """With what the processes that share the doors have by name already."""
+    """The named caches, including those of processes that share the ports."""
     settings, pins = config.router.prompt_cache, registry.pins
     caches = NamedCaches(clock=time.time, most=settings.max_named, max_ttl_s=settings.max_ttl_s)
     if place.shared_folder is None:
@@ -233,20 +233,20 @@ async def _join_workers(
     incarnation: Incarnation,
     limits: SharedRateLimits,
 ) -> tuple[RouterClusterState | None, WorkerFleet, Callable[[frozenset[WorkerAddress]], None]]:
-    """Keep sessions to all workers; with Redis, those that it tells of are among them, and it tells what they hold.
+    """Keep sessions with all workers; with Redis, also with those it lists, and read their cache events from it.
 
     The last part of the result takes the addresses that the configuration names later.
     """
     named = configured_addresses(config)
     directory = ChangingDirectory(named)
     settings, named_anew = config.redis.redis_settings(), directory.replace
-    board: RouterClusterState | None = None
+    cluster_state: RouterClusterState | None = None
     if settings is not None:
-        board = RouterClusterState(
+        cluster_state = RouterClusterState(
             settings, secret=secret, router=incarnation, registry=registry, limits=limits, stated=named
         )
-        await stack.enter_async_context(board)
-        directory, named_anew = board.directory, board.directory.state
+        await stack.enter_async_context(cluster_state)
+        directory, named_anew = cluster_state.directory, cluster_state.directory.state
     fleet = WorkerFleet(
         directory=directory,
         listener=registry,
@@ -256,12 +256,12 @@ async def _join_workers(
             metadata=ClusterAuth(secret).client_metadata(),
             incarnation=incarnation,
             silence_s=config.router.worker_silence_s,
-            reads_board=board is not None,
+            reads_redis=cluster_state is not None,
         ),
         expected=registry.expected,
     )
     await stack.enter_async_context(fleet)
-    return board, fleet, named_anew
+    return cluster_state, fleet, named_anew
 
 
 def _open_limits(
@@ -282,8 +282,8 @@ async def _join_host_peers(
         return None
     peers = HostPeerExchange(place.shared_folder, index=place.index, render=metrics.render)
     metrics.collect_with((await stack.enter_async_context(peers)).figures)
-    books = HostPeerExchange(place.shared_folder, index=place.index, render=metrics.usage.render, name="usage")
-    metrics.usage.collect_with((await stack.enter_async_context(books)).others)
+    usage = HostPeerExchange(place.shared_folder, index=place.index, render=metrics.usage.render, name="usage")
+    metrics.usage.collect_with((await stack.enter_async_context(usage)).others)
     return peers
 
 
@@ -306,7 +306,7 @@ async def _open_servers(
     if predecessor is not None:
         http.inherit(predecessor.http)
     rpc = GrpcServer(server, host=where, port=config.router.grpc_port, grace_s=drain_s, tls=tls)
-    # First the one that nobody else can open: gRPC's would let another process in beside us.
+    # HTTP first, since its port is exclusive: gRPC's would let another process listen beside us.
     await stack.enter_async_context(http)
     await stack.enter_async_context(rpc)
     await rpc.set_serving(True)
@@ -322,7 +322,7 @@ async def _await_successor(
     reached: ReachableWorkers,
     predecessor: RunningRouter | None,
 ) -> ListenerHandover | None:
-    """From now on this router can be succeeded itself, unless others stand beside it."""
+    """Offer the ports to a successor from now on, unless other processes share them."""
     if place.shared_folder is not None:
         return None
     handing = ListenerHandover(
@@ -342,7 +342,7 @@ async def _port_takeover(
     config: ClusterConfig, peers: HostPeerExchange | None, handing: ListenerHandover | None
 ) -> PortTakeover:
     if handing is not None:
-        await handing.close()  # one that came now would share the doors with somebody who refuses
+        await handing.close()  # a successor that came now would share the ports with a router that refuses
         return PortTakeover.SUCCESSOR if handing.is_handed_over else PortTakeover.NOBODY
     if peers is None or not await peers.others():
         return PortTakeover.NOBODY

@@ -72,12 +72,12 @@ def served_dtype(config: ClusterConfig, processes: Sequence[ProcessView]) -> str
 
 
 def base_url(config: ClusterConfig, port: int) -> str:
-    """host:port to type on this machine: a wildcard address is not one to connect to."""
+    """host:port to connect to from this machine: loopback in place of a wildcard address."""
     return join(reachable(config.router.host), port)
 
 
 def http_url(config: ClusterConfig) -> str:
-    """Of the HTTP server, to type on this machine."""
+    """URL of the HTTP server from this machine."""
     scheme = "http" if config.router.tls is None else "https"
     return f"{scheme}://{base_url(config, config.router.port)}"
 
@@ -102,7 +102,7 @@ def curl_line(config: ClusterConfig, model: str, *, chats: bool = True) -> str:
 
 
 def warnings(config: ClusterConfig) -> list[str]:
-    """What somebody should know who serves like this."""
+    """Warnings about this configuration."""
     found = [] if config.router.warning is None else [config.router.warning]
     if any(key.is_plain for key in config.router.api_keys):
         found.append("router.api_keys holds keys themselves; `tandem key digest` makes what may be kept in their place")
@@ -170,7 +170,7 @@ def _ranks(pool: PoolConfig) -> str:
 
 def _pools(processes: Sequence[ProcessView]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    # Fits a terminal of 80 columns: whatever is cut here cannot be read anywhere else.
+    # Fits a terminal of 80 columns: text cut here cannot be read anywhere else.
     table.add_column("process", overflow="fold")
     table.add_column("pid", no_wrap=True, min_width=7)
     table.add_column("address", no_wrap=True)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 HELP = "/clear forgets the conversation, /stats counts it, /exit or Ctrl-D leaves; Ctrl-C stops an answer"
 COMPLETES = "has no chat template: it completes each text that you type, and sees nothing of those before"
 COMPLETION_TOKENS = 128
-"""Of a completed text, unless --max-tokens says another: a router's own default is 16."""
+"""Default length of a completed text without --max-tokens: a router's own default is 16."""
 _OnText: TypeAlias = Callable[[str], None]
 _AnswerTo: TypeAlias = Callable[[str, _OnText, _OnText], Coroutine[Any, Any, ChatReply]]
 
@@ -141,7 +141,7 @@ async def _complete(
 async def _exchange(
     conversation: Conversation, question: str, answer_to: _AnswerTo, *, out: Console, err: Console
 ) -> bool:
-    """Ask and show; False when there was no whole answer."""
+    """Ask and print the answer; False when it was incomplete."""
 
     thought = _Thought(err)
 
@@ -174,7 +174,7 @@ async def _exchange(
 
 
 async def _piped() -> AsyncIterator[str]:
-    # Blocking the loop harms nobody here, while a thread in readline could not be interrupted by Ctrl-C.
+    # Blocking the loop is harmless here, while a thread in readline could not be interrupted by Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     while line := sys.stdin.readline():
         yield line
@@ -207,7 +207,7 @@ def _session() -> "PromptSession[str]":
 
 
 def _make_private(path: Path) -> None:
-    """There, and readable for its owner alone, whoever made it and under whatever umask. Raises OSError."""
+    """Create the file if needed and make it readable by its owner alone, whatever the umask. Raises OSError."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:

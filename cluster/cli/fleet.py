@@ -19,11 +19,11 @@ _CONNECT_S = 5.0
 
 
 class NoCluster(Exception):
-    """Nobody answers there, or not to the end."""
+    """No cluster answers at the socket, or it ended before its answer was complete."""
 
 
 def ask(path: Path, asked: ControlMessage) -> Iterator[Told]:
-    """Line by line, until the last one has come; a change takes as long as it takes. Raises NoCluster."""
+    """Yield the answer line by line until the last; a change may take any time. Raises NoCluster."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
         link.settimeout(_CONNECT_S)
         try:
@@ -119,7 +119,7 @@ def restart(
 
 
 def abort(port: PortOption = 8000, socket: SocketOption = None) -> None:
-    """Take back the change that is under way, whoever asked for it; what it has done so far stays."""
+    """Abort the change in progress, including one requested elsewhere; finished steps stay."""
     from cluster.control.wire import AbortAsked
 
     _change(AbortAsked, {}, port, socket)
@@ -171,7 +171,7 @@ def _change(kind: type, fields: Mapping[str, object], port: int, socket: Path | 
 
 
 def _answers(kind: type, fields: Mapping[str, object], port: int, socket: Path | None) -> Iterator["Told"]:
-    """What the cluster says, to the end. Ends the command where it is not done."""
+    """Yield the cluster's answers to the end. Exits the command if the change is not done."""
     from pydantic import ValidationError
     from rich.console import Console
     from rich.text import Text

@@ -10,7 +10,7 @@ from tandem.values.api_key import entry_of, new_key
 
 
 def show_new(tenant: str | None, operator: bool = False) -> int:
-    """A key that nobody has had, and its entry; the exit code."""
+    """Print a new key and its entry; returns the exit code."""
     key = new_key()
     entry = _entry(key, tenant, operator)
     print(f"key (for its user; it is shown this once): {key}")

@@ -35,12 +35,12 @@ from tandem.process.load_progress import LoadReport
 EXIT_FAILED = 1
 EXIT_KILLED = 130
 LINE_S = 5.0
-"""Between two lines on how weights load, where no bar is shown."""
+"""Seconds between two lines on how weights load, where no bar is shown."""
 _STARTING = "starting; compiles kernels first where they are not yet, a minute or so"
 Body = Callable[[LocalCluster], Awaitable[int]]
-"""What to do while the cluster serves; its result is the exit code."""
+"""Runs while the cluster serves; its result is the exit code."""
 Again = Callable[[], ClusterConfig]
-"""Reads the user's configuration anew. Raises ConfigError and OSError."""
+"""Reloads the user's configuration. Raises ConfigError and OSError."""
 
 
 class ConsoleWatcher:
@@ -109,13 +109,13 @@ class ConsoleWatcher:
             self._print(Text(f"{name} {report}"))
 
     def _enter(self, name: str, phase: str) -> None:
-        """Tell what it does from now on; without a bar in a line of its own."""
+        """Show what the process does from now on; without a bar, in a line of its own."""
         self._progress.update(self._tasks[name], description=phase)
         if not self._console.is_terminal:
             self._print(Text(f"{name} {phase}"))
 
     def on_change(self, text: str) -> None:
-        """How a change goes that somebody has asked for."""
+        """Show the progress of a requested change."""
         self._print(Text(text, style="cyan"))
 
     def on_note(self, note: Note) -> None:
@@ -131,14 +131,14 @@ class ConsoleWatcher:
             self._print(Text(without_controls(text), style="dim"))
 
     def _print(self, text: Text) -> None:
-        # In the turn of whoever tells of a process, which must go on although nobody reads it any more.
+        # Called from the reader of a process's events, which must go on although the terminal is gone.
         with suppress(OSError):
             self._console.print(text, soft_wrap=True)
 
 
 @dataclass(slots=True)
 class _Interrupts:
-    """Counts the user's wishes to end."""
+    """Counts the user's interrupts."""
 
     cluster: LocalCluster
     console: Console
@@ -148,7 +148,7 @@ class _Interrupts:
     def __call__(self) -> None:
         """First drain, then kill."""
         self.count += 1
-        # A terminal that has gone must not keep anybody: first what was asked for, then the word on it.
+        # A terminal that is gone must not block this: act first, then print.
         if self.count > 1:
             self.cluster.request_kill()
             self._say("killing", "red")
@@ -164,7 +164,7 @@ class _Interrupts:
 
 
 class _Rereads:
-    """What becomes of SIGHUP where there is no terminal: everybody reads again what may change while it runs.
+    """Handle SIGHUP where there is no terminal: all processes reload the settings that may change while they run.
 
     The user's file is read in a thread: where it hangs, processes are still watched and started again.
     """
@@ -230,7 +230,7 @@ async def serve(
 
 
 async def serve_routers(config: ClusterConfig, *, console: Console, again: Again | None = None) -> int:
-    """Run this host's router processes, and nothing else, until told to end; the exit code. Raises ConfigError."""
+    """Run this host's router processes, and nothing else, until stopped; the exit code. Raises ConfigError."""
 
     check_place(config)
 

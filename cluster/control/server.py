@@ -1,6 +1,6 @@
 """The control socket of a running cluster: who may enter its folder may scale, flip and restart it.
 
-A Unix socket of mode 0600 in a folder of mode 0700, named after the port of the HTTP door.
+A Unix socket of mode 0600 in a folder of mode 0700, named after the port of the HTTP server.
 """
 
 import asyncio
@@ -43,13 +43,13 @@ def _look_at(path: Path) -> None:
 
 
 def default_path(port: int) -> Path:
-    """Of a cluster that has its HTTP door there."""
+    """Path of the socket of the cluster with this HTTP port."""
     return runtime_folder() / f"{port}.sock"
 
 
 class ControlSocket:
     def __init__(self, cluster: LocalCluster, *, tell: Callable[[str], None]) -> None:
-        """`tell` hears of every change, whoever asked for it."""
+        """`tell` is called with the progress of every change, including those requested here."""
         self.path = control_path(cluster.config)
         self._cluster = cluster
         self._tell = tell
@@ -128,8 +128,8 @@ class ControlSocket:
         except (NotUnderstood, ChangeRefused, ChangeFailed) as error:
             self._tell(f"not done: {error}")
             lines.put_nowait(Told(done=False, reason=str(error)))
-        except Exception as error:  # noqa: BLE001  # whoever asked, such as the planner, must not wait for an end that never comes
-            _log.exception("a change failed in a way that nobody foresaw")
+        except Exception as error:  # noqa: BLE001  # a client, such as the planner, must not wait for an end that never comes
+            _log.exception("a change failed unexpectedly")
             lines.put_nowait(Told(done=False, reason=f"internal error: {type(error).__name__}"))
         else:
             lines.put_nowait(Told(done=True))

@@ -1,7 +1,7 @@
-"""One OS process of ours: started, listened to, signalled and reaped, all through callbacks on the running loop.
+"""Runs one child process: starts, reads, signals and reaps it, all through callbacks on the running loop.
 
-A child says that it serves by one JSON line on a pipe (`--ready-fd`). It may say there how its weights load before
-(`tandem.process.lifetime.load_progress`), and from then on that it is alive (`tandem.process.heartbeat`); stdout and
+A child announces that it serves by one JSON line on a pipe (`--ready-fd`). It may report how its weights load before
+(`tandem.process.lifetime.load_progress`) and send heartbeats afterwards (`tandem.process.heartbeat`); stdout and
 stderr come back as log lines. It leads its own session, so that a terminal's Ctrl-C reaches only the supervisor, and
 it asks the kernel for SIGKILL should the supervisor vanish. Signals go through `subprocess.Popen`, which never signals
 a pid that was reaped.
@@ -24,7 +24,7 @@ from tandem.process.load_progress import LoadReport
 
 READ_BYTES = 1 << 16
 MAX_LINE_BYTES = 1 << 14
-"""A longer log line is cut in pieces."""
+"""Maximum bytes of a log line; a longer one is split."""
 MAX_READY_BYTES = 1 << 16
 _BEATS = b"."
 
@@ -43,18 +43,18 @@ _SHIM = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Callbacks:
-    """Whom a child tells what; each is called on the event loop."""
+    """Callbacks for a child's events; each is called on the event loop."""
 
     on_loading: Callable[[LoadReport], None]
     on_ready: Callable[[Mapping[str, Any]], None]
     on_beat: Callable[[], None]
     on_news: Callable[[Mapping[str, Any]], None]
-    """What a process that serves tells further (`tandem.process.heartbeat`)."""
+    """Called with later messages of a serving process (`tandem.process.heartbeat`)."""
     on_log: Callable[[str], None]
     on_exit: Callable[[int], None]
-    """Last of all, after every log line that was written before the end."""
+    """Called last, after every log line that was written before the end."""
     on_room: Callable[[bool], None] = lambda _: None
-    """Whether there is room for it, of one that may have to wait for that; a child has it at once and says nothing."""
+    """Called with whether there is room for a process that may have to wait for it; never for a local child."""
 
 
 class Child:
@@ -93,7 +93,7 @@ class Child:
             ours.callback(self._process.wait)
             ours.callback(self._process.kill)
             self._pid_fd = os.pidfd_open(self._process.pid)
-            ours.pop_all()  # nothing has failed: they are kept
+            ours.pop_all()  # nothing has failed: keep them open
         self._open_fds = {self._ready_fd, self._log_fd, self._pid_fd}
         os.set_blocking(self._ready_fd, False)
         os.set_blocking(self._log_fd, False)
@@ -103,7 +103,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Of the process itself: the shim replaces itself."""
+        """The pid of the process itself, since the shim execs it."""
         return self._process.pid
 
     def send(self, signum: signal.Signals) -> None:
@@ -122,7 +122,7 @@ class Child:
         return True
 
     def discard(self) -> None:
-        """Kill it and forget it: no callback is called any more."""
+        """Kill it without further callbacks."""
         self._process.kill()
         self._process.wait()
         if self._process.stdin is not None:
@@ -149,7 +149,7 @@ class Child:
             self._close(self._ready_fd)
 
     def _take(self, line: bytes) -> None:
-        """A word on loading, or that the child serves."""
+        """Handle a line about loading, or the ready line."""
         info, report = None, None
         try:
             info = json.loads(line)
@@ -167,7 +167,7 @@ class Child:
             self.send(signal.SIGKILL)
 
     def _hear(self, line: bytes) -> None:
-        """News, or beats, of a child that serves."""
+        """Handle messages or heartbeats of a serving child."""
         try:
             news = json.loads(line.strip(_BEATS) or b"{}")
         except ValueError:
@@ -214,7 +214,7 @@ class Child:
 
 
 def _pipe(ours: ExitStack, theirs: ExitStack) -> tuple[int, int]:
-    """The end that reads and the child's; each is closed with its stack."""
+    """Open a pipe: the reading end and the child's; each is closed with its stack."""
     read, write = os.pipe()
     ours.callback(os.close, read)
     theirs.callback(os.close, write)
@@ -222,7 +222,7 @@ def _pipe(ours: ExitStack, theirs: ExitStack) -> tuple[int, int]:
 
 
 def _read(fd: int) -> bytes | None:
-    """Bytes, empty at the end of the file, None when there is nothing now."""
+    """Read bytes: empty at the end of the file, None when there is nothing now."""
     try:
         return os.read(fd, READ_BYTES)
     except BlockingIOError:

@@ -1,4 +1,4 @@
-"""From the configuration that a user wrote to the one that the processes of this machine run with.
+"""Resolves the user's configuration to the effective one that this machine's processes run with.
 
 Everything left open is decided here, once: the workers' loopback addresses, router ports given as 0, the cluster's
 secret, the directory of a model named by its hub id. The result is written as YAML that only the user can read.
@@ -35,7 +35,7 @@ GRPC_WITHOUT_FORK = {"GRPC_ENABLE_FORK_SUPPORT": "0"}
 """For processes of ours: what they fork becomes another program at once, and gRPC's handlers, read when it is imported,
 would complain of each fork beside its threads, and end some children before they begin."""
 STOP_MARGIN_S = 5.0
-"""A process that drains to its own bound needs a little more to close what it opened."""
+"""Extra time for a process that drains to its own bound to close what it opened."""
 
 _FIRST_PORT = 10_240
 _MAX_DRAWS = 64
@@ -63,7 +63,7 @@ class PortDrawer:
             held.close()
 
     def draw(self, host: str, what: str) -> int:
-        """A port that nobody listens on. Raises ConfigError when the host is not of this machine.
+        """Choose a free port. Raises ConfigError when the host is not of this machine.
 
         From below the range that the kernel takes outgoing connections' ports from: between this moment and the
         process's own bind, one of those could otherwise take it.
@@ -75,7 +75,7 @@ class PortDrawer:
         return int(self._bind(host, 0, what).getsockname()[1])
 
     def claim(self, host: str, port: int, what: str) -> int:
-        """This very port (0: any). Raises ConfigError when it is taken, naming the setting."""
+        """Hold this port (0: any). Raises ConfigError, naming the setting, when it is taken."""
         return int(self._bind(host, port, what).getsockname()[1]) if port else self.draw(host, what)
 
     def _bind(self, host: str, port: int, what: str) -> socket.socket:
@@ -88,7 +88,7 @@ class PortDrawer:
 
 
 def make_effective(config: ClusterConfig) -> ClusterConfig:
-    """Every address, port, the secret and the dtype filled in.
+    """Fill in every address, port, the secret and the dtype.
 
     Raises ConfigError when a port is taken, a count contradicts, or the model here cannot be read.
     """
@@ -108,14 +108,14 @@ def make_effective(config: ClusterConfig) -> ClusterConfig:
 
 
 def _with_dtype(model: ModelSection) -> ModelSection:
-    """What `auto` stands for, decided once for all workers; workers of the version before know no `auto`."""
+    """Resolve dtype `auto` once for all workers; those of the previous version do not know `auto`."""
     if model.path != BUILTIN and not Path(model.path).is_dir():
-        return model  # each worker looks for itself
+        return model  # each worker resolves it itself
     return model.model_copy(update={"dtype": resolve_dtype(model.dtype, model.path)})
 
 
 def with_router_ports(config: ClusterConfig) -> ClusterConfig:
-    """The doors' ports alone, on a host that may have no workers. Raises ConfigError when one is taken."""
+    """Fill in the servers' ports alone, on a host that may have no workers. Raises ConfigError when one is taken."""
     with PortDrawer() as ports:
         return config.model_copy(update={"router": _with_ports(config.router, ports)})
 
@@ -149,21 +149,21 @@ def _with_addresses(pool: PoolConfig, name: str, ports: PortDrawer) -> PoolConfi
 
 
 def with_addresses(config: ClusterConfig, *, prefill: tuple[str, ...], decode: tuple[str, ...]) -> ClusterConfig:
-    """The workers that routers are to know from now on."""
+    """Set the workers that routers know from now on."""
     pools = {"prefill": (config.prefill, prefill), "decode": (config.decode, decode)}
     update = {name: pool.model_copy(update={"addresses": found}) for name, (pool, found) in pools.items()}
     return config.model_copy(update=update)
 
 
 def with_sizes(config: ClusterConfig, sizes: Mapping[str, int]) -> ClusterConfig:
-    """So many workers in each pool named."""
+    """Set the number of workers in each pool named."""
     pools = {"prefill": config.prefill, "decode": config.decode}
     update = {name: pools[name].model_copy(update={"replicas": size}) for name, size in sizes.items()}
     return config.model_copy(update=update)
 
 
 def with_watching(config: ClusterConfig, fresh: ClusterConfig) -> ClusterConfig:
-    """All that `fresh` may say while processes run: how they log, and how much is traced."""
+    """Apply the settings of `fresh` that may change while processes run: logging and trace sampling."""
     telemetry = config.telemetry.model_copy(update={"sample_ratio": fresh.telemetry.sample_ratio})
     logs = {"log_level": fresh.log_level, "log_format": fresh.log_format}
     return config.model_copy(update={**logs, "telemetry": telemetry})
@@ -194,12 +194,12 @@ def plan_worker(config: ClusterConfig, role: Role, index: int, address: str) -> 
 
 
 def plan_routers(config: ClusterConfig) -> list[ProcessPlan]:
-    """Those that open the doors of this host."""
+    """Plan the router processes that serve this host's ports."""
     return [plan_router(config, index) for index in range(config.router.processes)]
 
 
 def plan_router(config: ClusterConfig, index: int) -> ProcessPlan:
-    """One router process among those that share the doors."""
+    """Plan one router process among those that share the ports."""
     count = config.router.processes
     return ProcessPlan(
         name=ROUTER_NAME if count == 1 and index == 0 else f"{ROUTER_NAME}-{index}",
@@ -212,15 +212,15 @@ def plan_router(config: ClusterConfig, index: int) -> ProcessPlan:
 
 
 def module_command(plan: ProcessPlan, config_path: Path, ready_fd: int) -> list[str]:
-    """How a process of this plan is started: `python -m MODULE --config FILE …`."""
+    """The command line of this plan's process: `python -m MODULE --config FILE …`."""
     return [*module_prefix(plan.role), *place_arguments(plan, config_path), "--ready-fd", str(ready_fd)]
 
 
 def place_arguments(plan: ProcessPlan, config_path: Path) -> list[str]:
-    """What a process is told of its place in the cluster."""
+    """Arguments for a process's place in the cluster."""
     arguments = ["--config", str(config_path), "--index", str(plan.index)]
     if plan.role is Role.ROUTER:
-        # Also one that is alone: its successor will share the doors with it for a while.
+        # Also for a single one: its successor will share the ports with it for a while.
         return [*arguments, "--siblings", str(config_path.parent)]
     return [*arguments, "--address", plan.address] if plan.address else arguments
 
@@ -232,7 +232,7 @@ def module_prefix(role: Role) -> list[str]:
 
 
 def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """What a child inherits.
+    """The environment of a child.
 
     `TANDEM_*` is left out: it is already in the effective file, where the command line has overruled it. A checkout
     that is not installed is put on the path, so that children run this code from any directory.
@@ -261,7 +261,7 @@ def written(config: ClusterConfig, directory: Path) -> Iterator[Path]:
 
 
 def rewrite(config: ClusterConfig, path: Path) -> None:
-    """The same file with another configuration; whoever reads it finds the one or the other, whole."""
+    """Replace the file's configuration atomically: a reader finds the old or the new one, whole."""
     fresh = path.with_suffix(".new")
     fresh.unlink(missing_ok=True)
     _write_privately(fresh, dump(config))
@@ -275,7 +275,7 @@ def _write_privately(path: Path, text: str) -> None:
 
 
 def resolve_model(config: ClusterConfig, *, runs_workers: bool = True) -> ClusterConfig:
-    """A hub id becomes a directory (downloaded once, with a progress bar); a directory becomes absolute.
+    """Resolve a hub id to a directory (downloaded once, with a progress bar), or a directory to an absolute path.
 
     Raises ConfigError when the model is neither, or when workers are to run a model that they do not support.
     """

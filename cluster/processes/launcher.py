@@ -1,7 +1,7 @@
-"""Where processes run: the seam between what is supervised and how it is started.
+"""Launches processes: the interface between the supervisor and the place where they run.
 
-`LocalLauncher` starts them on this machine (`cluster.processes.child`). Whoever starts them elsewhere answers to the
-same callbacks, and says where a worker listens in the line that says that it serves.
+`LocalLauncher` starts them on this machine (`cluster.processes.child`). A launcher that starts them elsewhere calls the
+same callbacks, and names a worker's address in its ready line.
 """
 
 import os
@@ -40,7 +40,7 @@ from tandem.values.roles import WorkerRole
 Command = Callable[[ProcessPlan, Path, int], Sequence[str]]
 """The command line of a process: its plan, the configuration's path, the descriptor for its ready line."""
 EXIT_NOT_STARTED = 127
-"""The status of a process that could not be started, as shells tell it."""
+"""Exit status of a process that could not be started, as in shells."""
 
 
 class Launched(Protocol):
@@ -48,7 +48,7 @@ class Launched(Protocol):
 
     @property
     def pid(self) -> int | None:
-        """Where it runs; None when that is not known (yet)."""
+        """Its process id; None when unknown."""
         ...
 
     def send(self, signum: signal.Signals) -> None:
@@ -65,36 +65,36 @@ class Launcher(Protocol):
         ...
 
     def settle(self, config: ClusterConfig) -> ClusterConfig:
-        """Whatever the user left open, such as ports. Raises ConfigError for what cannot be."""
+        """Fill in what the user left open, such as ports. Raises ConfigError for impossible settings."""
         ...
 
     def open(self, config: ClusterConfig) -> None:
-        """Before the first process: what they will read."""
+        """Publish the configuration, before the first process starts."""
         ...
 
     def configure(self, config: ClusterConfig) -> None:
-        """What processes read from now on, upon SIGHUP or when they start."""
+        """Replace the configuration that processes read on SIGHUP or when they start."""
         ...
 
     def address(self, config: ClusterConfig, role: Role) -> str:
-        """Where one more worker is to listen; empty where that turns out when it serves."""
+        """Address for one more worker; empty if it is known only when the worker serves."""
         ...
 
     def replace(self, name: str, retired: str) -> None:
-        """Whoever is started next by this name takes the place of the other, which leaves or has left."""
+        """Let the next process of this name take the place of the other, which is leaving or has left."""
         ...
 
     def start(self, plan: ProcessPlan, callbacks: Callbacks) -> Launched:
-        """Raises OSError when it cannot."""
+        """Start a process. Raises OSError on failure."""
         ...
 
     def close(self) -> None:
-        """Every process has ended."""
+        """Clean up after every process has ended."""
         ...
 
 
 def plan_one_more(launcher: Launcher, config: ClusterConfig, role: Role, index: int) -> ProcessPlan:
-    """One process beside those that there are. Raises ConfigError."""
+    """Plan one more process. Raises ConfigError."""
     if role is Role.ROUTER:
         return plan_router(config, index)
     return plan_worker(config, role, index, launcher.address(config, role))
@@ -131,7 +131,7 @@ class LocalLauncher:
                 self._standby = StandbyWorkers(config.standby_workers, lambda: child_environment(os.environ))
 
     def configure(self, config: ClusterConfig) -> None:
-        """Replace that file at once: nobody reads half of it. Raises OSError."""
+        """Replace that file atomically. Raises OSError."""
         try:
             enter_privately(self.config_path.parent, "configuration")
         except ConfigError as error:
@@ -140,18 +140,18 @@ class LocalLauncher:
         self._config = config
 
     def address(self, config: ClusterConfig, role: Role) -> str:
-        """A free port of the pool's host. Raises ConfigError."""
+        """Choose a free port of the pool's host. Raises ConfigError."""
         pool = config.prefill if role is Role.PREFILL else config.decode
         with PortDrawer() as ports:
             return join(pool.host, ports.draw(pool.host, f"{role.value}.host"))
 
     def replace(self, name: str, retired: str) -> None:
-        """On the same GPUs."""
+        """Place the new process on the same GPUs."""
         self._gpus.replace(name, retired)
 
     def start(self, plan: ProcessPlan, callbacks: Callbacks) -> Child:
-        """Raises OSError when the machine is out of processes, descriptors or memory."""
-        if not self.config_path.exists():  # temporary folders are tidied of what nobody has read for days
+        """Start a process here. Raises OSError when the machine is out of processes, descriptors or memory."""
+        if not self.config_path.exists():  # temporary folders are cleared of files unread for days
             self.configure(self._config)
         place = self._gpus.arguments(self._config, plan)
 

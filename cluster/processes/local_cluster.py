@@ -1,8 +1,8 @@
 """A whole cluster: real processes, started, supervised, changed and stopped.
 
-`async with LocalCluster(config) as cluster:` enters when every process serves and leaves when all have drained. What is
-decided meanwhile is carried out by `cluster.processes.supervised`; where the processes run is its launcher's business,
-by default this machine.
+`async with LocalCluster(config) as cluster:` enters when every process serves and leaves when all have drained.
+`cluster.processes.supervised` carries out decisions meanwhile; the launcher determines where processes run, by default
+on this machine.
 """
 
 import asyncio
@@ -80,13 +80,13 @@ class LocalCluster:
 
     @property
     def http_url(self) -> str:
-        """Base URL of the HTTP door."""
+        """Base URL of the HTTP server."""
         address = join(self.config.router.host, self.config.router.port)
         return str(self._processes.book.router_facts().get("http", f"http://{address}"))
 
     @property
     def grpc_address(self) -> str:
-        """host:port of the gRPC door."""
+        """host:port of the gRPC server."""
         address = join(self.config.router.host, self.config.router.grpc_port)
         return str(self._processes.book.router_facts().get("grpc", address))
 
@@ -142,7 +142,7 @@ class LocalCluster:
         return processes.view(name)
 
     async def wait_stopped(self) -> None:
-        """Wait until every process has ended. Raises ClusterFailed when nobody had asked for that."""
+        """Wait until every process has ended. Raises ClusterFailed unless a stop was requested."""
         await self._processes.until(lambda: self._supervisor.phase is Phase.STOPPED)
         self._raise_failure()
 
@@ -151,38 +151,38 @@ class LocalCluster:
         self._processes.stop()
 
     def request_reread(self) -> None:
-        """Have the processes look at what may change while they run (`tandem.process.hangup`)."""
+        """Have the processes reload the settings that may change while they run (`tandem.process.hangup`)."""
         self._processes.reread()
 
     def request_kill(self) -> None:
-        """SIGKILL to every process of ours."""
+        """Send SIGKILL to every process."""
         self._processes.kill()
 
     @property
     def is_ending(self) -> bool:
-        """Whether it drains, or has ended: its files may be gone."""
+        """Whether the cluster drains or has ended, when its files may be gone."""
         return self._supervisor.phase in (Phase.STOPPING, Phase.STOPPED)
 
     @property
     def under_way(self) -> Rollout | None:
-        """The change that is being carried out."""
+        """The change in progress."""
         return self._processes.rollout
 
     async def change(self, rollout: Rollout, tell: Callable[[str], None]) -> None:
-        """Carry out a change of the running cluster; `tell` hears how it goes. Raises ChangeFailed.
+        """Carry out a change of the running cluster; `tell` is called with its progress. Raises ChangeFailed.
 
-        One at a time. Whoever gives up waiting does not end it.
+        One at a time. Cancelling this call does not end the change.
         """
         if self.under_way is not None:
             raise ChangeFailed("another change is under way")
         self._processes.begin(rollout, tell)
         await self._processes.until(lambda: rollout.state is not RolloutState.UNDER_WAY)
-        await asyncio.sleep(0)  # what was told last is heard before the end is
+        await asyncio.sleep(0)  # deliver the last progress before the end
         if rollout.failure is not None:
             raise ChangeFailed(rollout.failure)
 
     async def abort(self, reason: str) -> None:
-        """End the change that is under way; what it has done stays, what it has begun is undone where it can be."""
+        """Abort the change in progress; finished steps stay, and the present one is undone where it can be."""
         if (rollout := self.under_way) is not None:
             rollout.abort(reason)
             self._processes.apply([])

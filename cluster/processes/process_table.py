@@ -1,4 +1,4 @@
-"""What is known of each process of a running cluster: its plan, and what it has said and written since it began."""
+"""Facts about each process of a running cluster: its plan, and its messages and output since it started."""
 
 import signal
 from collections import deque
@@ -19,19 +19,19 @@ LOG_TAIL_LINES = 20
 class _Known:
     plan: ProcessPlan
     child: Launched | None = None
-    """While it is alive."""
+    """The running child; None while there is none."""
     ready: Mapping[str, Any] | None = None
     """Its last ready line."""
     reaches: frozenset[str] | None = None
-    """Of a router: the addresses of the workers that answer it."""
+    """Addresses of the workers that answer a router."""
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=LOG_TAIL_LINES))
 
 
 class ProcessBook:
-    """Facts of all processes; their states are the supervisor's. Takes no decision."""
+    """Keeps the facts of all processes; their states are the supervisor's. Takes no decision."""
 
     def __init__(self, plans: Iterable[ProcessPlan], state_of: Callable[[str], ProcessState]) -> None:
-        """`plans`: of those that there are from the beginning."""
+        """`plans`: the processes that exist from the start."""
         self._known = {plan.name: _Known(plan) for plan in plans}
         self._state_of = state_of
 
@@ -44,20 +44,20 @@ class ProcessBook:
     def plan(self, name: str) -> ProcessPlan:
         return self._known[name].plan
 
-    def view(self, name: str, *, door: str) -> ProcessView:
-        """As a user is shown it; `door`: the address of every router."""
+    def view(self, name: str, *, router_address: str) -> ProcessView:
+        """The user's view of a process; `router_address`: the address that all routers share."""
         known = self._known[name]
         return ProcessView(
             name=name,
             role=known.plan.role,
             state=self._state_of(name),
             pid=None if known.child is None else known.child.pid,
-            address=door if known.plan.role is Role.ROUTER else known.plan.address,
+            address=router_address if known.plan.role is Role.ROUTER else known.plan.address,
             ready=known.ready or {},
         )
 
     def member(self, name: str) -> Member:
-        """As a change sees it."""
+        """The process as a member of a rollout."""
         known, plan = self._known[name], self._known[name].plan
         state = self._state_of(name)
         return Member(role=plan.role, index=plan.index, state=state, address=plan.address, reaches=known.reaches)
@@ -66,7 +66,7 @@ class ProcessBook:
         return {name: self.member(name) for name in self._known}
 
     def router_facts(self) -> Mapping[str, Any]:
-        """The ready line of any router process: they share their doors. Empty before there is one."""
+        """The ready line of any router process, since they share their ports; empty before there is one."""
         routers = (known.ready for known in self._known.values() if known.plan.role is Role.ROUTER)
         return next((ready for ready in routers if ready is not None), {})
 
@@ -78,11 +78,11 @@ class ProcessBook:
         self._known[plan.name] = _Known(plan)
 
     def forget(self, name: str) -> None:
-        """It is of the set no more."""
+        """Remove a process from the table."""
         del self._known[name]
 
     def launching(self, name: str) -> None:
-        """It is started (again): what it wrote and reached before is another process's."""
+        """Record a start or restart: earlier output and contacts belong to another process."""
         known = self._known[name]
         known.tail.clear()
         known.reaches = None
@@ -91,26 +91,26 @@ class ProcessBook:
         self._known[name].child = child
 
     def serves(self, name: str, info: Mapping[str, Any]) -> None:
-        """Its ready line; a worker that a launcher placed says there where it listens."""
+        """Record a ready line, which names the address of a worker that a launcher placed."""
         known = self._known[name]
         known.ready = info
-        if known.plan.role is not Role.ROUTER and (told := str(info.get("address") or "")):
-            known.plan = replace(known.plan, address=told)
+        if known.plan.role is not Role.ROUTER and (address := str(info.get("address") or "")):
+            known.plan = replace(known.plan, address=address)
 
     def learns(self, name: str, news: Mapping[str, Any]) -> bool:
-        """What it says while it serves; False: nothing that is known here."""
+        """Record a message of a serving process; False when it is of no known kind."""
         if not isinstance(reached := news.get(REACHES), list) or name not in self._known:
             return False
         self._known[name].reaches = frozenset(map(str, reached))
         return True
 
     def wrote(self, name: str, line: str) -> None:
-        """A line to stdout or stderr."""
+        """Record a line of stdout or stderr."""
         if name in self._known:
             self._known[name].tail.append(line)
 
     def exited(self, name: str) -> None:
-        """It lives no more."""
+        """Record the end of a process."""
         if name in self._known:
             self._known[name].child = None
 

@@ -18,14 +18,14 @@ class SharedConfig:
         self.config = launcher.settle(config)
 
     def resize(self, sizes: Mapping[Role, int]) -> None:
-        """So many workers each pool is to have: what is started shares the machine by that. Raises ChangeFailed."""
+        """Set the number of workers of each pool, by which new ones share the machine. Raises ChangeFailed."""
         try:
             self._write(with_sizes(self.config, {role.value: size for role, size in sizes.items()}))
         except OSError as error:  # a full disk, or somebody tidied the temporary folder
             raise ChangeFailed(f"the configuration cannot be written: {error.strerror or error}") from None
 
     def name_workers(self, *, prefill: tuple[str, ...], decode: tuple[str, ...]) -> bool:
-        """The addresses that routers are to know; False: they do. Raises OSError."""
+        """Write the worker addresses for routers; False when they are unchanged. Raises OSError."""
         named = with_addresses(self.config, prefill=prefill, decode=decode)
         if named == self.config:
             return False
@@ -33,7 +33,7 @@ class SharedConfig:
         return True
 
     def watch_as(self, fresh: ClusterConfig) -> None:
-        """What of it needs no restart is to hold from the next SIGHUP on. Raises OSError."""
+        """Apply its settings that need no restart from the next SIGHUP on. Raises OSError."""
         self._write(with_watching(self.config, fresh))
 
     def _write(self, config: ClusterConfig) -> None:

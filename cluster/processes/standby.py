@@ -1,4 +1,4 @@
-"""Standby workers: processes that have imported all that a worker needs and wait to be told which one they are.
+"""Standby workers: processes that have imported all that a worker needs and wait to be assigned one.
 
 Importing PyTorch takes most of a worker's start, about two seconds of processor time; a worker that died is replaced
 without it while there is a standby. `python -m cluster.processes.standby --ready-fd N` is such a process: it reads its
@@ -20,11 +20,11 @@ from tandem.values.roles import WorkerRole
 CALM_S = 1.0
 """From the moment that no process is starting to the start of a standby: it must not slow those down."""
 MAX_FAILURES = 3
-"""Standbys that ended by themselves; after so many there are no more of them."""
+"""Maximum number of standbys that end by themselves before no more are started."""
 
 
 class StandbyWorkers:
-    """As many as were asked for, replaced as they are used. Needs a running event loop."""
+    """Pool of a fixed number of standbys, replaced as they are used. Needs a running event loop."""
 
     def __init__(self, count: int, environment: Callable[[], Mapping[str, str]]) -> None:
         self._count = count
@@ -37,7 +37,7 @@ class StandbyWorkers:
 
     @property
     def pids(self) -> list[int]:
-        """Processes that wait now."""
+        """Process ids of the waiting standbys."""
         return [standby.child.pid for standby in self._waiting]
 
     def observed(self, name: str, callbacks: Callbacks) -> Callbacks:
@@ -64,7 +64,7 @@ class StandbyWorkers:
         return None
 
     def close(self) -> None:
-        """Kill those that wait; there are no more after that."""
+        """Kill the waiting standbys and start no more."""
         self._is_closed = True
         self._cancel()
         while self._waiting:
@@ -97,7 +97,7 @@ class StandbyWorkers:
 
 
 class _Standby:
-    """One process, which waits until `become`."""
+    """One standby process, which waits until `become`."""
 
     def __init__(self, environment: Mapping[str, str], on_end: Callable[["_Standby"], None]) -> None:
         """Raises OSError when it cannot be started."""
@@ -115,7 +115,7 @@ class _Standby:
         return True
 
     def _relay(self) -> Callbacks:
-        """Callbacks of the worker that it becomes; what it says before that is nobody's."""
+        """Forward events to the callbacks of the worker that it becomes; earlier ones are dropped."""
 
         def to(name: str) -> Callable[..., None]:
             def call(*values: object) -> None:

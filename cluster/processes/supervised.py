@@ -1,4 +1,4 @@
-"""Carries facts of running processes to their supervisor and to a rollout, and carries out what these decide."""
+"""Connects running processes to the supervisor and a rollout: passes events in and executes their decisions."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ from tandem.errors import ConfigError
 from tandem.rpc.hosts import join
 
 _WRITE_AGAIN_S = 5.0
-"""After the configuration could not be written."""
+"""Delay before another try after the configuration could not be written."""
 
 
 class SupervisedProcesses:
@@ -30,11 +30,11 @@ class SupervisedProcesses:
         *,
         names_workers: bool,
     ) -> None:
-        """`names_workers`: routers are told where the workers are, since those are among these processes."""
+        """`names_workers`: publish worker addresses to routers, since the workers are among these processes."""
         self.supervisor = supervisor
         self.book = ProcessBook(supervisor.plans, supervisor.state)
         self.rollout: Rollout | None = None
-        """The change that is under way."""
+        """The change in progress."""
         self._tell: Callable[[str], None] = _nobody
         self._launcher = launcher
         self._shared = shared
@@ -42,22 +42,22 @@ class SupervisedProcesses:
         self._names_workers = names_workers
         self._timer: asyncio.TimerHandle | None = None
         self._publish_at: float | None = None
-        """When to try that again, where it has failed."""
+        """When to retry a failed write of the configuration."""
         self._changed = asyncio.Event()
 
     def view(self, name: str) -> ProcessView:
-        """What a user is shown of it. Raises KeyError."""
+        """The user's view of a process. Raises KeyError."""
         router = self._shared.config.router
-        return self.book.view(name, door=join(router.host, router.port))
+        return self.book.view(name, router_address=join(router.host, router.port))
 
     async def until(self, reached: Callable[[], bool]) -> None:
-        """Wait; it is asked whenever something has changed."""
+        """Wait until a predicate holds; it is checked whenever something has changed."""
         while not reached():
             self._changed.clear()
             await self._changed.wait()
 
     def start(self) -> None:
-        """All of them, workers first."""
+        """Start all processes, workers first."""
         self.apply(self.supervisor.start(_now()))
 
     def stop(self) -> None:
@@ -68,11 +68,11 @@ class SupervisedProcesses:
         self.apply(self.supervisor.kill(_now()))
 
     def reread(self) -> None:
-        """Have all look at what may change while they run."""
+        """Have all processes reload the settings that may change while they run."""
         self.apply(self.supervisor.reread())
 
     def begin(self, rollout: Rollout, tell: Callable[[str], None]) -> None:
-        """Go on with this change from now on; `tell` hears how it goes."""
+        """Start this change; `tell` is called with its progress."""
         self.rollout, self._tell = rollout, tell
         try:
             self.apply([])
@@ -81,7 +81,7 @@ class SupervisedProcesses:
             raise
 
     def apply(self, actions: list[Action]) -> None:
-        """Carry out, then wake whoever waits and set the alarm for what is due next."""
+        """Carry out the actions, then wake waiters and set the timer for what is due next."""
         self._carry_out(actions)
         self._advance()
         self.cancel_alarm()
@@ -109,7 +109,7 @@ class SupervisedProcesses:
                     self._forget(action)
 
     def _advance(self) -> None:
-        """Go on with the change that is under way, as far as it goes by now."""
+        """Advance the change in progress as far as possible."""
         if (rollout := self.rollout) is None:
             return
         if self.supervisor.phase is not Phase.RUNNING:
@@ -122,7 +122,7 @@ class SupervisedProcesses:
                     case Retire():
                         self._retire(order.name)
                     case Progress():
-                        # In a turn of its own: whoever hears it may want something of us.
+                        # In a turn of its own: the callback may call back into this object.
                         asyncio.get_running_loop().call_soon(self._tell, order.text)
         if rollout.state is not RolloutState.UNDER_WAY:
             self.rollout, self._tell = None, _nobody
@@ -159,7 +159,7 @@ class SupervisedProcesses:
             self.rollout.gone(name, failure)
 
     def _publish(self) -> None:
-        """Where the workers are, for routers to read."""
+        """Publish the workers' addresses to routers."""
         if not self._names_workers:
             return
         prefill, decode = self._addresses(Role.PREFILL), self._addresses(Role.DECODE)
@@ -232,4 +232,4 @@ def _now() -> float:
 
 
 def _nobody(_text: str) -> None:
-    """Until somebody asks for a change."""
+    """Default `tell`, while no change is in progress."""

@@ -1,4 +1,4 @@
-"""Which GPUs of this machine `tandem up` gives to each of its workers, and what it tells them of that."""
+"""Assigns this machine's GPUs to the workers of `tandem up`, and passes them on the command line."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from tandem.values.roles import WorkerRole
 
 
 class WorkerGpus:
-    """Kept as long as the cluster lives: a worker that comes again, or in another's place, has the same GPUs."""
+    """Keeps assignments for the cluster's life: a restarted worker, or its replacement, gets the same GPUs."""
 
     def __init__(self, host: GpuHost) -> None:
         self._host = host
@@ -20,21 +20,21 @@ class WorkerGpus:
 
     @property
     def _num_gpus(self) -> int:
-        """Asked once: a driver that nobody uses takes a second to answer."""
+        """Number of GPUs, queried once: an idle driver takes a second to answer."""
         if self._count is None:
             self._count = len(self._host.names())
         return self._count
 
     def plan(self, config: ClusterConfig, plans: Sequence[ProcessPlan]) -> None:
-        """These start together: each is to know how many share its GPUs before the last of them is there."""
+        """Place workers that start together, so that each knows from the start how many share its GPUs."""
         self._spread = GpuSpread()
         for plan in plans:
             self._place(config, plan)
 
     def arguments(self, config: ClusterConfig, plan: ProcessPlan) -> list[str]:
-        """For the command line of a worker that starts now; nothing where there are no GPUs to be had.
+        """Arguments for a worker that starts now; none where there are no GPUs.
 
-        What cannot be had the worker says itself, in the words of whoever is started by hand.
+        A worker reports unavailable GPUs itself, as one that was started by hand does.
         """
         seat = self._place(config, plan)
         if seat is None:
@@ -42,7 +42,7 @@ class WorkerGpus:
         return ["--gpus", ",".join(map(str, seat.gpus)), "--gpu-sharers", str(seat.sharers)]
 
     def seats(self, config: ClusterConfig, plans: Sequence[ProcessPlan]) -> dict[str, GpuSeat]:
-        """Of these workers, as `plan` has placed them. Raises ConfigError for GPUs that cannot be had."""
+        """Placement of these workers by `plan`. Raises ConfigError for unavailable GPUs."""
         for role in WorkerRole:
             allowed_gpus(config, role, self._num_gpus)
         self.plan(config, plans)

@@ -1,4 +1,4 @@
-"""What a user is shown of a cluster's processes, and whoever shows it."""
+"""The user's view of a cluster's processes, and the interface of its displays."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from tandem.process.load_progress import LoadReport
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessView:
-    """What is known of one process now."""
+    """The present state of one process."""
 
     name: str
     role: Role
@@ -22,24 +22,24 @@ class ProcessView:
 
     @property
     def worker_id(self) -> str:
-        """The id that the worker gave itself; its name before it did."""
+        """The id that the worker chose; its name before that."""
         return str(self.ready.get("worker_id", self.name))
 
 
 class Watcher(Protocol):
-    """Whoever shows the user what happens. Called on the event loop; must not raise."""
+    """Displays events to the user. Called on the event loop; must not raise."""
 
     def on_state(self, view: ProcessView) -> None:
-        """A process has moved on."""
+        """Called when a process has changed state."""
 
     def on_loading(self, name: str, report: LoadReport) -> None:
-        """A process says how its weights load."""
+        """Called with a process's progress in loading weights."""
 
     def on_note(self, note: Note) -> None:
-        """The supervisor has something to say."""
+        """Called with a notice of the supervisor."""
 
     def on_log(self, name: str, line: str) -> None:
-        """A process wrote a line to stdout or stderr."""
+        """Called with a line that a process wrote to stdout or stderr."""
 
 
 class SilentWatcher:

@@ -113,14 +113,14 @@ class RayPlacement:
         return best
 
     def settle(self, name: str, role: Role, bundle: Resources, node_id: str) -> None:
-        """It is there; Ray may have had another opinion."""
+        """Record where the actor runs, which Ray may have chosen differently."""
         self._homes[name] = _Home(role=role, node_id=node_id, bundle=bundle)
 
     def leave(self, name: str) -> None:
         self._homes.pop(name, None)
 
     def lost(self, name: str, now: float) -> None:
-        """It has ended with its node, or nothing is heard of either."""
+        """Record the loss of an actor with its node, which is shunned for a while."""
         if (home := self._homes.pop(name, None)) is not None:
             self._shunned[home.node_id] = now + SHUN_S
 

@@ -1,8 +1,8 @@
-"""In which order a running cluster is changed, so that it never serves with less than before.
+"""Orders the steps of a change to a running cluster, so that its capacity never falls below what it was.
 
-A change is a row of steps, one after another; each adds a process, retires one, or does both: then the new one is
-started first, waited for until it serves and every router reaches it, and only then the old one is told to leave. What
-goes wrong with a new one ends the change, and the old one stays. Where there is no room for both, a step in place has
+A change is a sequence of steps; each adds a process, retires one, or does both: then the new one starts first, and the
+old one is drained only once the new one serves and every router reaches it. If a new process fails, the change ends and
+the old one stays. Where there is no room for both, a step in place has
 the old one leave first: until its successor serves the others do its work. Pure: the facts come in, orders go out;
 the clock is an argument.
 """
@@ -15,9 +15,9 @@ from enum import Enum
 from cluster.supervisor.supervisor import ProcessState, Role
 
 KNOWN_S = 60.0
-"""For routers to reach a worker that serves, and for it to give a token."""
+"""Time for routers to reach a worker that serves, and for it to produce a token."""
 _COUNT_NOT = (ProcessState.RETIRING, ProcessState.ABANDONED)
-"""Of no pool any more."""
+"""States of a process that is no longer in a pool."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,13 +28,13 @@ class Member:
     index: int
     state: ProcessState
     address: str = ""
-    """Of a worker."""
+    """Address of a worker."""
     reaches: frozenset[str] | None = None
-    """Of a router: addresses of the workers that answer it; None before it has told."""
+    """Addresses of the workers that answer a router; None before it has reported them."""
 
     @property
     def serves(self) -> bool:
-        """And is to go on with it."""
+        """Whether it serves and is not leaving."""
         return self.state is ProcessState.READY
 
 
@@ -43,12 +43,12 @@ Members = Mapping[str, Member]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One change of the set."""
+    """One step of a change: a process to add, one to retire, or both."""
 
     add: Role | None = None
     retire: str | None = None
     in_place: bool = False
-    """The one leaves before the other starts."""
+    """Whether the old process leaves before the new one starts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,9 +58,9 @@ class Add:
     role: Role
     index: int
     is_needed: bool = False
-    """Whom it replaces has left: if it dies it is started again."""
+    """Whether the process it replaces has left: then it is restarted if it dies."""
     replaces: str | None = None
-    """Who leaves for it, or has left."""
+    """The process that it replaces."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ class Retire:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """Tell whoever asked for the change."""
+    """Report progress to the operator who requested the change."""
 
     text: str
 
@@ -81,7 +81,7 @@ Order = Add | Retire | Progress
 
 
 class RolloutState(Enum):
-    """How far a change is."""
+    """State of a change."""
 
     UNDER_WAY = "under way"
     DONE = "done"
@@ -89,7 +89,7 @@ class RolloutState(Enum):
 
 
 class ChangeRefused(ValueError):
-    """A change that makes no sense, or that would leave nothing that answers."""
+    """The change is invalid, or would leave no process that answers."""
 
 
 class _Waiting(Enum):
@@ -105,51 +105,51 @@ class Rollout:
     steps: Sequence[Step]
     known_s: float = KNOWN_S
     yields: bool = False
-    """To a change that an operator asks for meanwhile."""
+    """Whether it yields to a change that an operator requests meanwhile."""
     state: RolloutState = RolloutState.UNDER_WAY
     failure: str | None = None
     _position: int = field(init=False, default=0)
     _waiting: _Waiting = field(init=False, default=_Waiting.NOTHING)
     _added: str | None = field(init=False, default=None)
     _deadline: float | None = field(init=False, default=None)
-    """For what was added to be known."""
+    """Time by which every router must reach the added process."""
     _aborted: str | None = field(init=False, default=None)
-    """Why it is to end before its end."""
+    """Why the change must end early."""
     _is_held: bool = field(init=False, default=False)
-    """Whoever is to leave stays for now: no other decode worker serves, though one is on its way."""
+    """Whether the process to retire stays for now, because no other decode worker serves yet."""
 
     def started(self, name: str) -> None:
-        """What was ordered last has this name."""
+        """Record the name of the process added last."""
         self._added = name
 
     def abandon(self, reason: str) -> None:
-        """It cannot go on."""
+        """Fail the change, which cannot continue."""
         if self.state is RolloutState.UNDER_WAY:
             self._fail(reason)
 
     def abort(self, reason: str) -> None:
-        """Somebody takes it back: what is done stays, what is begun is undone where it can be. `advance` does it."""
+        """Abort the change: finished steps stay, and `advance` undoes the present one where it can."""
         if self.state is RolloutState.UNDER_WAY and self._aborted is None:
             self._aborted = reason
 
     def tells_end(self, name: str) -> bool:
-        """Whether it says itself, when this process has left, that it has."""
+        """Whether this change itself reports that this process has left."""
         if self.state is not RolloutState.UNDER_WAY or self._waiting is not _Waiting.GONE:
             return False
         step = self.steps[self._position]
         return step.retire == name and not step.in_place
 
     def gone(self, name: str, failure: str | None) -> None:
-        """A process has left the set; `failure`: it never served."""
+        """Record that a process has left the set; `failure`: why it never served."""
         if self.state is RolloutState.UNDER_WAY and name == self._added and self._waiting is _Waiting.ADDED:
             self._fail(failure or f"{name} has left")
 
     def next_wake(self) -> float | None:
-        """When `advance` has something to do if nothing else happens."""
+        """When to call `advance` if nothing else happens."""
         return self._deadline
 
     def advance(self, members: Members, now: float) -> list[Order]:
-        """What to do now. Call it whenever a member has changed, and at `next_wake`."""
+        """Return the orders for now. Call it whenever a member has changed, and at `next_wake`."""
         orders: list[Order] = []
         while self.state is RolloutState.UNDER_WAY:
             if self._position == len(self.steps):
@@ -190,7 +190,7 @@ class Rollout:
         if added.state is ProcessState.ABANDONED:
             return self._give_up(name, step, f"{name} keeps dying")
         if not added.serves:
-            self._deadline = None  # it died after it had served: routers get their time anew
+            self._deadline = None  # it died after it had served: routers get the full time again
             return []
         if missing := who_misses(name, step.retire, members):
             if self._deadline is None:
@@ -205,12 +205,12 @@ class Rollout:
         return self._leave(step, members, serves)
 
     def _leave(self, step: Step, members: Members, *before: Order) -> list[Order]:
-        """Have whom it retires leave, unless nobody would answer then: others may have died since this was planned."""
+        """Retire the old process, unless no decode worker would be left: others may have died since the plan."""
         others = absent_beside(step.retire, members)
         if others:
-            told = [] if self._is_held else [Progress(text=f"{step.retire} stays until {others[0]} serves")]
+            progress = [] if self._is_held else [Progress(text=f"{step.retire} stays until {others[0]} serves")]
             self._is_held = True
-            return [*told]
+            return [*progress]
         self._is_held = False
         if others is not None and step.add is not Role.DECODE:
             reason = f"{step.retire} is the only decode worker left"
@@ -226,20 +226,20 @@ class Rollout:
         self._waiting = _Waiting.GONE
         return [Progress(text=f"{step.retire} finishes its work and leaves"), Retire(name=step.retire)]
 
-    def _next(self, told: str | None) -> list[Order]:
+    def _next(self, progress: str | None) -> list[Order]:
         self._position, self._waiting, self._added = self._position + 1, _Waiting.NOTHING, None
-        return [Progress(text=told)] if told else [Progress(text=f"{self._position} of {len(self.steps)} done")]
+        return [Progress(text=progress)] if progress else [Progress(text=f"{self._position} of {len(self.steps)} done")]
 
     def _give_up(self, name: str, step: Step, failure: str) -> list[Order]:
-        """What was added leaves again, unless whom it replaces has left."""
+        """Remove the added process again, unless the one it replaces has left."""
         self._fail(failure)
         return [] if step.in_place else [Retire(name=name)]
 
     def _take_back(self, step: Step, members: Members, reason: str) -> list[Order]:
         if self._waiting is _Waiting.GONE and step.in_place:
             if step.retire in members:
-                return []  # it cannot be called back
-            orders = self._go_on(step, members, now=0.0)  # who takes its place is started, and waited for by nobody
+                return []  # its retirement cannot be undone
+            orders = self._go_on(step, members, now=0.0)  # its successor is started, but not waited for
             self._fail(reason)
             return orders
         if self._waiting is _Waiting.ADDED and self._added is not None and self._added in members:
@@ -252,13 +252,13 @@ class Rollout:
 
 
 def free_index(members: Iterable[Member], role: Role) -> int:
-    """The lowest that no process of this role has."""
+    """The lowest index that no process of this role has."""
     taken = {member.index for member in members if member.role is role}
     return next(index for index in range(len(taken) + 1) if index not in taken)
 
 
 def absent_beside(name: str | None, members: Members) -> list[str] | None:
-    """The other decode workers there are to be, where this one alone serves; None: it does not."""
+    """The other decode workers that will serve, if this one is the only one that does; None if it is not."""
     one = None if name is None else members.get(name)
     if one is None or one.role is not Role.DECODE or not one.serves:
         return None
@@ -267,7 +267,7 @@ def absent_beside(name: str | None, members: Members) -> list[str] | None:
 
 
 def who_misses(name: str, replaced: str | None, members: Members) -> str | None:
-    """What keeps this new process, which serves, from doing its work; None: nothing.
+    """Why this new process, which serves, cannot do its work yet; None if it can.
 
     A worker must be reached by every router that serves; a router must reach every worker that serves or, where the
     workers are elsewhere, all that the one it replaces does.
@@ -289,8 +289,8 @@ def who_misses(name: str, replaced: str | None, members: Members) -> str | None:
 def restart_steps(
     members: Members, roles: Sequence[Role], names: Sequence[str] = (), *, in_place: Container[str] = ()
 ) -> list[Step]:
-    """Every process of these roles, then those named, one after another, each behind its successor but those that
-    leave first. Raises ChangeRefused."""
+    """Restart every process of these roles, then those named, one by one, each after its successor has started unless
+    it leaves first. Raises ChangeRefused."""
     staying = {name: member.role for name, member in members.items() if member.state is not ProcessState.RETIRING}
     if unknown := [name for name in names if name not in staying]:
         raise ChangeRefused(f"there is no process {', '.join(unknown)}; there are: {', '.join(sorted(staying))}")
@@ -299,11 +299,11 @@ def restart_steps(
 
 
 def scale_steps(members: Members, sizes: Mapping[Role, int]) -> list[Step]:
-    """To so many workers of each role named: first all that grow, then those that shrink, the youngest first."""
+    """Scale each role named to its number of workers: first all that grow, then those that shrink, youngest first."""
     steps: list[Step] = []
     have = sizes_of(members)
     if sizes.get(Role.DECODE, 1) < 1:
-        raise ChangeRefused("at least one decode worker must stay: only they answer")
+        raise ChangeRefused("at least one decode worker must stay: only decode workers answer requests")
     for role, size in sizes.items():
         steps += [Step(add=role)] * (size - have[role])
     for role, size in sizes.items():
@@ -313,7 +313,7 @@ def scale_steps(members: Members, sizes: Mapping[Role, int]) -> list[Step]:
 
 
 def flip_steps(members: Members, to: Role) -> list[Step]:
-    """One worker of the other pool becomes one of this: the new one serves before the old one leaves."""
+    """Flip one worker of the other pool to this one: the new one serves before the old one leaves."""
     other = Role.PREFILL if to is Role.DECODE else Role.DECODE
     have = sizes_of(members)[other]
     if have < (2 if other is Role.DECODE else 1):
@@ -323,12 +323,12 @@ def flip_steps(members: Members, to: Role) -> list[Step]:
 
 
 def sizes_of(members: Members) -> Counter[Role]:
-    """Processes of each role that are to stay; one that was given up does nothing any more."""
+    """Processes of each role that stay; abandoned ones do not count."""
     return Counter(member.role for member in members.values() if member.state not in _COUNT_NOT)
 
 
 def _leaving(members: Members, role: Role, count: int) -> list[str]:
-    """Those that do not serve first, then the youngest."""
+    """The processes to retire: those that do not serve first, then the youngest."""
     found = [(name, m) for name, m in members.items() if m.role is role and m.state not in _COUNT_NOT]
     found.sort(key=lambda one: (one[1].serves, -one[1].index))
     return [name for name, _ in found[: max(0, count)]]

@@ -1,9 +1,9 @@
-"""Decides what the local supervisor does: which process starts, restarts, is signalled or given up.
+"""Decides what the supervisor does: which process to start, restart, signal or give up.
 
 Pure: facts come in (ready, alive, exited, a user's Ctrl-C, time passed), actions go out; the clock is an argument. The
 life of one process: PENDING → STARTING → READY → (dies) BACKOFF → STARTING …, and in the end EXITED, or ABANDONED when
-it keeps dying. Workers start first and together, then the router; a stop goes the other way, so that the router can
-finish what its workers still owe it.
+it keeps dying. Workers start first and together, then the router; a stop goes in reverse, so that the router can
+finish what its workers still compute.
 
 The set may change while the cluster runs: one more process is added, which belongs to it once it has served, and one
 is retired, whose end is no death. Scaling, flips and rolling replacements are made of these two.
@@ -19,24 +19,24 @@ from router.workers.silence import SilenceWatch
 from tandem.errors import InvariantError
 
 LOOK_S = 1.0
-"""Between two looks."""
+"""Seconds between two checks."""
 
 
 class Beats:
-    """Of one process, from when it serves."""
+    """Watches the heartbeat of one process, from when it serves."""
 
     def __init__(self, *, silence_s: float, now: float) -> None:
-        """`silence_s`: who has said nothing for so long hangs."""
+        """`silence_s`: a process silent for this long counts as hung."""
         self._watch = SilenceWatch(silence_s=silence_s, period_s=LOOK_S, now_s=now)
         self.look_at = now + LOOK_S
-        """When `is_silent` is to be asked next."""
+        """When to call `is_silent` next."""
 
     def heard(self, now: float) -> None:
-        """It says that it is alive."""
+        """Record a heartbeat."""
         self._watch.heard(now)
 
     def is_silent(self, now: float) -> bool:
-        """Whether that has turned out now; asked too soon, it has not."""
+        """Whether the process has been silent too long; False before `look_at`."""
         if now < self.look_at:
             return False
         self.look_at = now + LOOK_S
@@ -44,7 +44,7 @@ class Beats:
 
 
 class Role(Enum):
-    """What a process of the cluster does."""
+    """Role of a process in the cluster."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -52,35 +52,35 @@ class Role(Enum):
 
 
 REQUIRED_ROLES = (Role.DECODE, Role.ROUTER)
-"""Without one of each nothing is answered; without prefill workers the decode workers compute prompts themselves."""
+"""Roles that a cluster needs at least one of: without prefill workers, decode workers compute prompts themselves."""
 
 
 class Stage(IntEnum):
-    """Start order; a stop goes through it backwards."""
+    """Start order; a stop goes in reverse."""
 
     WORKERS = 0
     ROUTER = 1
 
 
 class ProcessState(Enum):
-    """Where one process is in its life."""
+    """State of one process."""
 
     PENDING = "pending"
     STARTING = "starting"
     READY = "ready"
     BACKOFF = "backoff"
     RETIRING = "retiring"
-    """Told to finish its work and leave; when it has ended nothing is left of it."""
+    """Draining before it leaves the cluster; forgotten once it has ended."""
     ABANDONED = "abandoned"
     EXITED = "exited"
 
 
 _LOST = (ProcessState.ABANDONED, ProcessState.RETIRING)
-"""It will not serve again."""
+"""States of a process that will not serve again."""
 
 
 class Phase(Enum):
-    """Where the whole cluster is in its life."""
+    """State of the whole cluster."""
 
     STARTING = "starting"
     RUNNING = "running"
@@ -96,15 +96,15 @@ class ProcessPlan:
     role: Role
     index: int = 0
     count: int = 1
-    """Processes that share what this one does, such as a router's ports."""
+    """Number of processes that share this one's work, such as a router's ports."""
     address: str = ""
-    """Of a worker: host:port where it listens."""
+    """A worker's listening address, host:port."""
     drain_s: float = 30.0
-    """Most seconds from SIGTERM to SIGKILL."""
+    """Maximum seconds from SIGTERM to SIGKILL."""
     join_s: float = 0.0
-    """Most seconds that it waits for others while it starts, which are not its own."""
+    """Maximum seconds of its start spent waiting for others, on top of its own time."""
     beats: bool = False
-    """Once it is ready it says all the time that it is alive."""
+    """Whether it sends heartbeats once it is ready."""
 
     @property
     def stage(self) -> Stage:
@@ -113,18 +113,18 @@ class ProcessPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """How patient the supervisor is. All in seconds, except the count."""
+    """Time limits of the supervisor, in seconds, and the number of deaths it accepts."""
 
     start_timeout_s: float = 900.0
-    """A large model on a slow disk takes minutes to load."""
+    """Time to start: a large model on a slow disk takes minutes to load."""
     stop_early_s: float = 5.0
-    """Most time to end after SIGTERM for a process that owes nobody anything."""
+    """Maximum time to end after SIGTERM for a process with no work to finish."""
     silence_s: float = 4.0
-    """A process that beats and has said nothing for so long hangs."""
+    """A process with a heartbeat that is silent for this long counts as hung."""
     stable_s: float = 30.0
-    """A process that was ready this long has forgotten its earlier deaths."""
+    """A process that was ready for this long has its earlier deaths forgiven."""
     backoff_s: float = 0.25
-    """Before the first restart; doubles with every rapid death."""
+    """Delay before the first restart; doubles with every rapid death."""
     max_backoff_s: float = 10.0
     max_rapid_deaths: int = 6
 
@@ -157,11 +157,11 @@ class Note:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gone:
-    """This process is of the set no more."""
+    """This process has left the set."""
 
     name: str
     failure: str | None = None
-    """Why it never served, of one that was added; None of one that was retired."""
+    """Why an added process never served; None for a retired one."""
 
 
 Action = Launch | Send | Note | Gone
@@ -174,15 +174,15 @@ class _Process:
     was_ready: bool = False
     ready_at: float | None = None
     deadline: float | None = None
-    """Of the start, of the backoff or of the drain, by the state."""
+    """Deadline of the start, the backoff or the drain, depending on the state."""
     beats: Beats | None = None
-    """Of one that says that it is alive, and is to go on with that."""
+    """Heartbeat watch of a process that must stay alive; None otherwise."""
     terminated: bool = False
     rapid_deaths: int = 0
     is_candidate: bool = False
-    """It was added and has not served yet: if it ends it is not started again."""
+    """Whether it was added and has not served yet: if it ends, it is not restarted."""
     is_outdated: bool = False
-    """While it was starting its files have changed: it may have read them before."""
+    """Whether its files changed while it was starting, when it may have read them already."""
 
     @property
     def is_alive(self) -> bool:
@@ -191,15 +191,15 @@ class _Process:
 
 @dataclass(slots=True)
 class Supervisor:
-    """One cluster's processes on one machine. Every method returns what the shell has to do, in order."""
+    """Supervises one cluster's processes. Every method returns the actions for the shell, in order."""
 
     plans: Sequence[ProcessPlan]
     policy: Policy = field(default_factory=Policy)
     phase: Phase = Phase.STARTING
     failure: str | None = None
-    """Why the cluster ended by itself; None while it is well and after a stop that was asked for."""
+    """Why the cluster ended by itself; None while it runs and after a requested stop."""
     failed_name: str | None = None
-    """The process whose end is that failure."""
+    """The process whose end caused that failure."""
     _processes: dict[str, _Process] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -208,26 +208,26 @@ class Supervisor:
             raise InvariantError("two processes have the same name")
 
     def state(self, name: str) -> ProcessState:
-        """Where this process is now."""
+        """State of this process."""
         return self._processes[name].state
 
     def start(self, now: float) -> list[Action]:
         return self._launch_pending(now)
 
     def add(self, plan: ProcessPlan, now: float, *, is_needed: bool = False) -> list[Action]:
-        """One more. If it ends before it has served it is `Gone`, unless it `is_needed`: whom it replaces has left."""
+        """Add a process. If it ends before it has served it is `Gone`, unless `is_needed`: its predecessor has left."""
         if self.phase is not Phase.RUNNING:
-            raise InvariantError(f"{plan.name} is added to a cluster that is {self.phase.value}")
+            raise InvariantError(f"{plan.name} cannot be added to a cluster that is {self.phase.value}")
         if plan.name in self._processes:
-            raise InvariantError(f"there is a {plan.name} already")
+            raise InvariantError(f"there is already a process {plan.name}")
         process = self._processes[plan.name] = _Process(plan, is_candidate=not is_needed)
         return self._launch(process, now)
 
     def retire(self, name: str, now: float) -> list[Action]:
-        """Have it finish its work and end; it is `Gone` when it has."""
+        """Drain and end a process; it is `Gone` afterwards."""
         process = self._processes[name]
         if self.phase is not Phase.RUNNING:
-            raise InvariantError(f"{name} is retired from a cluster that is {self.phase.value}")
+            raise InvariantError(f"{name} cannot be retired from a cluster that is {self.phase.value}")
         if process.state is ProcessState.RETIRING:
             return []
         if not process.is_alive:
@@ -238,7 +238,7 @@ class Supervisor:
         return self._terminate(process, wait_s, now)
 
     def on_ready(self, name: str, now: float) -> list[Action]:
-        """A process says that it serves."""
+        """Record that a process serves."""
         process = self._processes[name]
         if process.state is not ProcessState.STARTING or self.phase in (Phase.STOPPING, Phase.STOPPED):
             return []
@@ -256,12 +256,12 @@ class Supervisor:
         return notes
 
     def on_beat(self, name: str, now: float) -> None:
-        """A process says that it is alive."""
+        """Record a heartbeat of a process."""
         if (beats := self._processes[name].beats) is not None:
             beats.heard(now)
 
     def on_room(self, name: str, has_room: bool, now: float) -> None:
-        """Whether there is room for one that starts: while there is none it is not late, unless nobody counts on it."""
+        """Record whether there is room for a starting process: while there is none, a needed one is not late."""
         process = self._processes[name]
         if process.state is not ProcessState.STARTING or process.terminated or self.phase is Phase.STOPPING:
             return
@@ -269,7 +269,7 @@ class Supervisor:
             process.deadline = self._start_deadline(process, now) if has_room else None
 
     def on_exited(self, name: str, status: int, now: float) -> list[Action]:
-        """A process ended; `status` is negative when a signal ended it, as in `subprocess`."""
+        """Record the end of a process; `status` is negative when a signal ended it, as in `subprocess`."""
         process = self._processes[name]
         process.beats = None
         if self.phase in (Phase.STOPPING, Phase.STOPPED):
@@ -293,7 +293,7 @@ class Supervisor:
         return [Note(name=name, text=f"{describe_exit(status)}; restart in {wait_s:.2g} s", is_error=True)]
 
     def tick(self, now: float) -> list[Action]:
-        """Whatever time has made due; call at `next_wake`, calling more often does no harm."""
+        """Return the actions that have become due; call at `next_wake`, or more often."""
         actions: list[Action] = []
         for process in self._processes.values():
             name = process.plan.name
@@ -321,12 +321,12 @@ class Supervisor:
         return min(due + [p.beats.look_at for p in processes if p.beats is not None], default=None)
 
     def is_member(self, name: str) -> bool:
-        """Whether it belongs to the set for good: it is neither new nor on its way out."""
+        """Whether the process is a settled member: neither new nor leaving."""
         process = self._processes[name]
         return not process.is_candidate and process.state is not ProcessState.RETIRING
 
     def reread(self, role: Role | None = None) -> list[Action]:
-        """Have every process (of one role) look at its files: now if it serves, when it does if it is starting."""
+        """Have every process (of one role) reload its files: now if it serves, else once it does."""
         if self.phase in (Phase.STOPPING, Phase.STOPPED):
             return []
         processes = [p for p in self._processes.values() if role in (None, p.plan.role)]
@@ -344,7 +344,7 @@ class Supervisor:
         for process in self._processes.values():
             process.beats = None
             if process.state is ProcessState.RETIRING:
-                continue  # it is being ended already, within its own bound
+                continue  # it is ending already, within its own bound
             process.deadline = None
             if not process.is_alive:
                 process.state = ProcessState.EXITED
@@ -409,7 +409,7 @@ class Supervisor:
         ]
 
     def _patience(self, process: _Process) -> float:
-        """A process that is not serving, or a cluster that has failed, owes nobody anything."""
+        """Time to end: short without work to finish, as for a process that does not serve or in a failed cluster."""
         serving = process.state is ProcessState.READY and self.failure is None
         return process.plan.drain_s if serving else min(process.plan.drain_s, self.policy.stop_early_s)
 

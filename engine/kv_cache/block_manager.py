@@ -1,8 +1,8 @@
-"""Blocks as requests see them: tables that grow, prefixes that are found, credit that holds, pins that outlive.
+"""Manages KV blocks for requests: block tables, prefix matches, promised credit and pins.
 
 Joins the pool's reference counts with the prefix index and counts promises. Credit is a hard number: free plus
-evictable blocks never fall below the blocks promised, so whoever was promised a block gets it without anybody being
-preempted for it, and a request that grows must find room in what is left (`num_available`).
+evictable blocks never fall below the blocks promised, so a promised block is always available without a
+preemption, and a request that grows must find room in what is left (`num_available`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,12 +29,12 @@ class _Pin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixMatch:
-    """The leading blocks of a request that are here, and what taking the whole request would cost."""
+    """A request's cached prefix, and the blocks that admitting the whole request would take."""
 
     num_blocks: int
     """Blocks of the prefix, found by name; valid until the next change of the index."""
     num_parked: int
-    """Of these, how many stop being evictable when they are taken."""
+    """How many of these blocks stop being evictable when they are taken."""
     num_missing: int
     """Blocks for the request's other tokens."""
 
@@ -57,7 +57,7 @@ class BlockManager:
         policy: EvictionPolicy | None = None,
         clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """`clock` times how long requests hold blocks; without one nobody asks."""
+        """`clock` times how long requests hold blocks; None to leave that unmeasured."""
         self.pool = KVBlockPool(num_blocks)
         self.index = PrefixIndex(events, policy)
         self.block_size = block_size
@@ -70,12 +70,12 @@ class BlockManager:
         self._clock = clock
 
     def set_lower_cache(self, cache: LowerCache) -> None:
-        """From now on evicted blocks are offered to a cache below the pool."""
+        """Offer evicted blocks to a cache below the pool from now on."""
         self._below = cache
 
     @property
     def num_promised(self) -> int:
-        """Blocks that are spoken for but not yet taken."""
+        """Blocks promised but not yet taken."""
         return self._num_promised
 
     @property
@@ -84,7 +84,7 @@ class BlockManager:
         return self.pool.num_free + self.index.num_parked - self._num_promised
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens."""
+        """Number of blocks that `num_tokens` tokens need."""
         return -(-num_tokens // self.block_size)
 
     def promise(self, num_blocks: int) -> None:
@@ -93,9 +93,9 @@ class BlockManager:
         self._num_promised += num_blocks
 
     def unpromise(self, num_blocks: int) -> None:
-        """Give a promise back."""
+        """Return promised blocks."""
         if num_blocks > self._num_promised:
-            raise InvariantError(f"{num_blocks} blocks unpromised of {self._num_promised}")
+            raise InvariantError(f"{num_blocks} blocks returned of {self._num_promised} promised")
         self._num_promised -= num_blocks
 
     def allocate(self, num_blocks: int) -> list[BlockId]:
@@ -123,7 +123,7 @@ class BlockManager:
     def match(self, request: Request, *, max_tokens: int | None = None) -> PrefixMatch:
         """Look up the request's longest held prefix, leaving at least one token to compute; takes nothing.
 
-        `max_tokens` bounds the prefix, for a caller who has told a peer already how much is held, or wants no more.
+        `max_tokens` bounds the prefix, for a caller that has announced its length to a peer, or wants no more.
         """
         num_full = (request.num_tokens - 1) // self.block_size
         self._extend_names(request, num_full)
@@ -173,11 +173,11 @@ class BlockManager:
         return BlockCopy(source, target)
 
     def begin_step(self) -> None:
-        """A step is launched: what is given up from now on, it may still touch."""
+        """Record a launched step: it may still touch blocks that are given up from now on."""
         self._holds.launch()
 
     def end_step(self) -> None:
-        """The oldest launched step is done: what was kept for it goes back."""
+        """Release what was kept for the oldest launched step, which is done."""
         self.release(self._holds.settle())
 
     def grow(self, request: Request, blocks: Sequence[BlockId]) -> None:
@@ -186,7 +186,7 @@ class BlockManager:
         self._changed(request)
 
     def take_table(self, request: Request) -> list[BlockId]:
-        """The request holds nothing from now on: its blocks, in table order, for the caller to release."""
+        """Detach the request's blocks and return them in table order, for the caller to release."""
         blocks = request.block_table.clear()
         self._changed(request)
         return blocks
@@ -199,7 +199,7 @@ class BlockManager:
 
         A name has one block. Where another block already bears it and is in use, the table is pointed at that one
         and the request's own copy is returned, for the caller to release; where it is merely cached, the own
-        copy takes the name over instead, so that credit never depends on who computed something twice.
+        copy takes the name over instead, so that credit never depends on which request computed a block twice.
         """
         num_full = request.num_computed_tokens // self.block_size
         self._extend_names(request, num_full)
@@ -246,7 +246,7 @@ class BlockManager:
         self._holds.hold_for_next(blocks)
 
     def condemn(self, request: Request) -> None:
-        """What the request computed is not to be trusted: nobody finds its blocks any more unless others share them."""
+        """Unindex the request's blocks, whose content may be invalid, except those that others share."""
         for i in range(request.num_computed_tokens // self.block_size - 1, -1, -1):
             block = request.block_table[i]
             if self.pool.num_refs(block) > 1:
@@ -259,7 +259,7 @@ class BlockManager:
                 self._below.forget(self.name(request, i))
 
     def pin(self, request_id: RequestId) -> None:
-        """From now on nothing that the request holds, or will hold, is reused until as many `unpin`s."""
+        """Keep every block that the request holds, or will hold, from reuse until a matching `unpin`. Calls nest."""
         self._pins.setdefault(request_id, _Pin()).count += 1
 
     def unpin(self, request_id: RequestId) -> None:
@@ -282,7 +282,7 @@ class BlockManager:
         return [*(block for pin in self._pins.values() for block in pin.lingering), *self._holds]
 
     def clear_cache(self) -> None:
-        """Forget every cached block that nobody uses."""
+        """Forget every unreferenced cached block."""
         if self._below is not None:
             self._below.clear()
         for block in self.index.clear():
@@ -296,7 +296,7 @@ class BlockManager:
         return next_seq, stored
 
     def check_invariants(self) -> None:
-        """Pool and index agree and credit is covered; O(num_blocks), for tests and audits."""
+        """Check that pool and index agree and that credit is covered; O(num_blocks), for tests and audits."""
         self.pool.check_invariants()
         self.index.check_invariants()
         if self.pool.num_idle != self.index.num_parked:

@@ -1,4 +1,4 @@
-"""Which cached block to give up first. Three policies behind one Protocol; all of them give up leaves only.
+"""Eviction policies for cached blocks. Three policies behind one Protocol; all of them evict leaves only.
 
 - `lru`: the least recently used, O(1).
 - `lfu`: the least often used, where use ages: LFU with dynamic aging (Arlitt et al., "Evaluating content management
@@ -7,7 +7,7 @@
   caching algorithms", 1997) where a block's worth grows with the requests that shared it and falls with its distance
   from the root, since a deep block helps only those whose whole beginning is equal.
 
-A policy sees parked entries only, those that nobody references; `engine.kv_cache.prefix_index` owns the entries.
+A policy sees parked entries only, those without references; `engine.kv_cache.prefix_index` owns the entries.
 """
 
 import heapq
@@ -45,15 +45,15 @@ class EvictionPolicy(Protocol):
     """An order of the parked entries in which a child always comes before its parent."""
 
     def park(self, entry: IndexedBlock) -> None:
-        """The entry lost its last reference. The tail of a table is parked before its head."""
+        """Add an entry that lost its last reference. The tail of a table is parked before its head."""
         ...
 
     def unpark(self, entry: IndexedBlock) -> None:
-        """A parked entry is referenced again."""
+        """Remove a parked entry that is referenced again."""
         ...
 
     def became_leaf(self, entry: IndexedBlock) -> None:
-        """A parked entry's last child was evicted."""
+        """Note that a parked entry's last child was evicted."""
         ...
 
     def evict(self) -> BlockHash:
@@ -128,7 +128,7 @@ class LeastWorth:
         self._floor = 0.0
         self._serial = 0
         self._heap: list[tuple[float, int, BlockHash]] = []
-        # An item of the heap counts only while it bears its entry's present serial.
+        # A heap item is valid only while it carries its entry's current serial.
         self._serials: dict[BlockHash, int] = {}
 
     def park(self, entry: IndexedBlock) -> None:
@@ -172,12 +172,12 @@ class LeastWorth:
 
 
 def frequency(entry: IndexedBlock) -> float:
-    """LFU: each use counts alike."""
+    """Worth under LFU: every use counts the same."""
     return float(entry.num_uses)
 
 
 def shared_prefix(entry: IndexedBlock) -> float:
-    """Uses, discounted by depth: a deep block helps only a request whose whole beginning is equal."""
+    """Worth by uses, discounted by depth: a deep block helps only requests that share its whole prefix."""
     return entry.num_uses / (1.0 + log2(1.0 + entry.depth))
 
 
@@ -189,7 +189,7 @@ POLICIES: Mapping[str, Callable[[], EvictionPolicy]] = {
 
 
 def eviction_policy(name: str) -> EvictionPolicy:
-    """A fresh policy; ConfigError for a name that none bears."""
+    """Create a policy by name; ConfigError for an unknown one."""
     make = POLICIES.get(name)
     if make is None:
         raise ConfigError(f"engine.eviction must be one of {', '.join(POLICIES)}, not {name!r}")

@@ -1,6 +1,6 @@
-"""Where KV goes that the pool has no room for: of preempted requests, and of cached blocks that are evicted.
+"""Interfaces of the tiers below the pool, for KV of preempted requests and evicted cached blocks.
 
-A tier only keeps account of places; the bytes are moved by the runner, as `BlockOffload` and `BlockLoad` tell. The two
+A tier only accounts for places; the runner moves the bytes as `BlockOffload` and `BlockLoad` describe. The two
 kinds have places of their own: a burst of preemptions never costs cached blocks, nor the other way round.
 """
 
@@ -17,7 +17,7 @@ from tandem.values.ids import BlockHash, BlockId
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class OffloadHandle:
-    """What one `store` took. Compared by identity."""
+    """The places that one `store` took. Compared by identity."""
 
     slots: tuple[int, ...]
     """One place per block, in the blocks' order."""
@@ -43,21 +43,21 @@ class LowerCache(Protocol):
     """What the pool sees of the cache below it (`engine.kv_cache.tiers.cache`)."""
 
     def demote(self, entry: IndexedBlock) -> bool:
-        """The pool gives a block up, and its content may be overwritten by the next batch: whether it is kept."""
+        """Offer a block that the pool evicts and the next batch may overwrite. Returns whether the tier keeps it."""
         ...
 
     def save_now(self) -> None:
-        """What was demoted is overwritten by no batch but at once, perhaps by somebody outside: save it before."""
+        """Save demoted blocks now: they are about to be overwritten outside any batch, perhaps by a peer."""
         ...
 
     def forget(self, name: BlockHash) -> None:
-        """The content is not to be trusted."""
+        """Forget a block whose content may be invalid."""
         ...
 
     def clear(self) -> None: ...
 
     def names(self) -> Iterable[BlockHash]:
-        """Of every block that is here."""
+        """Names of every block in this tier."""
         ...
 
 
@@ -66,11 +66,11 @@ class BlockCopier(Protocol):
 
     @property
     def traffic(self) -> Traffic:
-        """What was moved so far, by steps too."""
+        """Totals moved so far, including by steps."""
         ...
 
     def move_now(self, offloads: Sequence[BlockOffload], loads: Sequence[BlockLoad]) -> None:
-        """Move, and return when it has happened; what launched steps do comes before."""
+        """Move blocks, after whatever launched steps do, and return when they have moved."""
         ...
 
 

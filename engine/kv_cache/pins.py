@@ -1,4 +1,4 @@
-"""Prefixes that stay in the pool because a tenant asked for it: each until a time, together within bounds. Pure.
+"""Pinned prefixes: kept in the pool at a tenant's request, each until a time, together within bounds. Pure.
 
 Life of a pin: `pin` takes a reference on every block from the chain's root to its last block, all of which must be
 here; the same key again renews it; it ends by time (`expire`), by its tenant (`unpin`), or by giving way. A referenced
@@ -40,7 +40,7 @@ class PinBounds:
 class _Pin:
     last_block: BlockHash
     blocks: tuple[BlockId, ...]
-    """From the root on."""
+    """Blocks of the prefix, from the root on."""
     ends_s: float
 
 
@@ -48,7 +48,7 @@ class PrefixPins:
     """All pins of one worker. Touched by the engine thread alone."""
 
     def __init__(self, blocks: BlockManager, bounds: PinBounds, *, lost: Callable[[PinKey], None]) -> None:
-        """`lost` hears of each pin that gives way."""
+        """`lost` is called with each pin that gives way."""
         self._blocks = blocks
         self._bounds = bounds
         self._lost = lost
@@ -57,7 +57,7 @@ class PrefixPins:
         self._by_block: Counter[BlockId] = Counter()
         self._by_tenant: dict[str, Counter[BlockId]] = {}
         self._soonest_s = _FOREVER
-        """No pin ends before."""
+        """Lower bound of when the next pin ends."""
         self._made = self._renewed = self._refused = self._gave_way = self._expired = 0
 
     def __len__(self) -> int:
@@ -96,7 +96,7 @@ class PrefixPins:
         return PinTold(key=key, outcome=PinOutcome.HELD, num_tokens=len(pin.blocks) * self._blocks.block_size)
 
     def _have_room(self, tenant: str, blocks: list[BlockId]) -> bool:
-        """Let older pins of the tenant give way as far as needed; False, and none has, where that would not do."""
+        """Release older pins of the tenant as needed. Returns False, with none released, if that would not do."""
         bounds = self._bounds
         others = sum(len(held) for name, held in self._by_tenant.items() if name != tenant)
         most = min(bounds.max_tenant_blocks, bounds.max_blocks - others)
@@ -138,7 +138,7 @@ class PrefixPins:
             self._lost(key)
 
     def expire(self, now: float) -> None:
-        """End those whose time is over; O(1) while there are none."""
+        """End expired pins; O(1) while there are none."""
         if now < self._soonest_s:
             return
         for key in [key for key, pin in self._pins.items() if pin.ends_s <= now]:
@@ -147,7 +147,7 @@ class PrefixPins:
         self._soonest_s = min((pin.ends_s for pin in self._pins.values()), default=_FOREVER)
 
     def make_way(self, num_blocks: int, used: Iterable[BlockId]) -> bool:
-        """For a request that needs so many blocks in all, of which it has or has found `used`; whether a pin gave way.
+        """Release pins for a request that needs `num_blocks` blocks and has `used`; returns whether a pin gave way.
 
         Only where it could not run beside the pins even if it were alone.
         """
@@ -166,7 +166,7 @@ class PrefixPins:
         return gave_way
 
     def distrust(self, request: Request) -> None:
-        """What the request computed is not to be trusted: no pin keeps it."""
+        """Release pins of the request's blocks, whose content may be invalid."""
         own = set(request.block_table)
         for key in [key for key, pin in self._pins.items() if not own.isdisjoint(pin.blocks)]:
             self._give_way(key)

@@ -1,6 +1,6 @@
-"""Physical KV blocks of one worker: which are free, which are referenced, which merely keep their content.
+"""Counts references to the physical KV blocks of one worker.
 
-A block is *free* (its content is nobody's), *used* (one reference per table, reservation or pin that names it)
+A block is *free* (its content has no owner), *used* (one reference per table, reservation or pin that names it)
 or *idle* (no reference, but content worth finding again: the prefix index decides which, and for how long).
 """
 
@@ -36,7 +36,7 @@ class KVBlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks whose content is nobody's."""
+        """Blocks whose content has no owner."""
         return len(self._free)
 
     @property
@@ -90,7 +90,7 @@ class KVBlockPool:
         self._idle.remove(block)
 
     def check_invariants(self) -> None:
-        """Every block is in exactly one state and no count is negative; O(num_blocks), for tests and audits."""
+        """Check that every block has exactly one state and no negative count; O(num_blocks), for tests and audits."""
         free = set(self._free)
         if len(free) != len(self._free):
             raise InvariantError("a block is free twice")
@@ -106,13 +106,13 @@ class _Held(NamedTuple):
     """Block references that end with one step."""
 
     touched: list[BlockId]
-    """By the step itself, whoever else gives them up."""
+    """References of the step itself."""
     given_up: list[BlockId]
-    """By requests, in the order of their tables, once the step was launched."""
+    """References that requests gave up after the launch, in the order of their tables."""
 
 
 class StepHolds:
-    """Block references that end with a step: until then nobody else, on this machine or another, may have the block."""
+    """Block references that end with a step: until then the block must not be reused, locally or by a peer."""
 
     __slots__ = ("_launched", "_next")
 
@@ -138,12 +138,12 @@ class StepHolds:
         return True
 
     def launch(self) -> None:
-        """A step is on its way."""
+        """Record a launched step."""
         self._launched.append(_Held(self._next, []))
         self._next = []
 
     def settle(self) -> list[BlockId]:
-        """The oldest step is done: the references that ended with it, to be released from the last to the first.
+        """End the oldest step and return the references that ended with it, to be released from the last to the first.
 
         What the step touched comes last: of a block that its owner gave up meanwhile the owner's reference, between
         those of the blocks before and after it, is then the last one.

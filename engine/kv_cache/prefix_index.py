@@ -1,6 +1,6 @@
-"""Which full blocks can be found by content, and which of them to give up first.
+"""Index of full blocks by content, with the order in which to evict them.
 
-One physical block per name. An entry is *parked* while nobody references its block: it is a cache entry, and a policy
+One physical block per name. An entry is *parked* while its block has no reference: it is a cache entry, and a policy
 (`engine.eviction`) orders the parked ones for eviction. Three facts hold together (`check_invariants`):
 
 1. an entry's parent is a chain's root or an entry;
@@ -21,7 +21,7 @@ from tandem.values.ids import BlockHash, BlockId
 
 
 class PrefixIndex:
-    """Names of full blocks to physical blocks."""
+    """Maps names of full blocks to physical blocks."""
 
     __slots__ = ("_entries", "_held", "_num_parked", "_policy", "events")
 
@@ -93,7 +93,7 @@ class PrefixIndex:
         self.events.append(Stored(name, parent))
 
     def rebind(self, name: BlockHash, block: BlockId) -> BlockId:
-        """Let a referenced block take over a parked name; returns the block that had it, now nobody's."""
+        """Let a referenced block take over a parked name; returns the block that had it, which has no name now."""
         entry = self._entries[name]
         self._unpark(entry)
         former, entry.block = entry.block, block
@@ -102,11 +102,11 @@ class PrefixIndex:
         return former
 
     def use(self, block: BlockId) -> None:
-        """Another request found the block."""
+        """Count another request that found the block."""
         self._held[block].num_uses += 1
 
     def park(self, block: BlockId) -> None:
-        """The block lost its last reference: it becomes the most recently used cache entry."""
+        """Park a block that lost its last reference as the most recently used cache entry."""
         entry = self._held[block]
         if not entry.is_parked:
             entry.is_parked = True
@@ -114,7 +114,7 @@ class PrefixIndex:
             self._policy.park(entry)
 
     def unpark(self, block: BlockId) -> None:
-        """The block got a reference again."""
+        """Unpark a block that is referenced again."""
         self._unpark(self._held[block])
 
     def _unpark(self, entry: IndexedBlock) -> None:
@@ -209,7 +209,7 @@ class PrefixIndex:
                 yield entry
 
     def check_invariants(self) -> None:
-        """Verify the three facts of the module; O(entries), for tests and audits."""
+        """Check the three facts of the module; O(entries), for tests and audits."""
         parked = {name: entry for name, entry in self._entries.items() if entry.is_parked}
         if len(self._held) != len(self._entries) or len(parked) != self._num_parked:
             raise InvariantError("names and entries differ")

@@ -1,6 +1,6 @@
-"""Room on the decode side for sequences whose KV another worker is computing.
+"""Reserves blocks on the decode side for sequences whose KV another worker is computing.
 
-Life of a reservation: `reserve` pins the prefix held here, what host memory has of it included (a disk is not asked:
+Life of a reservation: `reserve` pins the prefix held here, including its part in host memory (a disk is not read:
 the peer would wait), and promises blocks for the rest (credit early);
 `bind` turns the promise into destination blocks when the prefill leaves its queue (blocks late); then either
 
@@ -10,7 +10,7 @@ the peer would wait), and promises blocks for the rest (credit early);
 - `cancel` or `quarantine`: nothing is kept.
 
 Destinations whose writer is not proven quiet stay referenced under their transfer (quarantine) and are not reused
-by anybody until `release_quarantine`, whatever becomes of the sequence. One key per attempt: a caller that
+until `release_quarantine`, however the sequence ends. One key per attempt: a caller that
 retries under one transfer id makes the attempt part of the key.
 """
 
@@ -31,7 +31,7 @@ class ReservationGrant:
     """What `reserve` promised: the cached prefix that is held, and the blocks to come."""
 
     num_held_tokens: int
-    """Prefix whose KV is already here: need not travel."""
+    """Prefix whose KV is already here and need not be transferred."""
     num_blocks: int
     """Destination blocks that `bind` will return, for the tokens after the held prefix."""
 
@@ -52,7 +52,7 @@ class _Quarantine:
 
 
 class Reservations:
-    """All sequences under way to this worker, by transfer."""
+    """Sequences in transfer to this worker, by transfer id."""
 
     def __init__(
         self,
@@ -73,14 +73,14 @@ class Reservations:
         self._request_ids: set[RequestId] = set()
         self._quarantined: dict[TransferId, _Quarantine] = {}
         self.on_bound: Callable[[Sequence[BlockId]], object] = _nobody
-        """Hears which blocks a peer may write from now on."""
+        """Called with the blocks that a peer may write from now on."""
 
     def __len__(self) -> int:
         return len(self._reserved)
 
     @property
     def num_quarantined_blocks(self) -> int:
-        """Destination blocks out of circulation because somebody may still write them."""
+        """Destination blocks kept from reuse because a peer may still write them."""
         return sum(q.num_destinations for q in self._quarantined.values())
 
     def has_request(self, request_id: RequestId) -> bool:
@@ -92,7 +92,7 @@ class Reservations:
     ) -> ReservationGrant:
         """Admit or refuse a sequence; all of its known tokens are to be computed elsewhere.
 
-        `max_held_tokens` bounds the prefix taken from here: what an earlier attempt has told its peer.
+        `max_held_tokens` bounds the held prefix to what an earlier attempt announced to its peer.
 
         Raises InvalidRequest, ContextLengthExceeded and RequestTooLarge (never possible), PoolExhausted (not now).
         """
@@ -109,7 +109,7 @@ class Reservations:
         self._blocks.promise(match.cost)
         self._blocks.unpromise(match.num_parked)
         self._blocks.take_prefix(request, match)
-        # An earlier attempt has told its peer how much is held: no more of it now.
+        # An earlier attempt announced how much is held: hold no more now.
         num_loaded = self._bring_up(request, match) if max_held_tokens is None else 0
         if max_held_tokens is None:  # what an earlier attempt brought was computed for this request: no cache hit
             request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
@@ -120,7 +120,7 @@ class Reservations:
         return grant
 
     def _bring_up(self, request: Request, match: PrefixMatch) -> int:
-        """Lengthen a prefix that was just taken by what host memory has, out of the blocks promised; how many."""
+        """Extend a prefix just taken with blocks from host memory, out of those promised; returns how many."""
         if self._tiers is None:
             return 0
         count = self._tiers.reach(request, match.num_blocks, between_steps=True)
@@ -137,7 +137,7 @@ class Reservations:
         return reservation.bound
 
     def commit(self, transfer_id: TransferId, first_token: int, *, num_cached_tokens: int | None = None) -> None:
-        """All KV has landed and been verified: the sequence runs from `first_token` on.
+        """Start the sequence from `first_token` on: all its KV has landed and been verified.
 
         `num_cached_tokens` is the prompt tokens that the prefill worker did not compute; None leaves this
         worker's own prefix as the answer. TransferError when unknown or never bound.
@@ -167,7 +167,7 @@ class Reservations:
         """End a reservation and keep its verified whole blocks as cache; returns the request, which holds nothing.
 
         `num_landed_tokens` counts from the sequence's start and includes the held prefix. The blocks wait in the
-        prefix index like any others: whoever schedules or reserves the request next finds them by content.
+        prefix index like any others: the request finds them by content when it is scheduled or reserved again.
         """
         reservation = self._forget(transfer_id)
         request = reservation.request
@@ -187,15 +187,15 @@ class Reservations:
         return request
 
     def cancel(self, transfer_id: TransferId) -> Request:
-        """Free everything at once: only for a writer that is quiet, or never had anything to write to."""
+        """Free everything at once. Only for a writer that is quiet or was never granted destinations."""
         return self.salvage(transfer_id, 0, writer_is_quiet=True)
 
     def quarantine(self, transfer_id: TransferId) -> Request:
-        """End a reservation but keep its destinations out of circulation: their writer may still be alive."""
+        """End a reservation but keep its destinations from reuse: their writer may still be alive."""
         return self.salvage(transfer_id, 0, writer_is_quiet=False)
 
     def release_quarantine(self, transfer_id: TransferId) -> int:
-        """The writer is proven quiet: returns how many destinations go back into use (0 when there were none)."""
+        """Free destinations whose writer is proven quiet; returns how many (0 when there were none)."""
         quarantine = self._quarantined.pop(transfer_id, None)
         if quarantine is None:
             return 0
@@ -221,4 +221,4 @@ class Reservations:
 
 
 def _nobody(_blocks: Sequence[BlockId]) -> None:
-    """All ranks see what a peer writes."""
+    """Default `on_bound`, for a pool in which all ranks see what a peer writes."""

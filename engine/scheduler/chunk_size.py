@@ -1,8 +1,8 @@
-"""How many prompt tokens a step may compute while somebody reads along, so that its next token comes in time.
+"""Bounds the prompt tokens of a step that also decodes, to keep inter-token latency within its limit.
 
 A step beside decodes is predicted to take the time of its chunk and of as many tokens more as its decodes are worth.
 How many those are follows from steps with and without a chunk, and what a token takes from the last steps with a chunk:
-both by medians, so that one stalled step says nothing. A machine that slows down is taken to do everything more slowly.
+both are medians, so that one stalled step has no effect. A machine that slows down is assumed to slow down evenly.
 Of an even number of steps the slower middle one counts: chunks shorten after two slow steps and grow again after three
 that were faster.
 """
@@ -19,20 +19,19 @@ MIN_CHUNK_TOKENS = 64
 """A chunk so small adds little to a step, which reads all weights for its decodes alone; smaller ones would only
 multiply the steps of a prompt."""
 _CHUNK_STEP = 32
-"""Chunks are multiples of this: kernels compute whole panels of rows."""
+"""Granularity of chunk sizes: kernels compute whole panels of rows."""
 _NUM_REMEMBERED = 4
-"""Steps with a chunk: a slow one is soon forgotten again, since shorter chunks cost those who wait for their first
-token."""
+"""Window of steps with a chunk. Short, so that a slow step is soon forgotten: smaller chunks raise TTFT."""
 _NUM_TYPICAL = 5
-"""Steps without a chunk, whose median is what decodes take."""
+"""Window of steps without a chunk, whose median is the time of decodes."""
 _AIM = 0.95
-"""Part of the bound that is planned for: a straight line through few measurements misses by some percent."""
+"""Fraction of the bound to plan for: a linear fit of few measurements is off by some percent."""
 
 
 def has_decodes(items: Iterable[BatchItem]) -> bool:
-    """Whether a step computes the newest token of a sequence that is being generated: somebody waits for the next.
+    """Whether a step decodes: computes the newest token of a sequence that is being generated.
 
-    The last token of a prompt is none, and nobody reads along with a prefill for a hand-off. O(1) where decodes come
+    The last token of a prompt does not count, nor does a prefill for a hand-off. O(1) where decodes come
     first, as in planned steps.
     """
     for request, start, num_tokens, samples in items:
@@ -42,7 +41,7 @@ def has_decodes(items: Iterable[BatchItem]) -> bool:
 
 
 class ChunkSizer:
-    """Bounds the chunk of a step beside decodes by time. Pure: time is told, never read."""
+    """Bounds by time the chunk of a step with decodes. Pure: durations are passed in, no clock is read."""
 
     __slots__ = ("_decodes", "_decodes_in_tokens", "_is_unweighed", "_max_step_s", "_max_tokens", "_token_s")
 
@@ -51,16 +50,16 @@ class ChunkSizer:
         self._max_step_s = max_step_s
         self._max_tokens = max_tokens
         self._decodes: deque[float] = deque(maxlen=_NUM_TYPICAL)
-        """Seconds of steps that only decoded."""
+        """Durations, in seconds, of steps that only decoded."""
         self._decodes_in_tokens = 0.0
-        """How many prompt tokens are computed in the time that decodes take."""
+        """Prompt tokens that could be computed in the time that decodes take."""
         self._is_unweighed = False
-        """That is to be worked out anew, once somebody asks: most steps only decode, and nobody does."""
+        """Whether `_decodes_in_tokens` is stale. It is computed on demand: most steps only decode and never need it."""
         self._token_s: deque[float] = deque(maxlen=_NUM_REMEMBERED)
-        """Seconds of a prompt token, of steps with a chunk."""
+        """Seconds per prompt token, from steps with a chunk."""
 
     def observe(self, timings: StepTimings, *, beside_decodes: bool) -> None:
-        """Learn from a step. One with a short chunk and no decodes is passed over: the fixed cost that rules it would
+        """Record a step's duration. A step with a short chunk and no decodes is ignored: its dominant fixed cost would
         have been paid by decodes anyway.
         """
         if timings.num_tokens == timings.num_requests:
@@ -83,7 +82,7 @@ class ChunkSizer:
             self._weigh_decodes()
 
     def chunk_tokens(self) -> int:
-        """Most prompt tokens of the next step, if it has decodes: `max_tokens` while no rate is known. O(1)."""
+        """Maximum number of prompt tokens in the next step with decodes; `max_tokens` until a rate is known. O(1)."""
         if self._max_step_s is None or not self._token_s:
             return self._max_tokens
         self._weigh_if_needed()

@@ -1,4 +1,4 @@
-"""Runs of steps in which nothing happens but that every running sequence gets one token more.
+"""Fast-forwards runs of steps in which every running sequence gets one more token and nothing else happens.
 
 A simulator spends its time on these (no worker uses this module): thousands of steps between two arrivals. Their effect
 on tables, names and counts is known beforehand, so it is brought about at once, in the order in which single steps
@@ -20,44 +20,44 @@ from tandem.errors import InvariantError
 
 
 class SteadyRun(NamedTuple):
-    """Steps that may be taken at once, and what the first of them computes."""
+    """A run of steps that may be taken at once, and what the first of them computes."""
 
     num_steps: int
     num_rows: int
     """Sequences in each step."""
     num_context_tokens: int
-    """Of all rows in the first step; each step adds `num_rows`."""
+    """Context tokens of all rows in the first step; each step adds `num_rows`."""
 
 
 NO_RUN = SteadyRun(0, 0, 0)
 
 
 class _Change(NamedTuple):
-    """One block changes hands: sorts as single steps would do it."""
+    """One block allocated or named during the run; sorts in the order of single steps."""
 
     step: int
     is_filled: bool
     """A block was filled by the step and gets its name; else one is taken before it computes."""
     position: int
-    """Of the request among the running."""
+    """Position of the request among the running ones."""
 
 
 class FastForwardScheduler(Scheduler):
     """A scheduler that can also take runs of steady steps at once, for simulations."""
 
     def steady_run(self) -> SteadyRun:
-        """How many steps `fast_forward` may take at once, and what the first of them computes."""
+        """The run of steps that `fast_forward` may take at once."""
         if self._ahead or self.tiers is not None or self.offloading is not None:
             return NO_RUN
         return _steady_run(self._table, self.blocks, self._config)
 
     def fast_forward(self, num_steps: int, token_id: int) -> StepOutput:
-        """Do what so many steps of the present `steady_run`, at most all of them, would; all tokens are `token_id`.
+        """Apply `num_steps` steps of the present `steady_run`, at most all of them; all tokens are `token_id`.
 
         The output reports all that theirs would, except tokens. InvariantError for steps that would end a request.
         """
         if self._ahead:
-            raise InvariantError("steps cannot be taken at once while one is under way")
+            raise InvariantError("cannot fast-forward while a step is in flight")
         self._planner.skip_steps(num_steps)
         self._had_decodes = True
         _take_steps(num_steps, token_id, self._table, self.blocks)
@@ -92,7 +92,7 @@ def _steady_run(table: RequestTable, blocks: BlockManager, config: SchedulerConf
 
 
 def _take_steps(num_steps: int, token_id: int, table: RequestTable, blocks: BlockManager) -> None:
-    """Take steps of a `steady_run` in which each sequence samples `token_id`. InvariantError if that would end one."""
+    """Take steps of a `steady_run` in which all sample `token_id`. InvariantError if a sequence would end."""
     size = blocks.block_size
     running = list(table.running)
     starts = [len(request.token_ids) - 1 for request in running]
@@ -100,7 +100,7 @@ def _take_steps(num_steps: int, token_id: int, table: RequestTable, blocks: Bloc
     for position, (request, start) in enumerate(zip(running, starts, strict=True)):
         rule, end = request.end_rule, start + num_steps
         if rule is None or end + 1 >= rule.max_tokens or token_id in rule.token_ids:
-            raise InvariantError(f"request {request.request_id} ends within a run of steps that end nobody")
+            raise InvariantError(f"request {request.request_id} would end within a run of steady steps")
         # Step s, from 1, computes the token after the first `start + s - 1`.
         room = len(request.block_table.ids) * size
         if room < end:
@@ -124,7 +124,7 @@ def _take_steps(num_steps: int, token_id: int, table: RequestTable, blocks: Bloc
 
 
 def _advance(request: Request, num_computed_tokens: int, token_id: int) -> None:
-    """So many tokens are computed and none is known beyond them."""
+    """Set the number of computed tokens, with no known token beyond them."""
     missing = num_computed_tokens - len(request.token_ids)
     if missing > 0:
         request.token_ids.extend(array("i", (token_id,)) * missing)
@@ -132,7 +132,7 @@ def _advance(request: Request, num_computed_tokens: int, token_id: int) -> None:
 
 
 def _affordable(num_steps: int, table: RequestTable, blocks: BlockManager) -> int:
-    """The most of so many steps for whose tokens there are blocks without preempting anybody."""
+    """How many of the steps can get blocks for their tokens without a preemption."""
     available = blocks.num_available
     if len(table.running) * (num_steps // blocks.block_size + 1) <= available:
         return num_steps

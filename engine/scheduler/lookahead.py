@@ -1,4 +1,4 @@
-"""Steps that are launched and not settled yet.
+"""Tracks the steps that are launched and not settled yet.
 
 While a step runs, the next one may be planned: each request that samples is taken to get one more token, whose id the
 device will fill in. A request counts what is under way (`num_in_flight_tokens`, `num_awaited_tokens`), so that the
@@ -25,7 +25,7 @@ class Lookahead:
         return len(self._batches)
 
     def launch(self, batch: Batch) -> None:
-        """The batch is on its way: from now on its requests are planned as if it were done."""
+        """Record a launched batch: from now on its requests are planned as if it were done."""
         self._batches.append(batch)
         for request, _, num_tokens, samples in batch.items:
             request.num_in_flight_tokens += num_tokens
@@ -33,14 +33,14 @@ class Lookahead:
                 request.num_awaited_tokens += 1
 
     def settle(self, batch: Batch) -> None:
-        """The batch is done. InvariantError unless it is the oldest."""
+        """Settle the batch. InvariantError unless it is the oldest."""
         if not self._batches or self._batches[0] is not batch:
-            raise InvariantError("a step was committed that is not the oldest one launched")
+            raise InvariantError("only the oldest launched step may be committed")
         self._batches.popleft()
 
     def arriving(self) -> set[BlockId]:
         """Blocks that a launched step fills before it computes. They have their names already, for steps behind it;
-        whoever reads beside the steps finds their content only when it has settled."""
+        readers outside the steps find their content only once the step has settled."""
         loaded = {load.target for batch in self._batches for load in batch.loads}
         return loaded | {copy.target for batch in self._batches for copy in batch.copies}
 
@@ -51,11 +51,11 @@ class Lookahead:
             for request, start, num_tokens, samples in batch.items:
                 computing, awaited = expected.get(request, (0, 0))
                 if start != request.num_computed_tokens + computing and request.finish_reason is None:
-                    raise InvariantError(f"request {request.request_id}: a launched step leaves a gap")
+                    raise InvariantError(f"request {request.request_id}: a launched step does not continue its tokens")
                 expected[request] = (computing + num_tokens, awaited + samples)
         for request, (computing, awaited) in expected.items():
             if (request.num_in_flight_tokens, request.num_awaited_tokens) != (computing, awaited):
-                raise InvariantError(f"request {request.request_id} counts other tokens in flight than are")
+                raise InvariantError(f"request {request.request_id}: num_in_flight_tokens disagrees with the steps")
 
 
 def ends_the_plan(request: Request) -> bool:

@@ -1,11 +1,11 @@
-"""Who leaves the queue next: rank, but a cached prefix may overtake, a bounded number of times.
+"""Selects the next request to leave the queue: by rank, but a cached prefix may overtake a bounded number of times.
 
 A prefix that is cached now may be evicted by the time its turn comes, so within one priority the request with the
 most cached tokens among the first `WINDOW` goes first (cf. longest prefix match in SGLang, Zheng et al., 2024). The
 bound: no request is ever overtaken in this way by more than `max_overtakes` others, in its whole life.
 
-Requests that wait for somebody's blocks (`engine.scheduler.shared_prefills`), or for a disk
-(`engine.kv_cache.tiers.cache`), are stepped over meanwhile.
+Requests that wait for another's blocks (`engine.scheduler.shared_prefills`), or for a disk
+(`engine.kv_cache.tiers.cache`), are skipped meanwhile.
 """
 
 from dataclasses import dataclass
@@ -21,12 +21,12 @@ from tandem.values.ids import RequestId
 WINDOW = 8
 """Requests whose prefixes are compared."""
 _REACH = 32
-"""Requests looked at, those that wait for somebody's blocks included: bounds what a step costs."""
+"""Requests examined, those that wait for another's blocks included: bounds the cost of a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueCandidate:
-    """A waiting request and what is here of it."""
+    """A waiting request and its cached prefix."""
 
     request: Request
     match: PrefixMatch
@@ -34,7 +34,7 @@ class QueueCandidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueChoice:
-    """Who is first, who should go first, and who is overtaken by that."""
+    """The queue's head, the request that should go first, and those that it overtakes."""
 
     head: QueueCandidate
     best: QueueCandidate
@@ -42,7 +42,7 @@ class QueueChoice:
 
 
 class QueueOrder:
-    """Chooses from a waiting queue; keeps how often each request was overtaken."""
+    """Chooses from a waiting queue and counts how often each request was overtaken."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class QueueOrder:
         self._overtakes: dict[RequestId, int] = {}
 
     def choose(self, *, now: float, may_wait: bool) -> QueueChoice | None:
-        """None when the queue is empty, or all in reach wait: for a disk, or for somebody's blocks if they may."""
+        """The next choice; None when the queue is empty or every request in reach waits for disk or others' blocks."""
         found: list[QueueCandidate] = []
         best = 0
         for request in islice(self._waiting, _REACH):
@@ -91,14 +91,14 @@ class QueueOrder:
         return self._overtakes.get(request.request_id, 0) >= self._max_overtakes
 
     def left(self, choice: QueueChoice) -> None:
-        """The choice's best has left the queue."""
+        """Record that the choice's best has left the queue."""
         for request in choice.overtaken:
             self._overtakes[request.request_id] = self._overtakes.get(request.request_id, 0) + 1
 
     def num_overtakes(self, request_id: RequestId) -> int:
-        """How many others a cached prefix has let go before this request."""
+        """How many others have overtaken this request by a cached prefix."""
         return self._overtakes.get(request_id, 0)
 
     def forget(self, request_id: RequestId) -> None:
-        """The request is over."""
+        """Forget a finished request."""
         self._overtakes.pop(request_id, None)

@@ -1,4 +1,4 @@
-"""What a single request may ask for, and when it has had it."""
+"""Limits of a single request, and when they end it."""
 
 from engine.types.config import SchedulerConfig
 from engine.types.request import EndRule, FinishReason, Request
@@ -29,7 +29,7 @@ def check_size(request: Request, config: SchedulerConfig) -> None:
 
 
 def end_rule(request: Request, config: SchedulerConfig) -> EndRule:
-    """What ends the request, as three figures that a token can be held against."""
+    """The request's stop conditions, as three figures that a token is compared with."""
     params = request.params
     stops = frozenset(params.stop_token_ids)
     return EndRule(
@@ -50,7 +50,7 @@ def finish_reason(request: Request, config: SchedulerConfig) -> FinishReason | N
 
 
 def reason_of(rule: EndRule, last_token: int, num_tokens: int) -> FinishReason | None:
-    """Why a sequence of so many tokens ends with this one. At least one of them is output."""
+    """Why a sequence of `num_tokens` tokens, at least one of them output, ends with this one; None if it does not."""
     if last_token in rule.token_ids and num_tokens >= rule.min_tokens:
         return FinishReason.STOP
     return FinishReason.LENGTH if num_tokens >= rule.max_tokens else None

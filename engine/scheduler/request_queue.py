@@ -1,4 +1,4 @@
-"""Requests in the one order that scheduling, preemption and fairness share.
+"""Orders requests by the one rank that scheduling, preemption and fairness share.
 
 Within a priority, the earliest deadline goes first; a request that states none, or a late one, counts as due
 `PATIENCE_S` after its arrival. So only those that arrive within that time can ever go before it, and nobody starves
@@ -17,7 +17,7 @@ from tandem.values.ids import RequestId
 PATIENCE_S = 30.0
 
 Rank = tuple[int, float, float, RequestId]
-"""Level, due time, arrival, id: smaller is sooner."""
+"""Rank: level, due time, arrival, id; smaller is sooner."""
 
 
 class Ranking:
@@ -65,7 +65,7 @@ class RequestQueue:
         insort(self._requests, request, key=self.rank)
 
     def remove(self, request: Request) -> None:
-        """Take out a request that is here."""
+        """Remove a queued request. InvariantError when it is not here."""
         index = bisect_left(self._requests, self.rank(request), key=self.rank)
         if index == len(self._requests) or self._requests[index] is not request:
             raise InvariantError(f"request {request.request_id} is not in this queue")
@@ -79,27 +79,27 @@ class Deadlines:
 
     def __init__(self) -> None:
         self._waiting: dict[RequestId, Request] = {}
-        # Also of some who no longer wait: to find them in the middle would cost more than to pass over them.
+        # Includes some that no longer wait: skipping them later costs less than finding them in the middle.
         self._heap: list[tuple[float, RequestId]] = []
 
     def __len__(self) -> int:
-        """Entries kept, of who no longer waits included."""
+        """Entries kept, including those of requests that no longer wait."""
         return len(self._heap)
 
     def watch(self, request: Request) -> None:
-        """The request waits; without a deadline it does so for ever."""
+        """Watch a waiting request; one without a deadline waits for ever."""
         if request.deadline_s is not None:
             self._waiting[request.request_id] = request
             heapq.heappush(self._heap, (request.deadline_s, request.request_id))
 
     def forget(self, request: Request) -> None:
-        """The request waits no longer. O(1) on average."""
+        """Stop watching a request. O(1) on average."""
         if self._waiting.pop(request.request_id, None) is not None and len(self._heap) > 2 * len(self._waiting) + 64:
             self._heap = [item for item in self._heap if item[1] in self._waiting]
             heapq.heapify(self._heap)
 
     def expired(self, now: float) -> list[Request]:
-        """Requests whose deadline has passed while they waited, told once."""
+        """Requests whose deadline has passed while they waited; each is returned once."""
         late: list[Request] = []
         while self._heap and self._heap[0][0] <= now:
             deadline_s, request_id = heapq.heappop(self._heap)

@@ -1,4 +1,4 @@
-"""Every request of a worker by where it stands: waiting, running, held; and how many tokens they are behind."""
+"""Holds every request of a worker by state (waiting, running, held) and counts the backlog of tokens."""
 
 from engine.scheduler.request_queue import Deadlines, Ranking, RequestQueue
 from engine.types.request import Request, RequestState
@@ -16,7 +16,7 @@ class RequestTable:
         self.running = RequestQueue(rank)
         self.deadlines = Deadlines()
         self.backlog_tokens = 0
-        """Known tokens still to compute, waiting and running: counted as they come and go, never summed up."""
+        """Known tokens still to compute, waiting and running; counted incrementally."""
 
     @property
     def num_held(self) -> int:
@@ -24,7 +24,7 @@ class RequestTable:
         return len(self.requests) - len(self.waiting) - len(self.running)
 
     def enter(self, request: Request) -> None:
-        """A newcomer; it runs at once if it brings its KV along."""
+        """Add a request; it runs at once if it brings its KV along."""
         self.requests[request.request_id] = request
         self.backlog_tokens += request.num_uncomputed_tokens
         if len(request.block_table):
@@ -34,14 +34,14 @@ class RequestTable:
             self._wait(request)
 
     def admit(self, request: Request) -> None:
-        """It has its blocks, and perhaps a prefix in them: from now on it runs."""
+        """Move an admitted request, which has its blocks and perhaps a prefix in them, to running."""
         self._stop_waiting(request)
         request.move_to(RequestState.RUNNING)
         self.running.add(request)
         self.backlog_tokens -= request.num_computed_tokens
 
     def requeue(self, request: Request) -> None:
-        """It has given up its blocks: nothing is computed any more."""
+        """Move a preempted request, which has lost its blocks, back to waiting."""
         self.running.remove(request)
         self.backlog_tokens += request.num_computed_tokens
         request.num_computed_tokens = 0
@@ -49,7 +49,7 @@ class RequestTable:
         self._wait(request)
 
     def hold(self, request: Request) -> None:
-        """Its prefill is done; it keeps its blocks and computes nothing more."""
+        """Hold a request whose prefill is done: it keeps its blocks and computes nothing more."""
         self.running.remove(request)
         self.backlog_tokens -= request.num_uncomputed_tokens
         request.move_to(RequestState.HELD)

@@ -6,7 +6,7 @@ after a preemption, and each step closes some of the gap. Blocks for all known t
 admitted, so only sampling makes a request grow, and a `prefill_only` request, which samples once, is never preempted
 under a running hand-off.
 
-Who gets a share of a step, and whose blocks, is `engine.scheduler.planner`'s to say; this is the door and the accounts.
+`engine.scheduler.planner` decides which requests share a step and which lose blocks; this module admits and accounts.
 """
 
 import logging
@@ -47,7 +47,7 @@ class Scheduler:
     """All requests of one worker and the blocks they use. Plain, synchronous, touched by the engine thread alone.
 
     Between `schedule` and the launch of its batch nothing may be called: the runner lays it out from live tables. From
-    then to its `commit` anything may: what a launched step can touch stays as it is until the step has settled.
+    then to its `commit` any method may: what a launched step can touch stays unchanged until the step has settled.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Scheduler:
         self.blocks.pin(request_id)
 
     def unpin_blocks(self, request_id: RequestId) -> None:
-        """A transfer is quiet; the request itself may be long gone."""
+        """Undo one `pin_blocks` once its transfer is quiet; the request itself may be long gone."""
         self.blocks.unpin(request_id)
 
     def _screen(self, request: Request) -> None:
@@ -199,11 +199,11 @@ class Scheduler:
     def schedule(self, now: float) -> Batch | None:
         """Choose the next step's work, taking every launched step for done.
 
-        None when nothing can run until a launched step is committed or, without any, somebody adds, releases or aborts,
-        a disk has read what somebody waits for, or `patience_s` is over.
+        None when nothing can run until a launched step is committed or, without one, a request is added, released or
+        aborted, a disk has finished a read that a request waits for, or `patience_s` is over.
 
-        `now` is on the clock of the requests' `arrival_s`; whoever waited beyond its `deadline_s` ends here, told by
-        the next output. Costs O(running requests + admitted blocks).
+        `now` is on the clock of the requests' `arrival_s`; a request that waits past its `deadline_s` ends, as the next
+        output reports. Costs O(running requests + admitted blocks).
         """
         for request in self._table.deadlines.expired(now):
             self._end(request, FinishReason.DEADLINE)
@@ -217,8 +217,8 @@ class Scheduler:
     def commit(self, batch: Batch, sampled: Sequence[SampledToken | None]) -> StepOutput:
         """Account for the oldest launched batch: one sampled token per sampling item, in order.
 
-        None stands for logits that no token can be chosen from: only its own request fails. Of requests that ended
-        since the launch nothing is kept.
+        None marks logits from which no token can be sampled: only that request fails. For requests that ended
+        since the launch, nothing is kept.
         """
         if len(sampled) != sum([item.samples for item in batch.items]):
             raise InvariantError(f"{len(sampled)} tokens sampled for {len(batch.items)} items")
@@ -266,7 +266,7 @@ class Scheduler:
         return self.drain()
 
     def _commit_blocks(self, request: Request, first_block: int) -> None:
-        """Its full blocks from `first_block` on may be found and, if it waits for a hand-off, sent."""
+        """Publish the request's full blocks from `first_block` on: cached and, for a hand-off, ready to send."""
         displaced = self.blocks.index_computed(request, first_block)
         if displaced:
             self.blocks.surrender(request.request_id, displaced)
@@ -274,7 +274,7 @@ class Scheduler:
             self._report_progress(request)
 
     def _report_progress(self, request: Request) -> None:
-        """Report blocks that others may read; deferred while a step still brings one of them up from a lower tier."""
+        """Report blocks that others may read; deferred while a step still loads one of them from a lower tier."""
         if self.is_arriving(request.block_table):
             self._deferred[request.request_id] = request
         else:
@@ -289,7 +289,7 @@ class Scheduler:
                 self._report_progress(request)
 
     def is_arriving(self, blocks: Iterable[BlockId]) -> bool:
-        """Whether a step under way fills one of these: until it has settled nobody else may read them."""
+        """Whether a step in flight fills one of these blocks, which others must not read until it has settled."""
         return not self._ahead.arriving().isdisjoint(blocks)
 
     def _commit_token(self, request: Request, token: SampledToken) -> bool:
@@ -308,7 +308,7 @@ class Scheduler:
         return reason is not None
 
     def observe(self, timings: StepTimings) -> None:
-        """What the batch committed last took: chunks beside decodes are bounded by it, and copying compared with it."""
+        """Record how long the last committed batch took; this bounds chunks beside decodes and prices offloading."""
         self._pace.observe(timings, beside_decodes=self._had_decodes)
         self._rates.observe(timings)
         if self.offloading is not None:
@@ -317,10 +317,10 @@ class Scheduler:
             self.tiers.costs.computes_at(self._rates.prefill_tokens_per_s)
 
     def patience_s(self, now: float) -> float | None:
-        """After a `schedule` that found nothing to run: how long until another may, whatever happens; None for ever."""
+        """How long until a `schedule` that found nothing may succeed by time alone; None for never."""
         return None if self.tiers is None else self.tiers.patience_s(now)
 
-    # Telling
+    # Reporting
 
     @property
     def has_output(self) -> bool:
@@ -329,15 +329,15 @@ class Scheduler:
 
     @property
     def has_admissions(self) -> bool:
-        """Whether a request has just left the queue: worth telling before its step is executed."""
+        """Whether a request has just left the queue, which is reported before its step is executed."""
         return self._collector.has_admissions
 
     def drain(self) -> StepOutput:
-        """Everything since the last output, once."""
+        """Return everything since the last output, once."""
         return self._collector.drain(self.load())
 
     def load(self) -> Load:
-        """The worker's occupation now; O(1) beside quarantines."""
+        """The worker's current load; O(1) apart from quarantines."""
         return Load(
             num_running=len(self._table.running),
             num_waiting=len(self._table.waiting),
@@ -354,7 +354,7 @@ class Scheduler:
         )
 
     def check_invariants(self) -> None:
-        """Every reference count is accounted for by its owners; O(num_blocks), for tests and audits."""
+        """Check that owners account for every reference count; O(num_blocks), for tests and audits."""
         self.blocks.check_invariants()
         self._table.check_invariants()
         self._ahead.check_invariants()

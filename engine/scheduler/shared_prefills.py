@@ -1,4 +1,4 @@
-"""What is being computed right now, by content: so that equal beginnings are computed once, however they arrive.
+"""Finds prefills in progress by content, so that a common prefix is computed once, however its requests arrive.
 
 The prefix index knows blocks that are full and computed. This knows the rest of the running requests' tokens as they
 were at admission: their full blocks still to be computed, and the partly filled last one (the *tail*). A request that
@@ -18,11 +18,11 @@ from tandem.values.ids import BlockHash, BlockId, RequestId
 MAX_STALLS = 8
 
 _Tail = tuple[BlockHash, bytes]
-"""Name of what comes before the block, and the block's tokens but the last known one, which is always computed."""
+"""Name of the prefix before the block, and the block's tokens but the last known one, which is always computed."""
 
 
 class _Share(NamedTuple):
-    """What one running request is known for."""
+    """The blocks by which one running request is found."""
 
     first_block: int
     end_block: int
@@ -30,10 +30,10 @@ class _Share(NamedTuple):
 
 
 class _Wait(NamedTuple):
-    """A waiting request's patience with another."""
+    """How long a waiting request has waited for another's progress."""
 
     num_computed_tokens: int
-    """Of the other request, when it last advanced."""
+    """Computed tokens of the other request when it last advanced."""
     since_step: int
 
 
@@ -57,15 +57,15 @@ class SharedPrefills:
         self._step = 0
 
     def begin_step(self) -> None:
-        """A new schedule: everybody who waits has been patient once more."""
+        """Begin a new schedule: counts one more look for each waiting request."""
         self._step += 1
 
     def skip_steps(self, num_steps: int) -> None:
-        """So many steps were begun at once."""
+        """Begin `num_steps` steps at once."""
         self._step += num_steps
 
     def enter(self, request: Request) -> None:
-        """The request was admitted and computes what it has not found."""
+        """Record an admitted request, which computes the blocks that it has not found."""
         first = request.num_computed_tokens // self._blocks.block_size
         end = (request.num_tokens - 1) // self._blocks.block_size
         for i in range(first, end):
@@ -76,7 +76,7 @@ class SharedPrefills:
         self._shares[request.request_id] = _Share(first, end, tail)
 
     def leave(self, request: Request) -> None:
-        """The request gives up its blocks."""
+        """Forget a request that gives up its blocks."""
         share = self._shares.pop(request.request_id, None)
         if share is None:
             return
@@ -91,7 +91,7 @@ class SharedPrefills:
             self._waits = {pair: wait for pair, wait in self._waits.items() if gone not in pair}
 
     def forget(self, request: Request) -> None:
-        """The request no longer waits."""
+        """Forget the patience of a request that no longer waits."""
         if self._waits:
             gone = request.request_id
             self._waits = {pair: wait for pair, wait in self._waits.items() if pair[0] != gone}
@@ -114,7 +114,7 @@ class SharedPrefills:
         return self._step - wait.since_step < MAX_STALLS
 
     def twin(self, request: Request, num_found_blocks: int) -> MatchingTail | None:
-        """The block to copy instead of computing the request's tail again; None when nobody has it."""
+        """The block to copy instead of computing the request's tail again; None when no request has it."""
         if num_found_blocks < (request.num_tokens - 1) // self._blocks.block_size:
             return None
         other, needed = self._ahead(request, num_found_blocks)
@@ -123,7 +123,7 @@ class SharedPrefills:
         return MatchingTail(other.block_table[num_found_blocks], needed)
 
     def _ahead(self, request: Request, num_found_blocks: int) -> tuple[Request | None, int]:
-        """Who computes the request's next tokens, and how far it must have come for them."""
+        """The request that computes the next tokens, and how far it must have come for them."""
         if num_found_blocks < (request.num_tokens - 1) // self._blocks.block_size:
             other = self._computing.get(self._blocks.name(request, num_found_blocks))
             return other, (num_found_blocks + 1) * self._blocks.block_size

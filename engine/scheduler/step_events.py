@@ -1,4 +1,4 @@
-"""Collects what happens in a step; the scheduler only reports that it happened."""
+"""Collects the events of a step for its output."""
 
 from engine.types.kv_events import KVEventLog
 from engine.types.request import FinishReason, Request, SampledToken, TokenEvent
@@ -39,16 +39,16 @@ class StepEventCollector:
         return bool(pending or len(self._kv_events))
 
     def token(self, request: Request, index: int, token: SampledToken, reason: FinishReason | None) -> None:
-        """The request's output token at `index` was sampled just now; it may also be its end."""
+        """Record the output token at `index`, which may also end the request."""
         self._events.append(TokenEvent(request.request_id, index, token, reason, request.num_cached_tokens))
 
     def end(self, request: Request, reason: FinishReason) -> None:
-        """The request ended without another token."""
+        """Record that the request ended without another token."""
         index = request.num_output_tokens
         self._events.append(TokenEvent(request.request_id, index, None, reason, request.num_cached_tokens))
 
     def admission(self, request: Request, now: float) -> None:
-        """The request left the queue for the first time."""
+        """Record that the request left the queue for the first time."""
         self._admissions.append(
             AdmittedSequence(
                 request_id=request.request_id,
@@ -62,15 +62,15 @@ class StepEventCollector:
         )
 
     def preemption(self, request: Request) -> None:
-        """The request lost its blocks and queues again."""
+        """Record that the request lost its blocks and queues again."""
         self._preemptions.append(request.request_id)
 
     def pin_lost(self, key: PinKey) -> None:
-        """A pinned prefix gave way."""
+        """Record that a pinned prefix gave way."""
         self._lost_pins.append(key)
 
     def progress(self, request: Request, block_size: int) -> None:
-        """A `prefill_only` request computed a chunk: tell the source blocks that it completed."""
+        """Record a chunk of a `prefill_only` request and the source blocks that it completed."""
         is_complete = request.num_uncomputed_tokens == 0
         first = self._num_reported_blocks.get(request.request_id, 0)
         end = len(request.block_table) if is_complete else request.num_computed_tokens // block_size
@@ -86,11 +86,11 @@ class StepEventCollector:
         )
 
     def forget(self, request_id: RequestId) -> None:
-        """The request is over: it has no more progress to tell."""
+        """Drop the progress of a finished request."""
         self._num_reported_blocks.pop(request_id, None)
 
     def drain(self, load: Load) -> StepOutput:
-        """Hand out everything collected since the last call."""
+        """Return everything collected since the last call."""
         output = StepOutput(
             events=tuple(self._events),
             admissions=tuple(self._admissions),

@@ -1,4 +1,4 @@
-"""A batch in the making: what is left of the step's budgets, who has a share, and which blocks move first."""
+"""Builds a batch: the budgets left, the requests that have a share, and the blocks that move first."""
 
 from engine.scheduler.chunk_size import has_decodes
 from engine.types.block_moves import BlockCopy, BlockLoad, BlockOffload
@@ -10,7 +10,7 @@ from tandem.values.ids import RequestId
 class StepPlan:
     """Budgets of one step; a request has at most one share.
 
-    `tokens_left` and `rows_left` bound everybody, `chunk_left` only those that are more than one token behind.
+    `tokens_left` and `rows_left` bound all requests, `chunk_left` only those that are more than one token behind.
     """
 
     __slots__ = ("_copies", "_items", "_loads", "_moving", "chunk_left", "has_preempted", "rows_left", "tokens_left")
@@ -30,25 +30,25 @@ class StepPlan:
 
     @property
     def has_decodes(self) -> bool:
-        """Whether somebody reads along with what is planned so far; O(1), since decodes are planned first."""
+        """Whether the plan so far has decodes; O(1), since they are planned first."""
         return has_decodes(self._items)
 
     def bound_chunk(self, num_tokens: int) -> None:
-        """Leave at most so many tokens to those that are more than one behind."""
+        """Limit the tokens for requests that are more than one behind."""
         self.chunk_left = min(self.chunk_left, num_tokens)
 
     def has_room(self, num_tokens: int) -> bool:
-        """Whether a request that is so far behind could have a share."""
+        """Whether a request this many tokens behind could get a share."""
         return self.tokens_left > 0 and self.rows_left > 0 and (num_tokens == 1 or self.chunk_left > 0)
 
     def add_token(self, request: Request) -> None:
-        """Give a request that is one token behind that token."""
+        """Schedule the one token of a request that is one behind."""
         self._items.append(BatchItem(request, request.num_computed_tokens + request.num_in_flight_tokens, 1, True))
         self.tokens_left -= 1
         self.rows_left -= 1
 
     def add(self, request: Request) -> None:
-        """Give a request as many of its next tokens as the budgets allow."""
+        """Schedule as many of the request's next tokens as the budgets allow."""
         gap = request.num_unplanned_tokens
         if gap == 1:
             self.add_token(request)
@@ -81,7 +81,7 @@ class StepPlan:
                 return
 
     def batch(self, preempted: tuple[BlockOffload, ...] = (), demoted: tuple[BlockOffload, ...] = ()) -> Batch:
-        """The finished batch: it saves blocks of preempted requests, and others that somebody in it has taken over."""
+        """Return the finished batch, which saves blocks of preempted requests and evicted ones that it reuses."""
         return Batch(
             items=tuple(self._items),
             offloads=preempted + demoted,

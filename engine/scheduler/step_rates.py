@@ -1,10 +1,10 @@
-"""How fast this worker is, measured from its own steps: what routers predict waiting times with."""
+"""This worker's prefill and decode rates, measured from its own steps, from which routers predict waiting times."""
 
 from engine.types.step_output import StepTimings
 
 _WEIGHT = 0.2
 MIN_PREFILL_TOKENS = 64
-"""Smaller steps are ruled by their fixed cost and say nothing about the rate of a long prompt."""
+"""Minimum step size to learn from: smaller steps are dominated by their fixed cost."""
 
 
 class RateMeter:
@@ -17,7 +17,7 @@ class RateMeter:
         self.decode_step_s = 0.0
 
     def observe(self, timings: StepTimings) -> None:
-        """Learn from one step: a prefill when most of its rows are prompt tokens, else a decode step."""
+        """Update the rates from one step: a prefill when most of its rows are prompt tokens, else a decode step."""
         if timings.num_tokens == timings.num_requests:
             self.decode_step_s = _blend(self.decode_step_s, timings.step_s)
         elif timings.num_tokens - timings.num_requests >= MIN_PREFILL_TOKENS and timings.execute_s > 0.0:

@@ -1,4 +1,4 @@
-"""What the pure halves of a hand-off ask their shell to do, in order."""
+"""Actions that the pure halves of a hand-off request from their shell, in order."""
 
 from dataclasses import dataclass
 
@@ -45,7 +45,7 @@ class ForwardFirstToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitInfo:
-    """A hand-off that arrived whole."""
+    """A hand-off that arrived complete."""
 
     blocks: tuple[BlockId, ...]
     """Destinations in order, after the held prefix; they belong to the owner from now on."""
@@ -54,7 +54,7 @@ class CommitInfo:
     cached_tokens: int
     """Prompt tokens that the prefill worker did not have to compute."""
     times: PhaseTimes
-    """The prefill worker's, with the exposed transfer as seen here."""
+    """The prefill worker's timings, with the exposed transfer time as measured here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,12 +76,12 @@ class ReportFailed:
     landed: tuple[BlockId, ...]
     failure: Failure
     expired: bool
-    """Whether a lease ended, rather than somebody saying what is wrong."""
+    """Whether a lease ended, rather than a side reporting what is wrong."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quarantine:
-    """Receiver: count and show these blocks; their writer may be alive."""
+    """Receiver: count and report these blocks as quarantined; their writer may be alive."""
 
     blocks: tuple[BlockId, ...]
 

@@ -1,4 +1,4 @@
-"""Which cells of a reservation are announced and which have landed.
+"""Tracks which cells of a reservation are announced and which have landed.
 
 A unit is a bit mask over (layer, head), so that chunks may cut the reservation in any direction: by units as
 prefill chunks finish, by layers as a forward pass goes on, by heads when tensor-parallel sizes differ.
@@ -8,7 +8,7 @@ from kv_transfer.layout.cell_range import CellRange
 
 
 class Coverage:
-    """Bookkeeping of one reservation; knows counts, not bytes."""
+    """Coverage of one reservation; knows counts, not bytes."""
 
     __slots__ = ("_claimed", "_full", "_landed", "_num_heads", "_num_layers", "num_units")
 
@@ -31,7 +31,7 @@ class Coverage:
         return all(mask == self._full for mask in self._landed)
 
     def contains(self, cells: CellRange) -> bool:
-        """Whether `cells` are some, and all of them in the reservation."""
+        """Whether `cells` is not empty and lies within the reservation."""
         return (
             cells.num_layers > 0
             and cells.num_units > 0
@@ -42,7 +42,7 @@ class Coverage:
         )
 
     def claim(self, cells: CellRange) -> None:
-        """Note that a chunk announces these cells."""
+        """Record that a chunk announces these cells."""
         mask = self._mask(cells)
         for unit in _units(cells):
             self._claimed[unit] |= mask
@@ -53,13 +53,13 @@ class Coverage:
         return any(self._claimed[unit] & mask for unit in _units(cells))
 
     def land(self, cells: CellRange) -> None:
-        """Note that these cells are here and verified."""
+        """Record that these cells have landed and are verified."""
         mask = self._mask(cells)
         for unit in _units(cells):
             self._landed[unit] |= mask
 
     def num_landed_leading_units(self) -> int:
-        """Units from the start of which every cell has landed."""
+        """Number of leading units of which every cell has landed."""
         for unit, mask in enumerate(self._landed):
             if mask != self._full:
                 return unit

@@ -1,4 +1,4 @@
-"""What happens on a worker that concerns a hand-off: answers to actions, and news from its engine or link."""
+"""Events on a worker that concern a hand-off: answers to actions, and news from its engine or link."""
 
 from dataclasses import dataclass
 
@@ -44,14 +44,14 @@ class Committed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoffCancelled:
-    """Nobody wants this hand-off any more."""
+    """The hand-off is no longer wanted."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkLost:
-    """The peer cannot be reached, has gone, or is not the process that was meant."""
+    """The peer cannot be reached, has gone, or is another process than was addressed."""
 
     reason: str
 
@@ -127,7 +127,7 @@ class Written:
     rewrite: int
     checksum: int
     seconds: float
-    """What the write took."""
+    """Duration of the write."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +144,7 @@ class WritesQuiet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WritesEnding:
-    """Answer to CancelWrites: no write begins any more, and each that is under way will be told as it ends."""
+    """Answer to CancelWrites: no write begins any more; each one in flight is reported as it ends."""
 
 
 ReceiverEvent = (

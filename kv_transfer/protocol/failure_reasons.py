@@ -1,4 +1,4 @@
-"""Why attempts end, in words, by what ended them."""
+"""Describes why an attempt ended, by its cause."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ SILENT = "no sign of life, or no progress, in time"
 
 
 def failure_reason(cause: Any) -> str | None:
-    """What a message or an event says has gone wrong; None: nothing by itself."""
+    """The failure that a message or event reports; None when it reports none."""
     match cause:
         case BindRefused() | SubmitRefused() | PrefillFailed() | Reject():
             return cause.failure.message
@@ -27,7 +27,7 @@ def failure_reason(cause: Any) -> str | None:
 
 
 def end_reason(cause: Any) -> str:
-    """What is told of an attempt that ended with `cause`, which is None for its timer."""
+    """The reason logged for an attempt that ended with `cause`, which is None for its timer."""
     if cause is None:
         return SILENT
     if isinstance(cause, HandoffCancelled):

@@ -1,6 +1,6 @@
 """The guards of the hand-off protocol: each is one reason why a message, a commit or a release must not happen.
 
-The state machines call them as `guards.name(...)`, so that a proof can take one away and see the protocol break.
+The state machines call them as `guards.name(...)`, so that a proof can remove one and see the protocol break.
 All are predicates over plain values.
 """
 
@@ -23,7 +23,7 @@ def stale_incarnation(envelope: HandoffEnvelope, peer: Incarnation) -> bool:
 
 
 def misdirected(envelope: HandoffEnvelope, own: Incarnation) -> bool:
-    """The message was meant for another process: perhaps for the one that was here before this one."""
+    """The message was meant for another process, perhaps an earlier one at this address."""
     return envelope.addressee != own
 
 
@@ -33,17 +33,17 @@ def superseded(attempt: int, newest: int | None) -> bool:
 
 
 def unexpected_size(announced: Offer | Reserve, expected: int) -> bool:
-    """The two sides disagree about how many units travel."""
+    """The two sides disagree about how many units to transfer."""
     return announced.num_units != expected
 
 
 def impossible_fetch(offer: Offer, most_units: int, units_per_block: int) -> bool:
-    """More is offered than was asked for, or part of a block."""
+    """More is offered than was requested, or part of a block."""
     return not 0 < offer.num_units <= most_units or offer.num_units % units_per_block != 0
 
 
 def wrong_binding(num_bound: int, expected: int) -> bool:
-    """The owner bound another number of blocks than travel."""
+    """The owner bound another number of blocks than are transferred."""
     return num_bound != expected
 
 
@@ -58,7 +58,7 @@ def beyond_seal(seq: int, seal: Seal | None, max_chunks: int) -> bool:
 
 
 def repeated_chunk(chunk: Chunk, newest: Chunk, nacked: bool) -> bool:
-    """Not the one write that is awaited: a duplicate, or older than the verdict on it."""
+    """Not the write that is awaited: a duplicate, or older than the verdict on it."""
     return not nacked or chunk.rewrite != newest.rewrite + 1
 
 
@@ -78,17 +78,17 @@ def stale_verdict(rewrite: int, newest: Chunk) -> bool:
 
 
 def rewrites_exhausted(rewrite: int, max_rewrites: int) -> bool:
-    """Written again often enough."""
+    """The chunk has been rewritten the maximum number of times."""
     return rewrite >= max_rewrites
 
 
 def contradicting_seal(seal: Seal, known: Seal) -> bool:
-    """Sealed twice with different content."""
+    """A second seal contradicts the first."""
     return seal != known
 
 
 def repeated_first_token(known: FirstToken | None, resume: bool) -> bool:
-    """The first token is authoritative: whatever comes later is dropped."""
+    """A first token is known already and authoritative: later ones are dropped."""
     return resume or known is not None
 
 
@@ -123,7 +123,7 @@ def still_live(state: HandoffState) -> bool:
 
 
 def not_granted(grant: bytes | None) -> bool:
-    """Nothing is written before the receiver lets it in."""
+    """The receiver has not granted the write yet."""
     return grant is None
 
 
@@ -133,7 +133,7 @@ def stale_nack(nack: Nack, current_rewrite: int, announced: bool) -> bool:
 
 
 def out_of_time(deadline: Lease | None, now: float) -> bool:
-    """Whoever asked for the prompt waits no longer."""
+    """The decode worker no longer waits for the prompt."""
     return deadline is not None and deadline.expired(now)
 
 

@@ -1,7 +1,7 @@
-"""One hand-off through its attempts: the decode worker's side of the failure ladder (pure).
+"""Tracks one hand-off through its attempts: the decode worker's side of retries (pure).
 
-The router decides who tries next; this decides what is still missing. Each attempt has its own destinations, so that a
-new one can start while the writer of an old one is still being proven quiet. Landed whole blocks become part
+The router chooses the next peer; this module decides what is still missing. Each attempt has its own destinations, so
+that a new one can start while the writer of an old one is still being proven quiet. Landed whole blocks become part
 of the held prefix, and a first token that was forwarded once is never sampled again.
 """
 
@@ -21,9 +21,9 @@ class HandoffRetry:
     """What survives an attempt of one hand-off."""
 
     def __init__(self, job: PrefillJob, *, own: Incarnation, layout: KVLayout, settings: TransferSettings) -> None:
-        """`own`: of this process."""
+        """`own`: this process's incarnation."""
         self.job = job
-        """What is still missing: `held_tokens` and `resume` grow with the attempts."""
+        """The job that is left: `held_tokens` and `resume` grow with the attempts."""
         self.ended = False
         """Committed, cancelled or expired: no attempt will follow."""
         self._own = own
@@ -35,7 +35,7 @@ class HandoffRetry:
 
     @property
     def newest_attempt(self) -> int | None:
-        """The attempt whose news counts."""
+        """The attempt whose events count; those of others are stale."""
         return self._newest
 
     @property
@@ -73,20 +73,20 @@ class HandoffRetry:
         return replace(self.job, timeout_s=max(0.0, self.job.timeout_s - elapsed_s))
 
     def first_token_known(self) -> None:
-        """The first token is out: every later attempt only computes KV."""
+        """Record the first token: every later attempt only computes KV."""
         self.job = replace(self.job, resume=True)
 
     def failed(self, num_landed: int, now: float) -> None:
-        """The newest attempt is over; its first `num_landed` blocks are held now, under a lease."""
+        """End the newest attempt; its first `num_landed` blocks are held now, under a lease."""
         held_tokens = self.job.held_tokens + num_landed * self._layout.block_size
         self.job = replace(self.job, held_tokens=held_tokens)
         self._waiting = Lease(self._settings.reroute_s, now)
 
     def end(self) -> None:
-        """No attempt will follow."""
+        """End the hand-off: no attempt will follow."""
         self.ended = True
         self._waiting = None
 
     def expired(self, now: float) -> bool:
-        """Whether nobody named another peer in time."""
+        """Whether the router named no other peer in time."""
         return self._waiting is not None and self._waiting.expired(now)

@@ -22,8 +22,8 @@ class Lease:
 class LeaseClock:
     """Monotonic seconds that stand still while this process itself does.
 
-    A process that was stopped or starved finds its peers' renewals waiting unread; without this it would blame them for
-    its own pause. Each tick counts at most `max_step_s`; peers judge this process by their own clocks.
+    A process that was stopped or starved finds its peers' renewals unread; without this clock it would blame them
+    for its own pause. Each tick counts at most `max_step_s`; peers judge this process by their own clocks.
     """
 
     __slots__ = ("_last_s", "_lost_s", "_max_step_s")

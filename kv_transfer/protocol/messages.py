@@ -60,24 +60,24 @@ class PrefillJob:
     choice_index: int = 0
     priority: int = 0
     timeout_s: float | None = None
-    """From its receipt on; the prefill worker gives up what takes longer."""
+    """Time limit from receipt on, after which the prefill worker gives up."""
     resume: bool = False
     """What follows `token_ids` is already sampled: compute KV, sample nothing."""
     tail_hash: BlockHash | None = None
     """Name of the last full hash block of `token_ids`, checked at the offer; stays on the decode worker."""
 
     fetch: bool = False
-    """Nothing is computed: what the sender holds of a prefix travels, as whole blocks of both workers."""
+    """Fetch only: the sender computes nothing and sends what it holds of a prefix, as whole blocks of both workers."""
     names: tuple[BlockHash, ...] = ()
-    """What a fetch has instead of tokens: names of the prefix's hash blocks."""
+    """Names of the prefix's hash blocks, which a fetch has instead of tokens."""
     holder: PrefixHolder | None = None
-    """Who is thought to hold more of the prefix than the prefill worker."""
+    """Worker believed to hold more of the prefix than the prefill worker."""
     trace: TraceContext | None = None
-    """Of the span that the work on it belongs to."""
+    """Trace context of the span that the work belongs to."""
 
     @property
     def num_tokens(self) -> int:
-        """Of the prompt, or of the prefix that is fetched."""
+        """Tokens of the prompt, or of the prefix that is fetched."""
         return len(self.names) * HASH_BLOCK_TOKENS if self.fetch else len(self.token_ids)
 
     def expected_tail(self, num_tokens: int) -> BlockHash | None:
@@ -87,11 +87,11 @@ class PrefillJob:
         return self.names[num_tokens // HASH_BLOCK_TOKENS - 1]
 
     def num_blocks(self, block_size: int) -> int:
-        """Blocks, or units, of so many tokens that travel: all that hold tokens, less those that are held whole."""
+        """Blocks or units of `block_size` tokens to transfer: those that hold tokens, less those held whole."""
         return -(-self.num_tokens // block_size) - self.held_tokens // block_size
 
     def num_keepable_blocks(self, block_size: int) -> int:
-        """Blocks that may be kept when an attempt fails: whole ones, and never all, for a token must be computed."""
+        """Blocks to keep when an attempt fails: whole ones, and never all, since one token must be computed."""
         num_tokens = self.num_tokens if self.fetch else self.num_tokens - 1
         return num_tokens // block_size - self.held_tokens // block_size
 
@@ -108,20 +108,20 @@ class TransportOffer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """Who a peer is; the first message on both sides of a link."""
+    """Identifies a peer; the first message on both sides of a link."""
 
     versions: VersionRange
-    """Of the protocol, that it speaks."""
+    """Protocol versions that it speaks."""
     worker_id: WorkerId
     layout: KVLayout
     transports: tuple[TransportOffer, ...]
     wire_dtype: str = ""
-    """What KV travels in: wished by the receiving side, "" for what costs least; chosen by the sending side."""
+    """Dtype of KV on the wire: requested by the receiver, "" for the cheapest; chosen by the sender."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefill:
-    """D -> P: compute this and hand it over."""
+    """D -> P: compute this prompt and hand it over."""
 
     job: PrefillJob
     lease_s: float
@@ -134,7 +134,7 @@ class Offer:
     num_units: int
     queue_s: float
     tail_hash: BlockHash | None
-    """As computed by the prefill worker."""
+    """Name of the last full block, as computed by the prefill worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,12 +159,12 @@ class Chunk:
 
     seq: int
     rewrite: int
-    """How often they were written before."""
+    """How often these cells were written before."""
     cells: CellRange
     checksum: int
     """CRC-32 over the cells' bytes as sent, in the order of the wire (see kv_transfer/layout/mapping.py)."""
     write_s: float
-    """What this write took, by the sender's clock."""
+    """Duration of this write by the sender's clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +182,7 @@ class FirstToken:
     token: SampledToken
     cached_tokens: int
     cached: CachedTokens = NO_CACHED_TOKENS
-    """The same, by source."""
+    """Cached prompt tokens by source."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,12 +193,12 @@ class Seal:
     cached_tokens: int
     times: PhaseTimes
     tail_hash: BlockHash | None
-    """The offer's, once more, of what was computed in the end."""
+    """The offer's tail hash again, of what was actually computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitAck:
-    """D -> P: sources may go."""
+    """D -> P: the sources may be released."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,9 +230,9 @@ class HandoffEnvelope:
     """A message with the names that make it refusable when stale."""
 
     incarnation: Incarnation
-    """Of the sender."""
+    """The sender's incarnation."""
     addressee: Incarnation
-    """Of the process that is meant; 0 in the first HELLO, which asks who is there."""
+    """Incarnation of the process addressed; 0 in the first HELLO, when it is unknown."""
     key: TransferKey | None
     """None for HELLO, RENEW and a REJECT of the link itself."""
     body: Body

@@ -1,7 +1,7 @@
 """The decode worker's half of one attempt of one hand-off: reserve, verify, commit; or fail and prove quiet.
 
-A plain synchronous object: messages, events and the time go in, actions come out. Whoever runs it executes the actions
-in order and feeds the answers back. Every block that it is given leaves exactly once: in a Commit, as
+A plain synchronous object: messages, events and the time go in, actions come out. Its shell executes the actions in
+order and feeds the answers back. Every block that it is given leaves exactly once: in a Commit, as
 `landed` in ReportFailed, or in ReleaseBlocks (perhaps after a Quarantine).
 """
 
@@ -62,11 +62,11 @@ from tandem.values.kv_layout import KVLayout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiverPlan:
-    """What is fixed when an attempt starts. Times are seconds; see TransferSettings."""
+    """Parameters fixed when an attempt starts. Times are seconds; see TransferSettings."""
 
     key: TransferKey
     own: Incarnation
-    """Of this process."""
+    """This process's incarnation."""
     peer: Incarnation
     job: PrefillJob
     layout: KVLayout
@@ -113,7 +113,7 @@ class Receiver:
         return Coverage(num_units=num_units, num_layers=layout.num_layers, num_heads=layout.num_kv_heads)
 
     def start(self, unit_tokens: int) -> Actions:
-        """Ask for the prefill. `unit_tokens`: what cells are counted in with this peer; divides the block size."""
+        """Request the prefill. `unit_tokens`: the unit of cells with this peer; divides the block size."""
         self._units_per_block = self.plan.layout.block_size // unit_tokens
         self._coverage = self._nothing_covered(self.plan.job.num_blocks(unit_tokens))
         return (SendMessage(body=Prefill(job=self.plan.job, lease_s=self.plan.lease_s)),)
@@ -125,11 +125,11 @@ class Receiver:
         return len(self._blocks) if self._granted and not over else 0
 
     def renew(self, now: float) -> None:
-        """The peer says that this hand-off is alive on its side."""
+        """Renew the lease: the peer reports the hand-off alive on its side."""
         self._lease.renew(now)
 
     def on_message(self, envelope: HandoffEnvelope, now: float) -> Actions:
-        """Digest a message from the peer; stale, repeated and late ones do nothing."""
+        """Process a message from the peer; stale, repeated and late ones do nothing."""
         if guards.stale_incarnation(envelope, self.plan.peer) or guards.misdirected(envelope, self.plan.own):
             return ()
         if guards.stale_attempt(envelope, self.plan.key):
@@ -158,7 +158,7 @@ class Receiver:
                 return self._violation(f"{type(body).__name__} is not for a decode worker", now)
 
     def on_event(self, event: ReceiverEvent, now: float) -> Actions:
-        """Digest what happened here."""
+        """Process a local event."""
         match event:
             case BlocksBound():
                 return self._on_bound(event.blocks, now)
@@ -177,7 +177,7 @@ class Receiver:
                 return self._on_end(event, now)
 
     def on_timer(self, now: float) -> Actions:
-        """End what has run out of time; called by the reaper."""
+        """Expire what has run out of time; called by the reaper."""
         if guards.still_live(self.state):
             if self._lease.expired(now):
                 return self._fail(_transfer_failure("prefill worker is silent"), now, expired=True)
@@ -326,7 +326,7 @@ class Receiver:
             blocks=self._blocks,
             first_token=self._first_token,
             cached_tokens=self._seal.cached_tokens,
-            # What the prefill worker tells of transfers is what it fetched before.
+            # The transfers that the prefill worker reports are its own fetches.
             times=replace(self._seal.times, transfer_s=self._seal.times.transfer_s + now - self._sealed_at),
         )
         return (Commit(info=info),)
@@ -348,7 +348,7 @@ class Receiver:
         return (SendMessage(body=Abort(reason=reason)), *self._fail(failure, now, keep=keep))
 
     def _fail(self, failure: Failure, now: float, *, expired: bool = False, keep: bool = True) -> Actions:
-        """Give the attempt up. `keep`: what has landed is what was asked for; the next attempt goes on from there."""
+        """Give up the attempt. `keep`: what has landed is valid, and the next attempt continues from there."""
         keepable = self.plan.job.num_keepable_blocks(self.plan.layout.block_size) if keep else 0
         complete = self._coverage.num_landed_leading_units() // self._units_per_block
         num_landed = min(complete, keepable, len(self._blocks))

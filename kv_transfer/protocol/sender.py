@@ -60,17 +60,17 @@ from tandem.values.ids import BlockId, Incarnation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SenderPlan:
-    """What is fixed when an attempt starts. Times are seconds; see TransferSettings."""
+    """Parameters fixed when an attempt starts. Times are seconds; see TransferSettings."""
 
     key: TransferKey
     own: Incarnation
-    """Of this process."""
+    """This process's incarnation."""
     peer: Incarnation
     job: PrefillJob
     block_size: int
     """Tokens in a block here."""
     unit_tokens: int
-    """What cells are counted in with this peer: the smaller block of the two workers."""
+    """Unit of cells with this peer: the smaller block of the two workers."""
     whole_tokens: int
     """The larger block of the two."""
     cells: HandoffSize
@@ -78,7 +78,7 @@ class SenderPlan:
     stall_s: float
     queue_s: float
     chunk_bytes: int
-    """Most payload in one chunk."""
+    """Maximum payload of one chunk."""
     write_window: int
     max_rewrites: int
 
@@ -101,7 +101,7 @@ class Sender:
         self.plan = plan
         self.state = HandoffState.NEW
         self._end_tokens = plan.job.num_tokens
-        """Of the tokens that will have been sent, held ones included."""
+        """Number of tokens that will have been sent, held ones included."""
         self._num_units = plan.job.num_blocks(plan.unit_tokens)
         self._num_blocks = plan.job.num_blocks(plan.block_size)
         self._held_blocks = plan.job.held_tokens // plan.block_size
@@ -112,7 +112,7 @@ class Sender:
         self._submitting = True
         self._submitted = False
         self._sources: list[BlockId] = []
-        """Blocks that hold the tokens behind the held prefix, as far as they were told."""
+        """Blocks that hold the tokens after the held prefix, as far as the engine has reported them."""
         self._num_ready = 0
         """Units whose content is final in all layers."""
         self._finished: PrefillFinished | None = None
@@ -137,11 +137,11 @@ class Sender:
         return (SubmitPrefill(job=self.plan.job),)
 
     def renew(self, now: float) -> None:
-        """The peer says that this hand-off is alive on its side."""
+        """Renew the lease: the peer reports the hand-off alive on its side."""
         self._lease.renew(now)
 
     def on_message(self, envelope: HandoffEnvelope, now: float) -> Actions:
-        """Digest a message from the peer; stale, repeated and late ones do nothing."""
+        """Process a message from the peer; stale, repeated and late ones do nothing."""
         if guards.stale_incarnation(envelope, self.plan.peer) or guards.misdirected(envelope, self.plan.own):
             return ()
         if guards.stale_attempt(envelope, self.plan.key):
@@ -166,7 +166,7 @@ class Sender:
                 return self._fail(f"{type(body).__name__} is not for a prefill worker")
 
     def on_event(self, event: SenderEvent, now: float) -> Actions:
-        """Digest what happened here."""
+        """Process a local event."""
         match event:
             case Submitted():
                 return self._on_submitted()
@@ -214,7 +214,7 @@ class Sender:
                 raise InvariantError(f"sender {self.plan.key}: unexpected {type(event).__name__}")
 
     def on_timer(self, now: float) -> Actions:
-        """End what has run out of time; called by the reaper."""
+        """Expire what has run out of time; called by the reaper."""
         if not guards.still_live(self.state):
             return ()
         if self._lease.expired(now):
@@ -275,7 +275,7 @@ class Sender:
         return self._advance()
 
     def _on_progress(self, event: KVComputed) -> Actions:
-        # A preempted prompt is computed again into other blocks: those told first are pinned, whole and equal.
+        # A preempted prompt is recomputed into other blocks: those reported first are pinned, whole and equal.
         ready = self._note_sources(event.num_computed_tokens, event.blocks)
         coming = max(ready, self._note_sources(event.coming_tokens, event.blocks))
         self._sources.extend(event.blocks[self._held_blocks + len(self._sources) : coming])
@@ -283,13 +283,13 @@ class Sender:
         return self._advance(coming=self._units_in(coming), num_layers=event.num_layers)
 
     def _note_sources(self, num_tokens: int, blocks: Sequence[BlockId]) -> int:
-        """Of the table's blocks those that these tokens fill, and with the last token all."""
+        """Note as sources the blocks of the table that these tokens fill; all of them with the last token."""
         if num_tokens >= self._end_tokens:
             return min(self._held_blocks + self._num_blocks, len(blocks))
         return min(num_tokens // self.plan.block_size, len(blocks))
 
     def _units_in(self, num_blocks: int) -> int:
-        """Units behind the held prefix in the table's first blocks."""
+        """Units after the held prefix in the table's first blocks."""
         held_units = self.plan.job.held_tokens // self.plan.unit_tokens
         return min(self._num_units, max(0, num_blocks * self.plan.block_size // self.plan.unit_tokens - held_units))
 
@@ -377,7 +377,7 @@ class Sender:
         return (SendMessage(body=Reject(failure=failure)), *self._fail(None, stop_engine=stop_engine))
 
     def _fail(self, reason: str | None, *, stop_engine: bool = True) -> Actions:
-        """Stop everything; `reason` is what the peer should hear, None when it knows or cannot."""
+        """Stop everything; `reason` is sent to the peer, None when it knows already or cannot be reached."""
         self._move(HandoffState.ABORTING)
         actions: list[Action] = []
         if reason is not None:

@@ -1,7 +1,7 @@
 """The shell around one pure state machine of an attempt: executes its actions in order and feeds the answers back.
 
-It also counts what the attempt came to, tells its trace, if it has one, of everything that the machine digests, and the
-log of an end that is no commit.
+It also counts the attempt's outcome, records everything that the machine processes in its trace, if it has one, and
+logs an end other than a commit.
 """
 
 import logging
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class AttemptPlan(Protocol):
-    """What is to be moved."""
+    """What an attempt transfers."""
 
     @property
     def key(self) -> TransferKey: ...
@@ -36,19 +36,19 @@ class AttemptMachine(Protocol):
 
     @property
     def plan(self) -> AttemptPlan:
-        """What it is about."""
+        """The job that it serves."""
 
     @property
     def state(self) -> HandoffState: ...
 
     def on_message(self, envelope: HandoffEnvelope, now: float) -> Actions:
-        """Digest a message from the peer."""
+        """Process a message from the peer."""
 
     def on_event(self, event: Any, now: float) -> Actions:
-        """Digest what happened here."""
+        """Process a local event."""
 
     def on_timer(self, now: float) -> Actions:
-        """End what has run out of time."""
+        """Expire what has run out of time."""
 
 
 MachineT = TypeVar("MachineT", bound=AttemptMachine)
@@ -74,13 +74,13 @@ class Attempt(ABC, Generic[MachineT, EventT]):
         return self.machine.plan.key
 
     def start(self) -> None:
-        """Let the machine begin, once."""
+        """Start the machine, once."""
         if not self._started:
             self._started = True
             self._run(self._begin(), None)
 
     def on_message(self, envelope: HandoffEnvelope) -> None:
-        """A message for this hand-off."""
+        """Process a message for this hand-off."""
         self._run(self.machine.on_message(envelope, self._now()), envelope.body)
 
     def on_event(self, event: EventT) -> None:
@@ -115,7 +115,7 @@ class Attempt(ABC, Generic[MachineT, EventT]):
                 self._log_end(outcome, cause)
 
     def _end(self, outcome: AttemptOutcome) -> None:
-        """Count it; the blocks of a failed attempt may stay for long."""
+        """Count the outcome; the blocks of a failed attempt may stay for long."""
         self._tally.end(outcome, self._transport_name())
         if self._trace is not None:
             self._trace.ended(self._tally, self._transport_name())
@@ -128,15 +128,15 @@ class Attempt(ABC, Generic[MachineT, EventT]):
         log.info("%s %s, attempt %d, %s: %s", *details, end_reason(cause), extra=about(job.request_id))
 
     def _on_given_up(self) -> None:
-        """The machine is live no more: nothing but the end of what is under way is of interest; called once."""
+        """Called once when the machine stops being live: from then on only the end of pending work matters."""
 
     @abstractmethod
     def _outcome(self, cause: Body | EventT | None) -> AttemptOutcome | None:
-        """What it came to now that the machine is live no more; None: that is still to be decided."""
+        """The outcome once the machine is no longer live; None while undecided."""
 
     @abstractmethod
     def _transport_name(self) -> str:
-        """Of the link that it lives on."""
+        """Transport of the attempt's link."""
 
     @abstractmethod
     def _begin(self) -> Actions:
@@ -144,8 +144,8 @@ class Attempt(ABC, Generic[MachineT, EventT]):
 
     @abstractmethod
     def _execute(self, action: Action) -> EventT | None:
-        """Do it; the answer, when it is there at once."""
+        """Execute an action; returns the answer if it is available at once."""
 
     @abstractmethod
     def _on_closed(self) -> None:
-        """Nothing of the attempt is left; called once."""
+        """Called once when nothing of the attempt is left."""

@@ -1,4 +1,4 @@
-"""The span of one attempt at a transfer, on either side: what happened in it, read off what its machine digested.
+"""Traces one attempt at a transfer, on either side, from the messages and events that its machine processed.
 
 Chunks are events of the span, not spans: a long prompt has thousands of them (see
 `tandem.telemetry.tracing.MAX_EVENTS`). Times are the span's own clock's. The hubs' lease time stands still while the
@@ -21,15 +21,15 @@ class AttemptTrace:
     def __init__(self, span: Span) -> None:
         self._span = span
         self._since_s = span.now()
-        """When what is now awaited began."""
+        """When the present wait began."""
 
     @property
     def context(self) -> TraceContext:
-        """For the spans of others that this attempt causes."""
+        """Trace context for the spans that this attempt causes elsewhere."""
         return self._span.context
 
     def saw(self, cause: Any) -> None:
-        """The machine has digested a message or an event."""
+        """Record a message or an event that the machine has processed."""
         span = self._span
         now = span.now()
         match cause:
@@ -53,19 +53,19 @@ class AttemptTrace:
                     span.fail(failure)
 
     def complete(self) -> None:
-        """Everything has landed: the commit begins."""
+        """Record that everything has landed and the commit begins."""
         self._since_s = self._span.now()
 
     def chunk(self, seq: int, num_bytes: int, **seconds: float) -> None:
-        """One chunk was written here, or verified."""
+        """Record a chunk that was written, or verified."""
         self._span.event("chunk", self._span.now(), seq=seq, bytes=num_bytes, **seconds)
 
     def damaged(self, seq: int) -> None:
-        """One chunk must be written again."""
+        """Record a chunk that must be written again."""
         self._span.event("damaged_chunk", self._span.now(), seq=seq)
 
     def ended(self, tally: AttemptTally, transport: str) -> None:
-        """It has an outcome."""
+        """End the span with an outcome."""
         outcome, totals, span = tally.outcome, tally.totals, self._span
         span.set_attributes(
             {

@@ -1,4 +1,4 @@
-"""What both ends of a link share: a bounded outbox, and the two loops that carry messages until one of them ends."""
+"""The parts that both ends of a link share: a bounded outbox, and the two loops that carry messages."""
 
 import asyncio
 from collections import deque
@@ -22,11 +22,11 @@ class LinkBroken(Exception):
 
 
 class LinkOutbox:
-    """Messages on their way to a peer. A peer that does not read its link loses it."""
+    """Outgoing messages of a link, which ends when the peer does not read."""
 
     def __init__(self) -> None:
         self.dialect = handoff_dialect(SPOKEN.newest)
-        """Of the link, once HELLOs were exchanged."""
+        """Protocol version of the link, once HELLOs were exchanged."""
         self._queue: deque[HandoffEnvelope] = deque()
         self._wake = asyncio.Event()
         self.closed = False
@@ -107,7 +107,7 @@ async def _write(stream: Any, outbox: LinkOutbox) -> None:
 
 
 async def read_message(stream: Any) -> pb.HandoffMessage:
-    """One raw message. Raises LinkBroken."""
+    """Read one raw message. Raises LinkBroken."""
     message = await _guarded(stream.read())
     if message is grpc.aio.EOF:
         raise LinkBroken("closed by the peer")
@@ -131,7 +131,7 @@ async def _guarded(call: Awaitable[Any]) -> Any:
 
 
 def renewals(keys: Iterable[TransferKey]) -> Iterable[Body]:
-    """RENEW messages for these hand-offs, each within the wire's bound."""
+    """Build RENEW messages for these hand-offs, each within the wire's bound."""
     ids = [key.transfer_id for key in keys]
     for start in range(0, len(ids), MAX_RENEWALS):
         yield Renew(transfer_ids=tuple(ids[start : start + MAX_RENEWALS]))

@@ -1,4 +1,4 @@
-"""Who this worker is, and how it reaches a peer."""
+"""Identifies this worker, and the route to a peer."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ class LocalWorker:
     incarnation: Incarnation
     region: KVRegion
     head_scales: Floats | None = None
-    """The model's, for fp8_e4m3: `[num_layers, 2, num_kv_heads]` of all ranks; 1 when absent."""
+    """KV scales of the model, for fp8_e4m3: `[num_layers, 2, num_kv_heads]` of all ranks; 1 when absent."""
 
     @property
     def layout(self) -> KVLayout:

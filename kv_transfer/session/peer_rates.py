@@ -1,4 +1,4 @@
-"""How fast KV comes from each peer, as far as anything has come. Pure.
+"""Estimates the transfer rate of each peer from the chunks received. Pure.
 
 Measured rates are believed for a while: with time an estimate leans towards what it is a case of, a peer's towards its
 transport's and that towards a prior. So a peer that was slow once is asked again, though it sends only when asked.
@@ -9,13 +9,13 @@ from collections import OrderedDict
 from tandem.values.ids import Incarnation
 
 PRIOR_BYTES_PER_S = 1e9
-"""Of a link over which nothing has come yet; its first chunk replaces it."""
+"""Prior rate of a link over which nothing has come yet; its first chunk replaces it."""
 _WEIGHT = 1 / 16
-"""Of the newest chunk: old news fades within some tens of chunks."""
+"""Weight of the newest chunk: older ones fade within some tens of chunks."""
 _LONGEST = 8.0
-"""Times what was expected: longer is a stall, of which one says little and several in a row say all."""
+"""A chunk that takes this many times its expected time is a stall: one counts for little, several in a row fully."""
 _HALF_LIFE_S = 30.0
-"""Of the belief in what was measured."""
+"""Half-life of the confidence in a measurement."""
 _MAX_PEERS = 1024
 
 
@@ -29,7 +29,7 @@ class FadingRate:
         self._seconds = 0.0
 
     def observe(self, num_bytes: int, seconds: float, expected: float = 0.0) -> None:
-        """So many bytes took so long; a time of 0 is an unknown one, and says nothing.
+        """Record `num_bytes` moved in `seconds`; a time of 0 is unknown and ignored.
 
         `expected`: bytes per second, as long as nothing was observed; 0: no idea.
         """
@@ -41,7 +41,7 @@ class FadingRate:
         self._seconds += _WEIGHT * (seconds - self._seconds)
 
     def correct(self, bytes_per_s: float) -> None:
-        """Go on from this rate, where any was observed."""
+        """Continue from this rate, if one was observed."""
         if self._num_bytes:
             self._seconds = self._num_bytes / bytes_per_s
 
@@ -64,7 +64,7 @@ class _Estimate:
         self.requested_s = 0.0
 
     def after(self, idle_s: float, otherwise: float) -> float:
-        """The rate when nothing was heard for so long; `otherwise`: what is expected of its like, 0 if nothing is."""
+        """The rate after a silence; `otherwise`: the rate expected of similar links, 0 if unknown."""
         own = self.rate.bytes_per_s
         if not own:
             return otherwise
@@ -81,7 +81,7 @@ class _Estimate:
 
 
 class PeerRates:
-    """By peer, known by address and incarnation; all times are of one monotonic clock."""
+    """Rates by peer, identified by address and incarnation; all times are on one monotonic clock."""
 
     def __init__(self) -> None:
         self._by_transport: dict[str, _Estimate] = {}
@@ -92,7 +92,7 @@ class PeerRates:
     def observe(
         self, peer: str, incarnation: Incarnation, transport: str, *, num_bytes: int, seconds: float, now: float
     ) -> None:
-        """One chunk came from `peer`, an address."""
+        """Record one chunk from `peer`, an address."""
         if seconds <= 0.0:
             return
         own = self._by_peer.get(peer)
@@ -112,7 +112,7 @@ class PeerRates:
             own.requested_s = now
 
     def bytes_per_s(self, peer: str, incarnation: Incarnation, transport: str = "", *, now: float) -> float:
-        """From this peer; else of its transport; else, when that is not known either, of all; 0 before any came."""
+        """The rate of this peer; else of its transport; else of all peers; 0 before any chunk came."""
         own = self._by_peer.get(peer)
         if own is None or own.incarnation != incarnation:
             return self._of_transport(transport, now)

@@ -48,7 +48,7 @@ from tandem.values.ids import BlockId, TransferId
 
 
 class ReceiverOwner(Protocol):
-    """What the decode worker does for its hand-offs.
+    """The decode worker's callbacks for its hand-offs.
 
     Every block that `bind` returned comes back exactly once: in `commit`, as landed in `failed`, or in `released`.
     After a cancel only `quarantine` and `released` are called.
@@ -58,7 +58,7 @@ class ReceiverOwner(Protocol):
         """Destinations for the blocks beyond the held prefix. Raises ServingError to refuse."""
 
     def first_token(self, transfer_id: TransferId, first_token: FirstToken) -> None:
-        """Forward it now; from now on it is never sampled again."""
+        """Forward the first token now; it is never sampled again."""
 
     async def commit(self, transfer_id: TransferId, info: CommitInfo) -> None:
         """The KV is here and verified: the sequence joins the batch. Must not raise."""
@@ -67,18 +67,18 @@ class ReceiverOwner(Protocol):
         """An attempt ended. `landed` continue the held prefix and belong to the owner; reroute or cancel follows."""
 
     def expired(self, transfer_id: TransferId) -> None:
-        """Nobody rerouted the failed hand-off in time: it is over, as after a cancel."""
+        """The failed hand-off was not rerouted in time: it is over, as after a cancel."""
 
     def quarantine(self, transfer_id: TransferId, blocks: tuple[BlockId, ...]) -> None:
-        """The writer of these blocks may be alive; count and show them until they are released."""
+        """The writer of these blocks may be alive; count and report them until they are released."""
 
     def released(self, transfer_id: TransferId, blocks: tuple[BlockId, ...]) -> None:
-        """Nothing writes into these blocks any more and nobody needs them: free them."""
+        """Free these blocks: they are neither written to nor needed any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiverContext:
-    """What all attempts of one hub share."""
+    """State that all attempts of one hub share."""
 
     owner: ReceiverOwner
     region: KVRegion
@@ -92,19 +92,19 @@ class ReceiverContext:
 
 
 class AttemptUser(Protocol):
-    """Hears what an attempt came to."""
+    """Called with the outcome of an attempt."""
 
     def first_token(self, attempt: "ReceiverAttempt", first_token: FirstToken) -> None:
-        """The first token arrived."""
+        """Called when the first token has arrived."""
 
     def failed(self, attempt: "ReceiverAttempt", landed: tuple[BlockId, ...], failure: Failure) -> None:
-        """It failed; its tail may still be waiting for a proof."""
+        """Called when an attempt failed; its writer may not be proven quiet yet."""
 
     def committing(self, attempt: "ReceiverAttempt") -> bool:
-        """It is about to commit; False when the hand-off was cancelled meanwhile."""
+        """Called before a commit; False when the hand-off was cancelled meanwhile."""
 
     def closed(self, attempt: "ReceiverAttempt") -> None:
-        """Nothing of it is left."""
+        """Called when nothing of an attempt is left."""
 
 
 class ReceiverAttempt(Attempt[Receiver, ReceiverEvent]):
@@ -146,7 +146,7 @@ class ReceiverAttempt(Attempt[Receiver, ReceiverEvent]):
         return AttemptOutcome.CANCELLED if isinstance(cause, HandoffCancelled) else AttemptOutcome.FAILED
 
     def _traced(self, body: Body) -> Body:
-        """PREFILL says whose children the peer's spans are."""
+        """Add the trace context to PREFILL, as the parent of the peer's spans."""
         if self._trace is None or not isinstance(body, Prefill):
             return body
         return replace(body, job=replace(body.job, trace=self._trace.context))

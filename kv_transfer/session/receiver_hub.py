@@ -133,7 +133,7 @@ class ReceiverHub:
             receiver.close()
 
     def start(self, job: PrefillJob, route: Route) -> None:
-        """Ask the route's prefill worker for a prompt's KV. Raises Overloaded, or TransferError for a known id."""
+        """Request a prompt's KV from the route's prefill worker. Raises Overloaded, or TransferError for a known id."""
         if len(self._retries) >= self._settings.max_transfers:
             raise Overloaded(f"{len(self._retries)} hand-offs are under way", retry_after_s=1.0)
         if job.transfer_id in self._retries or job.held_tokens % self._local.layout.block_size:
@@ -146,7 +146,7 @@ class ReceiverHub:
     def reroute(self, transfer_id: TransferId, route: Route, holder: PrefixHolder | None = None) -> None:
         """Try again, with what has landed. Raises TransferError when it is over or an attempt is under way.
 
-        `holder`: who is thought to hold more of the prefix than the route's worker.
+        `holder`: a worker believed to hold more of the prefix than the route's.
         """
         retry = self._retries.get(transfer_id)
         if retry is None:
@@ -186,7 +186,7 @@ class ReceiverHub:
         return sum(attempt.machine.num_leased_blocks for attempt in self._attempts.values())
 
     def bytes_per_s(self, address: str, incarnation: Incarnation) -> float:
-        """What is expected of that peer by what was measured of it, or of the transport its link has; 0: nothing."""
+        """Expected rate of that peer, as measured for it or for its link's transport; 0 when unknown."""
         link = self._links.get(address)
         transport = "" if link is None else link.transport
         return self._rates.bytes_per_s(address, incarnation, transport, now=self._reaper.now())
@@ -254,12 +254,12 @@ class ReceiverHub:
     # LinkUser
 
     def link_up(self, link: ReceiverLink) -> None:
-        """Hand-offs that waited for the link begin."""
+        """Start the hand-offs that waited for the link."""
         for attempt in self._on(link):
             self._start(attempt)
 
     def link_down(self, link: ReceiverLink, reason: str) -> None:
-        """Every hand-off on the link fails at once; those that already had keep waiting for their proof."""
+        """Fail every hand-off on the link; those that had failed before keep waiting for their proof."""
         for attempt in self._on(link):
             attempt.on_event(LinkLost(reason=reason))
 
@@ -268,7 +268,7 @@ class ReceiverHub:
         return bool(self._on(link))
 
     def deliver(self, link: ReceiverLink, envelope: HandoffEnvelope) -> None:
-        """Route a message to its attempt; tell the peer when there is none."""
+        """Route a message to its attempt, or answer the peer that there is none."""
         body = envelope.body
         if envelope.incarnation != link.peer or envelope.addressee != self._local.incarnation:
             self.stats.bad_messages += 1
@@ -285,7 +285,7 @@ class ReceiverHub:
                 link.send(envelope.key, Abort(reason="no such hand-off here"))
 
     def misbehaved(self, link: ReceiverLink, key: TransferKey | None, reason: str) -> None:
-        """A malformed message harms its own hand-off only."""
+        """Fail the hand-off of a malformed message, and no other."""
         self.stats.bad_messages += 1
         attempt = self._attempts.get(key) if key is not None else None
         if attempt is not None and attempt.link is link:
@@ -294,17 +294,17 @@ class ReceiverHub:
     # AttemptUser
 
     def first_token(self, attempt: ReceiverAttempt, first_token: FirstToken) -> None:
-        """Forward it, and never let it be sampled again."""
+        """Forward the first token, and never let it be sampled again."""
         self._retry_of(attempt).first_token_known()
         self._owner.first_token(attempt.key.transfer_id, first_token)
 
     def failed(self, attempt: ReceiverAttempt, landed: tuple[BlockId, ...], failure: Failure) -> None:
-        """Keep what landed under a lease and tell the owner."""
+        """Keep what landed under a lease and notify the owner."""
         self._retry_of(attempt).failed(len(landed), self._reaper.now())
         self._owner.failed(attempt.key.transfer_id, landed, failure.to_error())
 
     def committing(self, attempt: ReceiverAttempt) -> bool:
-        """No other attempt will follow; False when a cancel came first."""
+        """Rule out further attempts; False when a cancel came first."""
         retry = self._retries.pop(attempt.key.transfer_id, None)
         if retry is None:
             return False

@@ -24,7 +24,7 @@ _MIN_BACKOFF_S = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialer:
-    """How a peer's address becomes a channel, and what proves there that we belong to the cluster."""
+    """Opens a channel to a peer's address, with proof that this worker belongs to the cluster."""
 
     open_channel: Callable[[str], Any]
     """Returns a grpc.aio channel; see tandem.rpc.cluster_grpc.open_channel."""
@@ -32,13 +32,13 @@ class Dialer:
 
 
 class LinkUser(Protocol):
-    """Whoever has hand-offs on links."""
+    """Callbacks of the owner of hand-offs on links."""
 
     def link_up(self, link: "ReceiverLink") -> None:
-        """HELLOs were exchanged; `peer` and `transport` are known."""
+        """Called once HELLOs were exchanged; `peer` and `transport` are known."""
 
     def link_down(self, link: "ReceiverLink", reason: str) -> None:
-        """The link ended or could not be made."""
+        """Called when the link ended or could not be made."""
 
     def link_needed(self, link: "ReceiverLink") -> bool:
         """Whether some hand-off still wants this peer."""
@@ -46,7 +46,7 @@ class LinkUser(Protocol):
     def deliver(self, link: "ReceiverLink", envelope: HandoffEnvelope) -> None: ...
 
     def misbehaved(self, link: "ReceiverLink", key: TransferKey | None, reason: str) -> None:
-        """Something came that is no message."""
+        """Called with something that is not a valid message."""
 
 
 class ReceiverLink:
@@ -66,7 +66,7 @@ class ReceiverLink:
         self.peer: Incarnation | None = None
         """None while the link is down."""
         self.transport = ""
-        """What the peer writes through."""
+        """The transport that the peer writes through."""
         self._pairing: Pairing | None = None
         self._local = local
         self._hello = hello
@@ -79,7 +79,7 @@ class ReceiverLink:
 
     @property
     def pairing(self) -> Pairing:
-        """What was agreed on when the link came up last."""
+        """The terms agreed on when the link last came up."""
         if self._pairing is None:
             raise InvariantError("the link was never up")
         return self._pairing
@@ -92,7 +92,7 @@ class ReceiverLink:
             )
 
     def poke(self) -> None:
-        """Somebody wants the link now: dial without waiting for the backoff to pass."""
+        """Dial now, without waiting for the backoff to pass."""
         self._poked.set()
 
     def close(self) -> None:
@@ -127,7 +127,7 @@ class ReceiverLink:
             return
 
     async def _session(self) -> tuple[str, bool]:
-        """One dial to its end: (why it ended, whether it was ever up)."""
+        """Run one connection to its end; returns (why it ended, whether it was ever up)."""
         channel = self._dialer.open_channel(self.address)
         self._outbox = LinkOutbox()
         if self._closing:
@@ -170,7 +170,7 @@ class ReceiverLink:
         if not isinstance(body, Hello):
             raise LinkBroken("no HELLO")
         if answer.addressee != self._local.incarnation:
-            raise LinkBroken("the answer to HELLO is meant for another process")
+            raise LinkBroken("the answer to HELLO is addressed to another process")
         if refusal := refuses(source=body, destination=self._hello):
             raise LinkBroken(f"rejected by this worker: {refusal}")
         try:

@@ -39,10 +39,10 @@ from tandem.values.ids import TransferId
 
 
 class SenderOwner(Protocol):
-    """What the prefill worker does for its hand-offs.
+    """The prefill worker's callbacks for its hand-offs.
 
-    After a `submit` that did not raise, `release` comes exactly once; until then every block that was told by
-    `SenderHub.progress` stays as it is, preempted or not. `abort` comes at most once, before `release`.
+    After a `submit` that did not raise, `release` comes exactly once; until then every block reported by
+    `SenderHub.progress` stays unchanged, preempted or not. `abort` comes at most once, before `release`.
     """
 
     async def submit(self, job: PrefillJob) -> None:
@@ -51,7 +51,7 @@ class SenderOwner(Protocol):
     def abort(self, transfer_id: TransferId) -> None: ...
 
     def release(self, transfer_id: TransferId) -> None:
-        """Nothing reads its blocks any more: free them."""
+        """Free the request's blocks: nothing reads them any more."""
 
 
 class SenderPeer(Protocol):
@@ -66,7 +66,7 @@ class SenderPeer(Protocol):
 
     @property
     def pairing(self) -> Pairing:
-        """What was agreed on with the peer."""
+        """The terms agreed on with the peer."""
 
     def send(self, key: TransferKey | None, body: Body) -> None:
         """Send, or drop when the link is down."""
@@ -77,11 +77,11 @@ class SenderPeer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SenderContext:
-    """What all attempts of one hub share."""
+    """State that all attempts of one hub share."""
 
     owner: SenderOwner
     pool_blocks: int
-    """Of this worker's whole pool."""
+    """Layout of this worker's whole pool."""
     stats: TransferStats
     now: Callable[[], float]
     spawn: Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
@@ -104,7 +104,7 @@ class SenderAttempt(Attempt[Sender, SenderEvent]):
         self._submission: asyncio.Task[None] | None = None
 
     def abandon(self) -> None:
-        """Wait for the engine's answer no longer: the process ends."""
+        """Stop waiting for the engine's answer: the process ends."""
         if self._submission is not None:
             self._submission.cancel()
 

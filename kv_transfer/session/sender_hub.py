@@ -75,7 +75,7 @@ class SenderHub:
     ) -> None:
         self.stats = TransferStats()
         self.on_unwanted: Callable[[TransferId], None] = lambda _: None
-        """Hears of jobs that are given up before `owner.submit` has returned."""
+        """Called with jobs that are given up before `owner.submit` has returned."""
         self._tracer = tracer or NoTracer()
         self._local = local
         self._senders = senders
@@ -131,7 +131,7 @@ class SenderHub:
                 attempt.on_event(HandoffCancelled(reason="prefill worker stops"))
             for link in list(self._links):
                 link.close()
-            # After an error nobody may be left to answer: the group cancels whatever still waits.
+            # After an error nothing may be left to answer: the group cancels what still waits.
             if error is None:
                 await self._settle()
         finally:
@@ -139,7 +139,7 @@ class SenderHub:
             self._reaper.stop()
 
     async def _settle(self) -> None:
-        """Wait for what answers within a lease; abandon the rest."""
+        """Wait for attempts that answer within a lease; abandon the rest."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self._settings.lease_s):
                 await self._empty.wait()
@@ -175,11 +175,11 @@ class SenderHub:
     # News from the engine
 
     def scheduled(self, transfer_id: TransferId, queue_s: float, tail_hash: BlockHash | None = None) -> None:
-        """The prompt has left the queue; `tail_hash` names its last full hash block."""
+        """Report that the prompt has left the queue; `tail_hash` names its last full hash block."""
         self._post_event(transfer_id, PrefillScheduled(queue_s=queue_s, tail_hash=tail_hash))
 
     def lent(self, transfer_id: TransferId, names: Sequence[BlockHash], block_ids: Sequence[BlockId]) -> None:
-        """Answer to a fetch: the prefix's full blocks that are held here, and the names of their hash blocks.
+        """Answer a fetch with the prefix's full blocks that are held here, and the names of their hash blocks.
 
         They stay until `owner.release`, as computed blocks do.
         """
@@ -202,7 +202,7 @@ class SenderHub:
         coming_tokens: int = 0,
         num_layers: int = 0,
     ) -> None:
-        """KV of that many tokens is in the request's blocks (the whole table); they stay until `owner.release`.
+        """Report that the request's blocks (the whole table) hold KV of that many tokens; kept until `owner.release`.
 
         While a step is under way that will have computed `coming_tokens`, those are there in the first `num_layers`.
         """
@@ -217,7 +217,7 @@ class SenderHub:
     def first_token(
         self, transfer_id: TransferId, token: SampledToken, cached_tokens: int, cached: CachedTokens = NO_CACHED_TOKENS
     ) -> None:
-        """Sampled: it goes out at once. `cached`: the cached tokens by source."""
+        """Send the sampled first token at once. `cached`: the cached tokens by source."""
         first_token = FirstToken(token=token, cached_tokens=cached_tokens, cached=cached)
         self._post_event(transfer_id, FirstTokenSampled(first_token=first_token))
 
@@ -230,14 +230,14 @@ class SenderHub:
         times: PhaseTimes,
         tail_hash: BlockHash | None = None,
     ) -> None:
-        """All KV is in the request's blocks; `tail_hash` names the last full one, as computed here."""
+        """Report that the request's blocks hold all its KV; `tail_hash` names the last full one, as computed here."""
         attempt = self._attempts.get(transfer_id)
         if attempt is not None:
             self.progress(transfer_id, len(attempt.machine.plan.job.token_ids), block_ids)
             attempt.on_event(PrefillFinished(cached_tokens=cached_tokens, times=times, tail_hash=tail_hash))
 
     def failed(self, transfer_id: TransferId, error: ServingError) -> None:
-        """The engine gave the request up."""
+        """Report that the engine gave the request up."""
         self._post_event(transfer_id, PrefillFailed(failure=Failure.from_error(error)))
 
     def _post_event(self, transfer_id: TransferId, event: SenderEvent) -> None:
@@ -248,7 +248,7 @@ class SenderHub:
     # Links
 
     async def serve(self, stream: Any) -> None:
-        """The whole life of one link; called by the servicer."""
+        """Run one link from start to end; called by the servicer."""
         link = SenderLink(stream, local=self._local, senders=self._senders, settings=self._settings)
         if self._exited:
             return

@@ -30,7 +30,7 @@ class SenderLink:
         self, stream: Any, *, local: LocalWorker, senders: Sequence[KVSender], settings: TransferSettings
     ) -> None:
         self.peer = Incarnation(0)
-        """Of the decode worker; known once the link is up."""
+        """Identity of the decode worker; known once the link is up."""
         self.transport = ""
         self._stream = stream
         self._local = local
@@ -54,9 +54,9 @@ class SenderLink:
 
     @property
     def pairing(self) -> Pairing:
-        """What was agreed on with the peer."""
+        """The terms agreed on with the peer."""
         if self._pairing is None:
-            raise InvariantError("link has agreed on nothing yet")
+            raise InvariantError("link has no pairing yet")
         return self._pairing
 
     def send(self, key: TransferKey | None, body: Body) -> None:
@@ -73,7 +73,7 @@ class SenderLink:
         deliver: Callable[[HandoffEnvelope], None],
         misbehaved: Callable[[TransferKey | None, str], None],
     ) -> None:
-        """The link's whole life."""
+        """Run the link from start to end."""
         try:
             greeting = await self._handshake()
             await write_message(self._stream, greeting)
@@ -87,7 +87,7 @@ class SenderLink:
             self._ended = True
 
     async def _handshake(self) -> HandoffEnvelope:
-        """Our answer to the peer's HELLO, with the byte connection made."""
+        """Build the answer to the peer's HELLO and make the byte connection."""
         async with asyncio.timeout(self._settings.connect_s):
             envelope = wire.decode(await read_message(self._stream))
         theirs = envelope.body
@@ -112,13 +112,13 @@ class SenderLink:
         return self._refuse("; ".join(["no KV transport in common", *reasons]))
 
     def _pair(self, sender: KVSender, theirs: Hello) -> Pairing:
-        """Raises TransferError when what the peer wishes cannot be made here."""
+        """Choose the wire dtype. Raises TransferError when the one that the peer requests cannot be made here."""
         here, there = self._local.layout, theirs.layout
         wire_dtype = choose_wire_dtype(here, there, wish=theirs.wire_dtype, one_sided=sender.one_sided)
         return Pairing.from_layouts(here, there, wire_dtype=wire_dtype, head_scales=self._local.head_scales)
 
     def _connect(self, sender: KVSender, offer: TransportOffer, pairing: Pairing) -> None:
-        """On a thread of its own, which outlives a cancelled link: then nobody else would close the connection."""
+        """Connect, on a thread that outlives a cancelled link and then has to close the connection itself."""
         self._writer = sender.connect(offer, pairing)
         if self._ended:
             self._writer.close()

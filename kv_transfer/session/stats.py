@@ -14,14 +14,14 @@ class AttemptOutcome(Enum):
     FAILED = "failed"
     """Something broke or was refused, here or at the peer."""
     EXPIRED = "expired"
-    """By the end of a lease or a deadline here."""
+    """A lease or a deadline ended here."""
     CANCELLED = "cancelled"
-    """Nobody wanted it any more. The sender sees only that the receiver gave it up, or, when a write was under way just
-    then, that the write failed: the receiver's count is the one that tells."""
+    """The attempt was no longer wanted. The sender sees only that the receiver gave it up or, during a write, that the
+    write failed: rely on the receiver's count."""
 
 
 class EndKey(NamedTuple):
-    """What totals are told apart by."""
+    """Labels of the totals."""
 
     is_fetch: bool
     transport: str
@@ -31,7 +31,7 @@ class EndKey(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class TransferTotals:
-    """Of attempts: bytes always with the seconds of just those bytes."""
+    """Totals over attempts: bytes, always with the seconds of just those bytes."""
 
     count: int = 0
     num_bytes: int = 0
@@ -53,9 +53,9 @@ class TransferStats:
     """Totals since start, attempts under way included, and gauges of now."""
 
     num_bytes: int = 0
-    """Receiver: of chunks that were verified. Sender: of writes that succeeded."""
+    """Receiver: bytes of chunks that were verified. Sender: bytes of writes that succeeded."""
     seconds: float = 0.0
-    """What the writes of just those bytes took, by the sender's clock, its checksums included."""
+    """Duration of the writes of just those bytes, by the sender's clock, its checksums included."""
     chunks: int = 0
     nacks: int = 0
     started: int = 0
@@ -83,17 +83,17 @@ class TransferStats:
 
     @property
     def committed(self) -> int:
-        """Attempts that ended so."""
+        """Attempts that committed."""
         return self._num_ended(AttemptOutcome.COMMITTED)
 
     @property
     def failed(self) -> int:
-        """Attempts that ended so."""
+        """Attempts that failed."""
         return self._num_ended(AttemptOutcome.FAILED)
 
     @property
     def expired(self) -> int:
-        """Attempts that ended so."""
+        """Attempts that expired."""
         return self._num_ended(AttemptOutcome.EXPIRED)
 
     @property
@@ -122,12 +122,12 @@ class AttemptTally:
         self._add(TransferTotals(num_bytes=num_bytes, seconds=seconds, chunks=1))
 
     def nack(self) -> None:
-        """One chunk arrived damaged."""
+        """Count a chunk that arrived damaged."""
         self._stats.nacks += 1
         self._add(TransferTotals(nacks=1))
 
     def end(self, outcome: AttemptOutcome, transport: str) -> None:
-        """It has ended, once and for all; what was under way still counts to it."""
+        """End the attempt, once; what was in flight still counts to it."""
         if self.outcome is None:
             self.outcome, self._transport = outcome, transport
             self.totals.count = 1
@@ -140,6 +140,6 @@ class AttemptTally:
 
     def _ended(self) -> TransferTotals:
         if self.outcome is None:
-            raise ValueError("the attempt is under way")
+            raise ValueError("the attempt has not ended yet")
         key = EndKey(self._is_fetch, self._transport, self.outcome)
         return self._stats.ended.setdefault(key, TransferTotals())

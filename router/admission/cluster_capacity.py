@@ -44,7 +44,7 @@ class Shortage(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapacityPolicy:
-    """How much of a worker is used, and what stands for rates that nobody has measured."""
+    """How much of a worker is used, and the rates assumed before any were measured."""
 
     worker_backlog_s: float = 0.25
     max_running_per_worker: int = 256
@@ -57,7 +57,7 @@ class CapacityPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InTransit:
-    """Requests that had their turn and are not in the workers' books yet."""
+    """Requests that had their turn and are not placed yet."""
 
     num_requests: int = 0
     work_tokens: float = 0.0
@@ -89,7 +89,7 @@ class ClusterCapacity:
     least_wait_s: float
     """Until the worker that is first done with its prompts is done."""
     awaited: bool = False
-    """Nobody takes requests, but somebody is expected to."""
+    """No decode worker takes requests, but one is expected to."""
     local: LocalPrefillCapacity | None = None
     """What decode workers would read themselves, while the prefill pool has enough to do."""
 
@@ -98,7 +98,7 @@ class ClusterCapacity:
         return num_tokens < self.pool_tokens
 
     def compute_s(self, work_tokens: float) -> float:
-        """Of one prompt, by who computes fastest; nothing while nobody has measured."""
+        """Of one prompt, by who computes fastest; nothing before any was measured."""
         return work_tokens / self.measured_tokens_per_s if self.measured_tokens_per_s > 0.0 else 0.0
 
     def takes(self, num_tokens: int) -> bool:
@@ -198,7 +198,7 @@ def _lending(pool: PoolView) -> _Rows:
 
 
 def _willing(pool: PoolView, now_s: float) -> _Rows:
-    """Whoever has just refused or failed is better left alone, unless there is nobody else."""
+    """Leave out workers that have just refused or failed, unless there are no others."""
     if pool.penalised_until_s is None:
         return _open(pool)
     willing = pool.penalised_until_s <= now_s
@@ -208,7 +208,7 @@ def _willing(pool: PoolView, now_s: float) -> _Rows:
 
 
 def _rates(rates: Floats, pool: PoolView, prior: float) -> Floats:
-    """Who has not measured is taken for the mean of those that have."""
+    """Take the mean rate for workers that have not measured theirs."""
     if "prefill_ms" not in pool.unmeasured:
         return rates
     known = rates > 0.0
@@ -234,7 +234,7 @@ def _free_tokens(active: Floats, free_tokens: Floats) -> float:
 
 
 class DrainMeter:
-    """How much is served per second while somebody waits: whatever holds the cluster back, this shows it."""
+    """How much is served per second while requests wait, whatever the bottleneck is."""
 
     def __init__(self, *, now_s: float) -> None:
         self._now_s = now_s
@@ -242,7 +242,7 @@ class DrainMeter:
         self._cost = 0.0
 
     def passed(self, now_s: float, *, busy: bool) -> None:
-        """Time went by; `busy`: somebody waited all the while.
+        """Advance the clock; `busy`: requests waited all the while.
 
         What was measured is forgotten also while nobody waits: after a slow hour everybody who would have to wait is
         refused, so that nothing would ever be measured again.
@@ -260,7 +260,7 @@ class DrainMeter:
         return max(0.0, now_s - self._now_s)
 
     def served(self, cost: float) -> None:
-        """Somebody who had waited got a turn."""
+        """A waiting request got its turn."""
         self._cost += cost
 
     def rate(self, prior: float) -> float:

@@ -39,7 +39,7 @@ def local_prefill_capacity(
 ) -> LocalPrefillCapacity | None:
     """Of the decode workers in `rows`; None: there are none. `backlog_s`: of reading, that each may have ahead.
 
-    `transit_tokens`: of prompts that are on their way to them and in nobody's books.
+    `transit_tokens`: of prompts that had their turn and are not placed yet.
     """
     if not len(rows):
         return None

@@ -1,4 +1,4 @@
-"""Who may run now: what a request lacks of the cluster, and which may pass the first one in the queue. Pure."""
+"""Which requests may run now: what each lacks, and which may pass the first in the queue. Pure."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,7 +10,7 @@ from router.workers.columns import ClusterView
 
 
 class CapacityWatch:
-    """What the cluster has room for beside those that had their turn and are in no worker's books yet."""
+    """What the cluster has room for beside requests that had their turn and are not placed yet."""
 
     def __init__(
         self,
@@ -31,16 +31,16 @@ class CapacityWatch:
 
     @property
     def num_in_transit(self) -> int:
-        """Those that had their turn and are in no worker's books yet."""
+        """Requests that had their turn and are not placed yet."""
         return len(self._transit)
 
     def began(self, entry: AdmissionEntry) -> None:
-        """It has its turn."""
+        """Record that a request has its turn."""
         entry.in_transit = True
         self._transit.add(entry)
 
     def placed(self, entry: AdmissionEntry) -> None:
-        """Workers' books have it now, or it has ended."""
+        """Record that a request was placed, or has ended."""
         entry.in_transit = False
         self._transit.discard(entry)
 
@@ -84,21 +84,21 @@ class TurnRule:
         return lack
 
     def next_turn(self, first: Ticket, room: ClusterCapacity) -> Ticket | None:
-        """Who runs next: the first one in line, or else somebody who passes; None: all wait."""
+        """The request that runs next: the first in line, or one that may pass it; None: all wait."""
         if (lack := self.lack(first, room)) is None:
             return first
         self._lacked = lack
         return self._queue.first_within(self._most_passing(first, room))
 
     def passes(self, ticket: Ticket, room: ClusterCapacity) -> bool:
-        """Whether it need not line up behind those that wait; nobody who waits could pass before it."""
+        """Whether it may run at once, ahead of the queue: no waiting request could run before it."""
         if (first := self._queue.first()) is None:
             return True
         most = self._most_passing(first, room)
         return ticket.num_tokens <= most and self._queue.first_within(most) is None
 
     def may_be_passed(self, first: Ticket, room: ClusterCapacity) -> bool:
-        """Whether the first one in line waits for the prefill pool alone, with a place left for it if somebody goes."""
+        """Whether the first in line waits for the prefill pool alone, with a place left for it if another passes."""
         return (
             self.lack(first, room) is Shortage.PREFILL and self._places(first.priority) > self._watch.num_in_transit + 1
         )

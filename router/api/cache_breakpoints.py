@@ -15,7 +15,7 @@ from tandem.values.block_hash import HASH_BLOCK_TOKENS
 
 MAX_BREAKPOINTS = 4
 BREAKPOINT_TTL_S = {"5m": 300.0, "1h": 3600.0}
-"""For how long a prefix may be asked to stay, from its last use on."""
+"""How long a client may request to keep a prefix, from its last use."""
 DEFAULT_BREAKPOINT_TTL = "5m"
 _CONTROL = "cache_control"
 _PIECE = 1024
@@ -67,7 +67,7 @@ async def breakpoint_tokens(
     if head:
         head[-1] = replace(head[-1], content=head[-1].content[: mark.num_chars])
     if not head or head[-1].role == "system":
-        head.append(Message(role="user", content=""))  # templates want somebody to answer
+        head.append(Message(role="user", content=""))  # templates require a user's turn
     try:
         cut = await frontend.prompts.encode_chat(head, add_generation_prompt=False, tools=tools, options=options)
     except InvalidRequest as error:

@@ -1,4 +1,4 @@
-"""Making a named cache, and beginning a conversation with one: between the servers, `NamedCaches` and pins."""
+"""Creates named caches and prepares conversations that begin with one."""
 
 import asyncio
 import secrets
@@ -18,24 +18,24 @@ from tandem.values.prefix_pin import PinOutcome
 from tandem.values.sampling import SamplingParams
 
 _ANSWER_S = 10.0
-"""For the worker to say whether it keeps the blocks."""
+"""Timeout for the worker's report whether it holds the blocks, in seconds."""
 _SYSTEM = frozenset({"system", "developer"})
 
 
 class _PinOutcomeWaiter:
-    """A worker's word that is waited for. It may come in the very turn in which the waiting ends."""
+    """Waits for a worker's report about a pin, which may arrive just as the wait times out."""
 
     def __init__(self) -> None:
         self.outcome: asyncio.Future[PinOutcome] = asyncio.get_running_loop().create_future()
 
     def set(self, outcome: PinOutcome) -> None:
-        """Record the outcome, unless nobody waits for it any more."""
+        """Set the outcome, unless the wait is over."""
         if not self.outcome.done():
             self.outcome.set_result(outcome)
 
 
 class NamedCacheService:
-    """Named caches of one router process, and of those that share its ports, which hear of each change first."""
+    """Named caches of one router process; changes reach processes that share its ports before a call returns."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class NamedCacheService:
         pins: PinRegistry,
         publish: Callable[[str, str], Awaitable[None]] | None = None,
     ) -> None:
-        """`publish` tells the other processes of a change, as in CachedPrompts."""
+        """`publish` sends a change to the other processes, as in CachedPrompts."""
         self.caches = caches
         self._publish = publish
         self._frontend = frontend
@@ -52,7 +52,7 @@ class NamedCacheService:
 
     @classmethod
     def from_frontend(cls, frontend: Frontend) -> "NamedCacheService | None":
-        """None where nothing is kept by name."""
+        """None where named caches are off."""
         kept = frontend.kept
         return None if kept is None or kept.caches is None else cls(frontend, kept.caches, kept.pins, kept.publish)
 
@@ -96,13 +96,13 @@ class NamedCacheService:
         finally:
             is_over = True
             if not is_added:
-                # Nobody could name it, so nobody could end it before its time.
+                # The client never got the name, so it could not delete the cache.
                 self._pins.release(tenant, cache.name)
         await self._publish_change(tenant, cache.name)
         return cache
 
     async def _kept(self, tenant: str, cache: NamedCache, computing: Awaitable[None]) -> PinOutcome:
-        """What the worker says that has computed it."""
+        """Compute the prefix; the outcome that the worker reports for the pin."""
         waiter = _PinOutcomeWaiter()
         self._pins.expect(tenant, cache.name, waiter.set)
         try:
@@ -115,7 +115,7 @@ class NamedCacheService:
             self._pins.expect_no_more(tenant, cache.name)
 
     async def _beginning(self, messages: Sequence[Message]) -> list[int]:
-        """Tokens that do not depend on what is said next."""
+        """The prompt tokens that do not depend on the messages that follow."""
         heads = []
         for text in ("a", "b"):
             talk = [*messages, Message(role="user", content=text)]
@@ -138,15 +138,15 @@ class NamedCacheService:
     def _with_pin(
         self, prepared: PreparedRequest, cache: NamedCache, find_end_s: Callable[[], float | None]
     ) -> PreparedRequest:
-        """Kept where it is needed now if whoever kept it is gone; it ends no later."""
+        """Add a pin, so that the cache is kept elsewhere if its worker is gone; its end stays the same."""
         request, num_tokens = prepared.request, cache.num_tokens
         if request.prompt_token_ids[:num_tokens] != cache.token_ids[:num_tokens]:
-            return prepared  # this template puts together what came in two parts; nothing is found then
+            return prepared  # this template merges the two parts, so the cached prefix does not match
         wish = PinRequest(name=cache.name, num_tokens=num_tokens, find_end_s=find_end_s)
         return replace(prepared, request=replace(request, pins=(wish,)))
 
     async def prolong(self, tenant: str, name: str, expires_s: float) -> NamedCache:
-        """Raises CacheNotFound or InvalidRequest."""
+        """Change when a cache expires. Raises CacheNotFound or InvalidRequest."""
         cache = self.caches.prolong(tenant, name, expires_s)
         self._pins.prolong(tenant, name, self._ends_s(cache))
         await self._publish_change(tenant, name)
@@ -163,7 +163,7 @@ class NamedCacheService:
             await self._publish(tenant, name)
 
     def _find_end_s(self, tenant: str, name: str) -> float | None:
-        """None: it has been removed."""
+        """When the cache expires, on the pins' clock; None: it has been removed."""
         cache = self.caches.find(tenant, name)
         return None if cache is None else self._ends_s(cache)
 

@@ -16,10 +16,10 @@ _R = TypeVar("_R")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectedChoices:
-    """The choices that are shown, numbered anew."""
+    """The choices that are shown, renumbered."""
 
     prepared: list[PreparedRequest]
-    """As if no more had been generated."""
+    """The requests, as if only the shown choices had been generated."""
     choices: list[TextDelta]
     votes: tuple[VoteResult, ...] = ()
     """One for each choice, if they were elected."""
@@ -52,14 +52,14 @@ def parse_selection(
 
 
 def logprobs_needed(wanted: ChoiceSelection | None, num_logprobs: int | None) -> int | None:
-    """What is asked of workers where the client asked for `num_logprobs`: the likeliest are chosen by them."""
+    """The `num_logprobs` to request of workers: choosing the likeliest answers needs at least the tokens' own."""
     return 0 if num_logprobs is None and wanted is not None and not wanted.votes else num_logprobs
 
 
 async def check_selection(
     wanted: ChoiceSelection | None, prepared: Sequence[PreparedRequest], patterns: PatternSearch
 ) -> None:
-    """Raises InvalidRequest for a vote on answers that may be calls of tools, or by a pattern that is none."""
+    """Raises InvalidRequest for a vote on answers that may call tools, or with an invalid pattern."""
     if wanted is not None and wanted.pattern is not None:
         await patterns.check(wanted.pattern, _PATTERN, prepared[0].request.tenant)
     if wanted is not None and wanted.votes and any(one.calling is not None for one in prepared):
@@ -72,7 +72,7 @@ async def select(
     choices: Sequence[TextDelta],
     patterns: PatternSearch,
 ) -> SelectedChoices:
-    """Of each prompt's choices those that are shown. Raises InvalidRequest for a pattern that takes too long."""
+    """Select the choices to show for each prompt. Raises InvalidRequest for a pattern that takes too long."""
     if wanted is None:
         return SelectedChoices(prepared=prepared, choices=list(choices))
     shown: list[TextDelta] = []
@@ -104,7 +104,7 @@ def _without_logprobs(choice: TextDelta) -> TextDelta:
 
 
 def renumbered(wanted: ChoiceSelection | None, by_first_choice: Mapping[int, _R]) -> dict[int, _R]:
-    """What is known of prompts by the index of their first choice, for the choices that are shown."""
+    """Map values by first generated choice of each prompt to its first shown choice."""
     if wanted is None:
         return dict(by_first_choice)
     return {index // wanted.candidates * wanted.keep: value for index, value in by_first_choice.items()}

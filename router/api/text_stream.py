@@ -1,7 +1,7 @@
-"""From dispatch's tokens to a client's text: detokenize, look for stop strings, count, measure.
+"""Turns dispatch's tokens into a client's text: detokenizes, finds stop strings, counts, measures.
 
-`RequestText` is the one sink on the way back: what dispatch gives it becomes text, and goes in the same turn to the
-`TextSink` of whoever writes it. `read_text` runs the requests of one client call. Cancelling it cancels them.
+`RequestText` is dispatch's sink: it turns deltas into text and passes them on synchronously to the `TextSink` that
+writes them. `read_text` runs the requests of one client call. Cancelling it cancels them.
 """
 
 import asyncio
@@ -19,25 +19,25 @@ from tandem.errors import InternalError, ServingError
 from tandem.values.outputs import SampledToken
 
 _HELD_TOKENS = 256
-"""Of a choice that nobody reads along with: its text is made of so many at a time, which takes a millisecond or two."""
+"""Tokens detokenized at a time where the answer is not streamed, which takes a millisecond or two."""
 
 
 class TextSink(Protocol):
     """Takes a client call's text where it arrives; see `router.types.requests.DeltaSink`."""
 
     def on_delta(self, delta: TextDelta) -> bool:
-        """The next delta; whether nothing more should come before `ready`."""
+        """Handle the next delta; whether to await `ready` before another."""
         ...
 
     async def ready(self) -> None:
-        """Return when there is room again. Raises what ends the call."""
+        """Wait until there is room again. Raises the error that ends the call."""
         ...
 
 
 class RequestText:
     """The `DeltaSink` of one request: the text of all its choices, measured and shown.
 
-    Tokens that nobody reads along with, of a request whose text ends no choice, become text many at a time.
+    Where the answer is not streamed and has no stop strings, many tokens are detokenized at a time.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class RequestText:
         sink: TextSink,
         first_index: int = 0,
     ) -> None:
-        """`first_index`: of the first choice, over all prompts of the client's call."""
+        """`first_index`: index of the first choice among those of all prompts in the client's call."""
         request = prepared.request
         self._generator = generator
         self._request_id = request.request_id
@@ -92,9 +92,9 @@ class RequestText:
         return shown is not None and self._show(shown)
 
     def _feed(self, delta: ChoiceDelta, *, num_measured: int = 0) -> TextDelta | None:
-        """What dispatch's delta means to the client; None when nothing. Raises InternalError.
+        """Turn dispatch's delta into the client's; None when there is nothing to show. Raises InternalError.
 
-        `num_measured`: leading tokens that were measured when they came.
+        `num_measured`: leading tokens that were measured on arrival.
         """
         index = delta.choice_index
         if delta.reading is not None:
@@ -114,14 +114,14 @@ class RequestText:
         return shown
 
     def end(self) -> None:
-        """Dispatch has nothing more. Raises InternalError when a choice has not ended."""
+        """Finish the measurements. Raises InternalError when a choice has not ended."""
         if not all(choice.finished for choice in self._choices):
             raise InternalError("the answer ended before its last choice did")
         self._meter.succeeded()
 
 
 async def _at_once() -> None:
-    """Return."""
+    pass
 
 
 async def read_text(
@@ -131,9 +131,9 @@ async def read_text(
     new_meter: Callable[[PreparedRequest], RequestMeter],
     sink: TextSink,
 ) -> None:
-    """Show the answers to the requests of one client call. The first error ends all of them.
+    """Write the answers to the requests of one client call to `sink`. The first error ends all of them.
 
-    Each as it comes if its request `reads_along`, else each choice in large parts.
+    Token by token if the request `reads_along`, else each choice in large parts.
     """
     firsts = accumulate((one.request.num_choices for one in prepared), initial=0)
     streams = [_PromptStream(one, first, sink) for one, first in zip(prepared, firsts, strict=False)]
@@ -159,7 +159,7 @@ async def read_text(
 
 
 class _PromptStream(NamedTuple):
-    """One request of a call, and how it is shown."""
+    """One request of a call, with the sink of its text."""
 
     prepared: PreparedRequest
     first_index: int
@@ -173,7 +173,7 @@ async def _read(
     stream: _PromptStream,
     refusal: ServingError | None = None,
 ) -> None:
-    """`refusal`: of the whole call, which each of its requests counts."""
+    """`refusal`: the error of the whole call, counted for each of its requests."""
     text = RequestText(generator, stream.prepared, tokenizer, meter, stream.sink, stream.first_index)
     with meter:
         if refusal is not None:

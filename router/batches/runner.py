@@ -1,4 +1,4 @@
-"""Runs batches: a few requests at a time, and only while the cluster has nothing better to do.
+"""Runs batches: a few requests at a time, and only while the cluster has spare capacity.
 
 Life of a batch: validating → in progress → finalizing → completed; or failed, expired, cancelled. A router that stops,
 or dies, leaves on disk what was answered; the process that runs the folder next goes on with the rest. The store
@@ -25,13 +25,13 @@ AnswerRequest = Callable[[str, str, dict[str, Any]], Awaitable[tuple[int, bytes]
 """Takes a tenant, an endpoint and a body; the status and the body of the answer, or of what is wrong with the request.
 Raises ServingError when the same request may be answered later."""
 _LOOK_S = 1.0
-"""Between two looks into the folder; who asks this process wakes it."""
+"""Period of checks of the folder; a request to this process wakes the runner at once."""
 _ROOM_S = 0.1
-"""Between two looks whether there is room."""
+"""Period of checks for spare capacity."""
 _SWEEP_S = 60.0
-"""Between two looks for what has been kept long enough."""
+"""Period of sweeps for expired files."""
 _LINES_AT_ONCE = 512
-"""In one transaction: others may write between two."""
+"""Lines per transaction: other processes may write in between."""
 MOST_AT_WORK = 16
 MOST_OF_TENANT = 4
 """Batches that are under way at once, and those of one tenant. The others wait, the oldest first."""
@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Place(NamedTuple):
-    """A line of an input: all that is in memory of it until its turn comes."""
+    """The place of an input line: all that is kept in memory until it runs."""
 
     custom_id: str
     start: int
@@ -50,7 +50,7 @@ class _Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerBounds:
-    """Of one process that runs batches."""
+    """Bounds of one process that runs batches."""
 
     max_concurrent: int
     max_requests: int
@@ -70,7 +70,7 @@ class BatchRunner:
         bounds: RunnerBounds,
         now: Callable[[], float] = time.time,
     ) -> None:
-        """`has_room`: whether the cluster would run another request at once and nobody waits."""
+        """`has_room`: whether the cluster would run another request at once and none is queued."""
         self._store = store
         self._answer = answer
         self._has_room = has_room
@@ -80,7 +80,7 @@ class BatchRunner:
         self._woken = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._at_work: dict[str, tuple[str, asyncio.Task[None]]] = {}
-        """The tenant of each."""
+        """Running batches by id, each with its tenant and task."""
         self._swept_s = -_SWEEP_S
 
     async def __aenter__(self) -> Self:
@@ -95,7 +95,7 @@ class BatchRunner:
         await self.stop()
 
     async def stop(self) -> None:
-        """Leave the rest for later; another process may go on with it."""
+        """Stop running; another process may continue the batches."""
         tasks = [*(task for _, task in self._at_work.values()), *([self._task] if self._task is not None else [])]
         for task in tasks:
             task.cancel()
@@ -103,7 +103,7 @@ class BatchRunner:
         await asyncio.to_thread(self._store.close)
 
     def wake(self) -> None:
-        """There is a new batch, or one was cancelled."""
+        """Check for new and cancelled batches now."""
         self._woken.set()
 
     async def _run(self) -> None:
@@ -114,11 +114,11 @@ class BatchRunner:
                     for batch in await asyncio.to_thread(self._look, at_work):
                         self._at_work[batch.id] = batch.tenant, asyncio.create_task(self._keep(batch))
             except OSError:
-                _log.exception("the folder of batches cannot be read")
+                _log.exception("cannot read the batch folder")
             await self._pause(_LOOK_S)
 
     def _look(self, at_work: Mapping[str, str]) -> list[StoredBatch]:
-        """What is to be begun, beside what is `at_work`."""
+        """Batches to start now, given those `at_work`, tenant by id."""
         now_s = self._now()
         if now_s - self._swept_s >= _SWEEP_S:
             self._swept_s = now_s
@@ -126,7 +126,7 @@ class BatchRunner:
         return startable(self._store.live(), at_work, lambda batch: self.end_of(batch) is not None)
 
     def end_of(self, batch: StoredBatch) -> BatchStatus | None:
-        """What becomes of it though it has not all its results; None: it goes on."""
+        """The status in which a batch ends before it has all its results; None: it continues."""
         if self._store.is_cancelled(batch):
             return BatchStatus.CANCELLED
         return BatchStatus.EXPIRED if self._now() >= batch.expires_s else None
@@ -274,7 +274,7 @@ class _Progress:
         await asyncio.gather(*running, return_exceptions=True)
 
     async def _cut(self, end: BatchStatus) -> BatchStatus:
-        """What has no answer gets none any more."""
+        """Mark requests without an answer as not run."""
         await self._end_all()
         message = "the batch was cancelled" if end is BatchStatus.CANCELLED else "the batch's time ran out"
         code = f"batch_{end.value}"
@@ -324,8 +324,8 @@ def _counted(batch: StoredBatch, results: Results) -> StoredBatch:
 def startable(
     live: Iterable[StoredBatch], at_work: Mapping[str, str], is_over: Callable[[StoredBatch], bool]
 ) -> list[StoredBatch]:
-    """Of those that have not ended, the oldest first, what may be begun beside what is `at_work`, tenant by id. What
-    `is_over` is only told so, and need not wait."""
+    """The batches of `live`, oldest first, that may start beside those `at_work`, tenant by id. One that `is_over` need
+    not wait: it only has to be ended."""
     num_all, of_tenant = len(at_work), Counter(at_work.values())
     found = []
     for batch in live:

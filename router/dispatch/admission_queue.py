@@ -1,6 +1,6 @@
-"""Where each request of a client has its turn before `Dispatcher` runs it. The thin shell around `FairAdmission`.
+"""The queue that clients' requests wait in before `Dispatcher` runs them: an async shell around `FairAdmission`.
 
-A stream that is continued passes if that was promised (`router.admission.continuations`).
+A continued stream skips the queue if that was promised (`router.admission.continuations`).
 """
 
 import asyncio
@@ -16,16 +16,16 @@ from router.workers.registry import WorkerRegistry
 from tandem.errors import ServingError, Unavailable
 from tandem.values.ids import RequestId
 
-_LOOK_S = 0.1
-"""Between two looks at who waits in vain."""
+_RECHECK_S = 0.1
+"""Period of checks for requests that wait in vain."""
 _NO_TOKENS_RETRY_S = 5.0
-"""After a refusal because no worker gives tokens: they are asked again every few seconds."""
+"""Retry-After of a refusal because no worker gives tokens: workers are probed every few seconds."""
 _DELTAS_TOGETHER = 16
-"""Of one request, that are charged to its tenant at once."""
+"""Deltas of one request that are charged to its tenant in one go."""
 
 
 class AdmittedRequest:
-    """One request from its turn to its end, as it is counted."""
+    """One admitted request, accounted from its turn to its end."""
 
     __slots__ = (
         "_count",
@@ -54,9 +54,9 @@ class AdmittedRequest:
         self.entry = entry
         self.promised = promised
         self.shown = sum(point.num_tokens for point in request.resume)
-        """Tokens still to come that the client has."""
+        """Tokens that the client of a continued stream already has and that will be sent again."""
         self.passed = 0
-        """Those that came."""
+        """How many of those have been sent again."""
         self.was_taken = False
         self.adopted: frozenset[int] = frozenset()
         self._count = count
@@ -65,28 +65,28 @@ class AdmittedRequest:
 
     @property
     def priority(self) -> int:
-        """What its tenant may have: it binds the workers' schedulers as well as the queue here."""
+        """The priority its tenant may use, in this queue and in the workers' schedulers."""
         return self.entry.ticket.priority
 
     def on_taken(self, adopted: frozenset[int] = frozenset()) -> None:
-        """A worker took it, or may have; these choices of it one still had."""
+        """Record that a worker accepted it, or may have; `adopted`: the choices that a worker still had."""
         self.was_taken, self.adopted = True, adopted
 
     def on_delta(self, delta: ChoiceDelta) -> None:
-        """Count what its client is given: the first delta and each end at once."""
+        """Charge a delta to the tenant: the first one and each end at once, others in groups."""
         self._uncounted.append(delta)
         if delta.finish is not None or len(self._uncounted) >= self._most:
             self.flush()
 
     def flush(self) -> None:
-        """Count what has passed."""
+        """Charge the deltas collected so far."""
         uncounted, self._uncounted = self._uncounted, []
         self._most = _DELTAS_TOGETHER
         self._count(self, uncounted)
 
 
 class CountedSink:
-    """A `DeltaSink` in front of another, for what does not come of a `RequestRun`: that counts by itself."""
+    """Counts deltas on their way to another sink, for sources other than `RequestRun`, which counts its own."""
 
     def __init__(self, sink: DeltaSink, count: Callable[[ChoiceDelta], None]) -> None:
         self._on_delta = sink.on_delta
@@ -99,28 +99,28 @@ class CountedSink:
 
 
 class AdmissionQueue:
-    """Gives requests their turns, and charges tenants for what comes of them."""
+    """Gives requests their turns, and charges tenants for what they generate."""
 
     def __init__(self, admission: FairAdmission, registry: WorkerRegistry, continuations: Continuations) -> None:
         self.admission = admission
         self._continuations = continuations
         self._visits: dict[RequestId, AdmittedRequest] = {}
-        """The latest of each stream."""
+        """The latest request of each stream."""
         self._turns: dict[AdmissionEntry, asyncio.Future[None]] = {}
         self._entered: dict[RequestId, AdmittedRequest] = {}
-        """Of calls with several requests: those that have still to be run."""
-        self._look: asyncio.TimerHandle | None = None
+        """Requests of multi-request calls that have not run yet."""
+        self._recheck_timer: asyncio.TimerHandle | None = None
         self._ended = asyncio.Event()
         self._no_tokens_reason: Callable[[], str | None] = lambda: None
         registry.on_load = _after(registry.on_load, self._pump)
         registry.watch(self._pump)
 
     def refuse_while(self, no_tokens_reason: Callable[[], str | None]) -> None:
-        """Refuse new requests at once while there is a reason; streams that are continued pass."""
+        """Refuse new requests while there is a reason; continued streams pass."""
         self._no_tokens_reason = no_tokens_reason
 
     async def drain(self, *, most_s: float) -> None:
-        """Refuse new requests; those that wait here still have their turn, within the bound."""
+        """Refuse new requests, and wait up to `most_s` for those that are queued or running."""
         self.admission.closed = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(most_s):
@@ -131,11 +131,11 @@ class AdmissionQueue:
 
     @contextlib.asynccontextmanager
     async def turn(self, request: RoutedRequest) -> AsyncIterator[AdmittedRequest]:
-        """From its turn to its end. Raises Overloaded or Unavailable, with a time to come back."""
+        """Wait for the request's turn; end it on exit. Raises Overloaded or Unavailable, with a retry-after time."""
         visit = self._entered.pop(request.request_id, None) or self._enter([request])[0]
         try:
             await self._wait_for_turn(visit.entry)
-            # What runs it writes it into the workers' books before it waits for the first time.
+            # The run records it at its workers before its first await.
             asyncio.get_running_loop().call_soon(self._placed, visit.entry)
             yield visit
         finally:
@@ -174,8 +174,8 @@ class AdmissionQueue:
             visit = AdmittedRequest(request, entry, self._note, promised=passes)
             self._visits[request.request_id] = visit
             visits.append(visit)
-        if self._turns and self._look is None:
-            self._look = loop.call_later(_LOOK_S, self._look_again)
+        if self._turns and self._recheck_timer is None:
+            self._recheck_timer = loop.call_later(_RECHECK_S, self._recheck)
         return visits
 
     def _wanted(self, request: RoutedRequest, promised: bool) -> AdmissionRequest:
@@ -186,7 +186,7 @@ class AdmissionQueue:
             max_output_tokens=request.sampling.max_tokens * _num_beginnings(request),
             deadline_s=request.deadline_s,
             promised=promised,
-            # Its former reader is about to be told that the stream is another's now.
+            # The stream's former reader is about to be superseded.
             leaving=int(request.request_id in self._visits),
         )
 
@@ -202,7 +202,7 @@ class AdmissionQueue:
         self._pump()
 
     def _charge_again(self, visit: AdmittedRequest) -> None:
-        """What is computed for a second time counts for a second time."""
+        """Charge again for tokens that are computed a second time."""
         points = visit.resume
         if len(visit.adopted) == len(points):
             self.admission.adopted(visit.entry)
@@ -211,7 +211,7 @@ class AdmissionQueue:
         self.admission.generated(visit.entry, min(visit.passed, shown))
 
     async def _wait_for_turn(self, entry: AdmissionEntry) -> None:
-        """Return when it has had its turn. Raises what it was refused with."""
+        """Wait for the entry's turn. Raises what it was refused with."""
         if (turn := self._turns.get(entry)) is not None:
             try:
                 await turn
@@ -244,12 +244,12 @@ class AdmissionQueue:
             if (turn := self._turns.get(entry)) is not None and not turn.done():
                 turn.set_result(None)
 
-    def _look_again(self) -> None:
-        self._look = None
+    def _recheck(self) -> None:
+        self._recheck_timer = None
         self._pump()
         self._refuse(self.admission.hopeless())
         if self.admission.num_waiting:
-            self._look = asyncio.get_running_loop().call_later(_LOOK_S, self._look_again)
+            self._recheck_timer = asyncio.get_running_loop().call_later(_RECHECK_S, self._recheck)
 
     def _refuse(self, refused: list[tuple[AdmissionEntry, ServingError]]) -> None:
         for entry, error in refused:
@@ -258,7 +258,7 @@ class AdmissionQueue:
 
 
 def _num_beginnings(request: RoutedRequest) -> int:
-    """That are generated at once."""
+    """Sequences that the request generates at the same time."""
     return request.num_choices if request.beams is None else request.beams.num_beams
 
 

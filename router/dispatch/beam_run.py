@@ -1,7 +1,7 @@
-"""Runs a beam search over workers: each step asks for the likeliest next tokens of every running beam at once.
+"""Runs a beam search over workers: each step requests the likeliest next tokens of every running beam at once.
 
-One worker is asked as long as it answers: the beams' common beginning is in its cache, and what they differ in is at
-most a block of each. If it is lost, another one computes the beginning anew; nothing else is.
+All steps go to one worker as long as it answers: the beams' common prefix is in its cache, and they differ in at most
+a block each. If it is lost, another worker recomputes the prefix and nothing else.
 """
 
 import asyncio
@@ -56,11 +56,11 @@ class BeamRun:
         )
         for index, ended in enumerate(search.ended[: self._request.num_choices]):
             sink.on_delta(ChoiceDelta(index, tokens=ended.beam.tokens, finish=replace(finish, reason=ended.reason)))
-            # The first one bears what all of them took together.
+            # The first choice accounts for the tokens of all.
             finish = replace(finish, computed_tokens=0, needed_tokens=0)
 
     async def _step(self, on_sent: Callable[[], None]) -> list[ScoredPrompt]:
-        """What may follow each running beam. The first error ends all."""
+        """The likeliest next tokens of each running beam. The first error cancels the others."""
         running = enumerate(self._search.running)
         tasks = [asyncio.create_task(self._continue(index, beam, on_sent)) for index, beam in running]
         try:
@@ -81,7 +81,7 @@ class BeamRun:
         return await self._reads.read(step, self._next, on_sent, prefer=self._worker)
 
     def _tokens(self, reading: ScoredPrompt) -> list[SampledToken]:
-        asked = self._request.sampling.num_logprobs or 0
+        num_logprobs = self._request.sampling.num_logprobs or 0
         places = reading.top(0)
-        top = tuple(TokenLogprob(token_id=token_id, logprob=value) for token_id, value in places[:asked])
+        top = tuple(TokenLogprob(token_id=token_id, logprob=value) for token_id, value in places[:num_logprobs])
         return [SampledToken(token_id=token_id, logprob=value, top_logprobs=top) for token_id, value in places]

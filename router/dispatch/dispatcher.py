@@ -39,8 +39,8 @@ class Dispatcher:
         rng: Random,
         observer: DispatchObserver | None = None,
     ) -> None:
-        asked = settings.hedging
-        self.hedging = None if asked is None else Hedging(quantile=asked.quantile, budget=asked.budget)
+        hedging = settings.hedging
+        self.hedging = None if hedging is None else Hedging(quantile=hedging.quantile, budget=hedging.budget)
         self.health = WorkerHealth(clock=clock)
         self.placer = placer
         self._room = room = WaitingChoices()
@@ -135,7 +135,7 @@ class Dispatcher:
 
     @contextlib.asynccontextmanager
     async def _admitted(self, request: RoutedRequest) -> AsyncIterator[tuple[RoutedRequest, AdmittedRequest | None]]:
-        """Has had its turn, and is in flight, while inside. Probes wait for no turn: they are no client's."""
+        """Wait for the request's turn and count it in flight while inside. Probes skip the queue."""
         if self.queue is None or request.only_worker is not None:
             with self._counted(request):
                 yield request, None
@@ -148,7 +148,7 @@ class Dispatcher:
 
     @contextlib.contextmanager
     def _counted(self, request: RoutedRequest) -> Iterator[None]:
-        """In flight while inside."""
+        """Count the request in flight while inside."""
         self.health.check(request)
         self.num_inflight += 1
         try:
@@ -161,7 +161,7 @@ class Dispatcher:
     def _under_way(
         self, request: RoutedRequest, visit: AdmittedRequest | None, *, counts: bool = True
     ) -> Iterator[RequestRun]:
-        """`counts`: what the run gives is what the client is given."""
+        """Register the run while inside. `counts`: whether the run's deltas are the ones its client gets."""
         former = self._former(request)
         if former is not None and former.resumptions >= request.resumptions:
             # The same id again, from a client whose former connection is half open: attempts are numbered on.
@@ -184,7 +184,7 @@ class Dispatcher:
         self.health.keep({worker.info.key for worker in self._registry.snapshots()})
 
     def _former(self, request: RoutedRequest) -> RequestRun | None:
-        """A client that continues its stream here may come before this router has seen it leave."""
+        """The stream's former run: a client may reconnect before this router has seen it disconnect."""
         former = self._runs.get(request.request_id)
         if former is not None and not request.resume:
             raise InvariantError(f"request id {request.request_id} is in use")
@@ -192,7 +192,7 @@ class Dispatcher:
 
     @staticmethod
     def _start(run: RequestRun, former: RequestRun | None) -> None:
-        """Whoever had the stream has it until somebody else does; if nobody can, nobody generates it any more."""
+        """Start `run` and hand it the stream of `former`; if it cannot start, end `former` too."""
         try:
             run.start()
         except BaseException:
@@ -209,4 +209,4 @@ class Dispatcher:
 
 
 def _uncounted() -> None:
-    """For requests that nobody is charged for."""
+    """Charge no tenant: probes are not counted."""

@@ -34,7 +34,7 @@ class HedgeRun:
         self._started_s: dict[int, float] = {}
 
     def start(self, mailbox: Mailbox) -> None:
-        """The choices were sent."""
+        """Start the hedging timers: the choices were just sent."""
         hedging = self._hedging
         delay_s, loop, now_s = hedging.delay_s, asyncio.get_running_loop(), self._context.clock()
         for index in range(len(self._choices)):
@@ -45,7 +45,7 @@ class HedgeRun:
                 self._timers.append(loop.call_later(delay_s, mailbox.post, due))
 
     def due(self, index: int, new: NewRun) -> None:
-        """A first token is late: begin a second attempt if the budget allows and another worker is there."""
+        """Begin a second attempt at a choice whose first token is late, if the budget and the workers allow it."""
         first, hedging = self._choices[index], self._hedging
         if first.done or first.has_tokens or first.worker is None or not hedging.may_begin:
             return
@@ -61,7 +61,7 @@ class HedgeRun:
             self._twins[index] = twin
 
     def on_event(self, mail: FromWorker) -> Sequence[ChoiceDelta]:
-        """An event of either run. Raises what the choice raises."""
+        """Handle an event of either run. Raises what the choice raises."""
         hedging, index, event = self._hedging, mail.choice_index, mail.event
         has_tokens = isinstance(event, TokensArrived) and bool(event.tokens)
         if has_tokens and (started_s := self._started_s.pop(index, None)) is not None:
@@ -82,7 +82,7 @@ class HedgeRun:
         if not ended.runs(mail.attempt):
             return []
         if isinstance(event, WorkerLost):
-            ended.mourn()
+            ended.report_worker_lost()
         if mail.is_twin:
             self.drop(index)
         else:
@@ -90,12 +90,12 @@ class HedgeRun:
         return []
 
     def drop(self, index: int) -> None:
-        """End a twin, if there is one."""
+        """Cancel the twin of a choice, if there is one."""
         if (twin := self._twins.pop(index, None)) is not None:
             twin.abandon()
 
     def close(self) -> None:
-        """End all of them."""
+        """Cancel all timers and twins."""
         for timer in self._timers:
             timer.cancel()
         for index in tuple(self._twins):

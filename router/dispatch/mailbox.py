@@ -1,7 +1,7 @@
-"""Where sessions leave the events of one client request, until its client has room for them.
+"""The queue of one client request's events, from worker sessions to the client's connection.
 
-Writers never wait. The bound is in tokens: a client that reads too slowly overflows its own mailbox, which then
-holds nothing but that fact, and no one else is slowed down.
+Writers never wait. The bound is in tokens: a client that reads too slowly overflows its own mailbox, whose content is
+then replaced by one `Overflowed`, and no other request is slowed down.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ class HedgeDue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopChoice:
-    """A door saw a stop string: the choice ends here."""
+    """The server found a stop string: the choice ends here."""
 
     choice_index: int
 
@@ -55,14 +55,14 @@ class RejoinOver:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoomAvailable:
-    """A choice that waits for room may ask again."""
+    """A choice that waits for room may try the workers again."""
 
     choice_index: int
 
 
 @dataclass(frozen=True, slots=True)
 class Recheck:
-    """Something was handled on the way that has consequences: an end, a wait, a failure."""
+    """Tokens handled outside the mailbox ended the choice, failed it, or made it wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Overflowed:
 
 @dataclass(frozen=True, slots=True)
 class Superseded:
-    """The client reads this stream elsewhere."""
+    """The client has continued this stream on another connection."""
 
 
 Mail = (
@@ -89,11 +89,11 @@ Mail = (
 )
 
 _URGENT = (DeadlinePassed, Overflowed, Superseded)
-"""Whatever the client has not read yet comes too late then."""
+"""Mail that ends the request, so that it goes before tokens the client has not read."""
 
 
 class Mailbox:
-    """Many writers, one reader, first come first served."""
+    """A FIFO queue with many writers and one reader."""
 
     def __init__(self, *, max_tokens: int) -> None:
         self._max_tokens = max_tokens
@@ -104,7 +104,7 @@ class Mailbox:
         self._urgent: asyncio.Event | None = None
 
     def post(self, mail: Mail) -> None:
-        """Leave mail; after an overflow it is thrown away."""
+        """Append mail; after an overflow it is dropped."""
         if self._overflowed:
             return
         self._num_tokens += _count_tokens(mail)
@@ -118,13 +118,13 @@ class Mailbox:
             self._urgent.set()
 
     async def arrival(self) -> None:
-        """Return when there is mail."""
+        """Wait until there is mail."""
         while not self._mail:
             self._arrived.clear()
             await self._arrived.wait()
 
     async def urgent_or(self, waiting: Coroutine[Any, Any, None]) -> None:
-        """Return when `waiting` does, or when there is mail that ends the request: that is then the first to be taken.
+        """Return when `waiting` does, or when there is mail that ends the request, which then comes first.
 
         Raises what `waiting` raises.
         """
@@ -152,12 +152,12 @@ class Mailbox:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing waits to be taken."""
+        """Whether there is no mail."""
         return not self._mail
 
     @property
     def overflowed(self) -> bool:
-        """Whether mail was thrown away."""
+        """Whether mail was dropped because the client reads too slowly."""
         return self._overflowed
 
 

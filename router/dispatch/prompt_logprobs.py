@@ -28,10 +28,10 @@ from tandem.values.outputs import FinishReason, PhaseTimes
 from tandem.values.roles import WorkerRole
 
 _MOST_LOST = 2
-"""Workers that may die under one prompt: it may be what ends them."""
+"""Workers that may be lost during one prompt before it is given up: the prompt may be what crashes them."""
 _LATEST_RETRY_S = 1.0
 _Excluded = dict[WorkerKey, WorkerPort | None]
-"""Workers asked in vain, by the session in which that was."""
+"""Workers tried in vain, with the session in which that was."""
 
 
 class PromptScorer:
@@ -46,11 +46,11 @@ class PromptScorer:
         *,
         prefer: WorkerKey | None = None,
     ) -> ScoredPrompt:
-        """What was asked of the request's prompt. Cancelling it ends the reading; `on_sent` hears of each try.
+        """Score the request's prompt. Cancelling ends it on the worker; `on_sent` is called for each try.
 
-        `prefer`: who has all but the prompt's end cached.
+        `prefer`: the worker that has all but the prompt's end cached.
 
-        Raises Overloaded, Unavailable, RequestTooLarge, DeadlineExceeded, InternalError, or what a worker found wrong.
+        Raises Overloaded, Unavailable, RequestTooLarge, DeadlineExceeded, InternalError, or a worker's refusal.
         """
         left_s = None if request.deadline_s is None else max(0.0, request.deadline_s - self._context.clock())
         try:
@@ -60,7 +60,7 @@ class PromptScorer:
             raise DeadlineExceeded("the request's time ran out") from None
 
     def pool_of(self, reading: ScoredPrompt) -> WorkerRole | None:
-        """Whose worker read it; None: that one has left."""
+        """The role of the worker that scored the prompt; None: it has left."""
         found = None if reading.worker is None else self._context.placer.registry.of_process(reading.worker.incarnation)
         return None if found is None else found.info.role
 
@@ -99,7 +99,7 @@ class PromptScorer:
             workers = [worker for worker in workers if worker.info.key == request.only_worker]
         shunned = context.health.breakers.closed_to(context.clock())
         num_tokens = len(request.prompt_token_ids)
-        # One that was lost and has come back in another session, the same process, may be asked again.
+        # A worker that lost its session and is back in another one, as the same process, may be tried again.
         still = {key for key, port in excluded.items() if context.placer.registry.port(key) is port}
         found = choose_scoring_worker(workers, num_tokens, excluded=still, shunned=shunned, prefer=prefer)
         if found is None and workers and num_tokens > max(worker.info.pool_tokens for worker in workers):
@@ -109,7 +109,7 @@ class PromptScorer:
         return None if found is None else found.info.key
 
     async def _wait_for_worker(self, request: RoutedRequest, excluded: _Excluded, error: ServingError | None) -> None:
-        """Until one comes that has not been asked. Raises what the last one said, or Unavailable after a while."""
+        """Wait for a worker that has not been tried. Raises the last one's error, or Unavailable after a while."""
         registry, settings = self._context.placer.registry, self._context.settings
         most_s = settings.rejoin_s
         if error is not None:
@@ -128,8 +128,8 @@ class PromptScorer:
                     await changed.wait()
         except TimeoutError:
             bound = f" within {most_s:g} s (router.rejoin_s)" if error is None else ""
-            told = f"no worker could read the prompt{bound}"
-            raise Unavailable(told, retry_after_s=settings.retry_after_s) from None
+            message = f"no worker could read the prompt{bound}"
+            raise Unavailable(message, retry_after_s=settings.retry_after_s) from None
         finally:
             registry.unwatch(changed.set)
 
@@ -196,7 +196,7 @@ class ScoredPromptSink:
 
 
 def finish_scored_choices(request: RoutedRequest, reading: ScoredPrompt, sink: DeltaSink, now_s: float) -> None:
-    """Of all choices, where nothing is generated; the first one bears what it took."""
+    """Finish all choices of a request that generates nothing; the first accounts for the computed tokens."""
     times = reading.times
     if request.arrived_s is not None:
         times = replace(times, router_queue_s=max(0.0, now_s - request.arrived_s - times.total_s))
@@ -213,7 +213,7 @@ def finish_scored_choices(request: RoutedRequest, reading: ScoredPrompt, sink: D
 
 
 class _PendingScores:
-    """One reading at one worker, as its parts arrive."""
+    """One scoring order at one worker, assembled as its parts arrive."""
 
     def __init__(self, ask: PromptScoringRequest, num_tokens: int, worker: WorkerKey) -> None:
         self.worker = worker
@@ -223,7 +223,7 @@ class _PendingScores:
         self._parts = ScoredPromptBuilder(ask, num_tokens)
 
     def on_event(self, event: PromptScoringEvent) -> None:
-        """The next thing that the worker, or its session, has to say."""
+        """Handle an event of the worker or of its session."""
         if self.outcome.done():
             return
         match event:

@@ -43,7 +43,7 @@ class RequestRun:
     def __init__(
         self, request: RoutedRequest, context: DispatchContext, on_delta: Callable[[ChoiceDelta], None] | None = None
     ) -> None:
-        """`on_delta`: counts what the client is given, before it is."""
+        """`on_delta`: called with each delta before the client gets it, for accounting."""
         self._request = request
         self._context = context
         self._count = on_delta or _uncounted
@@ -59,7 +59,7 @@ class RequestRun:
         self._patience: dict[int, asyncio.TimerHandle] = {}
         self._names: list[BlockHash] = []
         context.hasher.extend(request.hash_root, self._names, request.prompt_token_ids)
-        self._standings = [
+        self._health_reports = [
             ChoiceHealthReporter(index, request, context.health, context.placer.registry)
             for index in range(request.num_choices)
         ]
@@ -73,21 +73,21 @@ class RequestRun:
 
     @property
     def was_taken(self) -> bool:
-        """Once it is closed: whether a worker took anything of it, or may have."""
-        return any(standing.was_taken for standing in self._standings)
+        """Whether a worker accepted any choice, or may have; final once closed."""
+        return any(report.was_taken for report in self._health_reports)
 
     @property
     def adopted(self) -> frozenset[int]:
-        """Choices that go on where a worker still had them; the others are generated from their beginning."""
-        return frozenset(standing.index for standing in self._standings if standing.was_adopted)
+        """Choices that continued on a worker that still had them; the others are generated from the beginning."""
+        return frozenset(report.index for report in self._health_reports if report.was_adopted)
 
     def start(self) -> None:
         """Send every choice to a worker. Raises the errors of Generator."""
         if self._request.deadline_s is not None:
             remaining_s = self._request.deadline_s - self._context.clock()
             self._deadline = self._mail_later(max(0.0, remaining_s), DeadlinePassed())
-        for standing in self._standings:
-            self._choices.append(ChoiceRun(self._request, standing, self._names, self._context, self._post))
+        for report in self._health_reports:
+            self._choices.append(ChoiceRun(self._request, report, self._names, self._context, self._post))
         for choice in self._choices:
             choice.submit()
         hedging, once = self._context.hedging, self._request.only_worker is not None or bool(self._request.resume)
@@ -98,7 +98,7 @@ class RequestRun:
         self._queue_for_room()
 
     async def step(self) -> Sequence[ChoiceDelta]:
-        """Wait for the next thing to happen; what the client gets of it, counted. Raises the errors of Generator."""
+        """Wait for the next event; the deltas it has for the client, counted. Raises the errors of Generator."""
         for choice in self._choices:
             if choice.failure is not None:
                 raise choice.failure
@@ -113,7 +113,7 @@ class RequestRun:
         return deltas
 
     async def follow(self, sink: DeltaSink) -> None:
-        """All steps until the end, into a sink. Raises the errors of Generator, and the sink's."""
+        """Run all steps until the end, into a sink. Raises the errors of Generator, and the sink's."""
         self._sink = sink
         while not self.done:
             for delta in await self.step():
@@ -124,7 +124,7 @@ class RequestRun:
                 await self._sink_ready()
 
     async def _sink_ready(self) -> None:
-        """Or there is mail that does not wait for the client."""
+        """Return when the sink has room, or when there is urgent mail."""
         if self._sink is not None:
             await self._mailbox.urgent_or(self._sink.ready())
         self._sink_is_full = False
@@ -144,7 +144,7 @@ class RequestRun:
         return self._request.resumptions
 
     def supersede(self, *, is_over: bool = False) -> None:
-        """Another run goes on with what runs for this one; `is_over`: none does, and it is to end."""
+        """Hand the running attempts to another run; `is_over`: there is none, so cancel them."""
         if self._hedges is not None:
             self._hedges.close()
         for choice in self._choices:
@@ -163,7 +163,7 @@ class RequestRun:
                 timer.cancel()
         self._context.placer.registry.unwatch(self._workers_changed)
         self._abandon_all()
-        # They refer back to this. A collection would find the two, and it holds everybody up.
+        # They refer back to this run. Breaking the cycle here spares a garbage collection, which stalls the event loop.
         self._sink = None
         self._choices.clear()
 
@@ -204,13 +204,13 @@ class RequestRun:
 
     def _twin(self, index: int) -> ChoiceRun:
         post = partial(self._post, is_twin=True)
-        return ChoiceRun(self._request, self._standings[index], self._names, self._context, post)
+        return ChoiceRun(self._request, self._health_reports[index], self._names, self._context, post)
 
     def _waiting(self, what: Waiting | None = None) -> list[ChoiceRun]:
         return [choice for choice in self._choices if choice.waiting is not None and what in (None, choice.waiting)]
 
     def _queue_for_room(self) -> None:
-        """Be woken when a worker shows room, or when the time is up for which it asked to be left alone."""
+        """Wake waiting choices when a worker has room, or when its retry-after time is over."""
         for index, choice in enumerate(self._choices):
             if choice.waiting is not Waiting.FOR_ROOM:
                 self._leave_queue(index)
@@ -228,7 +228,7 @@ class RequestRun:
 
     @property
     def _was_running(self) -> bool:
-        """Of what waits for a worker: whether one had it, so that it was promised to be gone on with."""
+        """Whether a choice that waits for a worker already ran on one: such a stream is promised a continuation."""
         return any(choice.was_taken for choice in self._waiting(Waiting.FOR_WORKER))
 
     def _wait_for_worker_s(self) -> float:
@@ -241,16 +241,16 @@ class RequestRun:
         settings = self._context.settings
         if self._was_running:
             bound = f"within {settings.rejoin_s:g} s (router.rejoin_s)"
-            told = f"the decode worker was lost, and none came to go on {bound}"
+            message = f"the decode worker was lost, and none came to go on {bound}"
         elif self._context.placer.registry.live_decoders():
-            # Others serve, and have not taken it: they have said why.
+            # Other workers serve but did not accept it: report the reason they gave.
             return self._waiting(Waiting.FOR_WORKER)[0].final_error()
         else:
-            told = "no decode worker takes requests, and the one that was expected has not come"
-        return Unavailable(told, retry_after_s=settings.retry_after_s)
+            message = "no decode worker takes requests, and the one that was expected has not come"
+        return Unavailable(message, retry_after_s=settings.retry_after_s)
 
     def _watch_for_workers(self) -> None:
-        """Be told who joins or leaves while a choice waits, and for a bounded time only while no worker is left."""
+        """Watch for workers joining or leaving while a choice waits; bound the wait while no worker is left."""
         registry = self._context.placer.registry
         if self._waiting():
             registry.watch(self._workers_changed)
@@ -273,13 +273,13 @@ class RequestRun:
             self._abandon_all()
 
     def _hand_over(self, sink: DeltaSink, choice: ChoiceRun, attempt: int, arrived: TokensArrived) -> None:
-        """The short way of tokens. Whatever else comes of them is mail."""
+        """Deliver tokens straight to the sink, past the mailbox; whatever follows from them is posted as mail."""
         try:
             for delta in choice.on_tokens(attempt, arrived):
                 self._count(delta)
                 if sink.on_delta(delta):
                     self._sink_is_full = True
-        except Exception as error:  # noqa: BLE001  # of this request, raised by its own task: here is a session's turn
+        except Exception as error:  # noqa: BLE001  # re-raised by the request's own task: the caller here is a session
             self._sink_error = error
             self._abandon_all()
         else:
@@ -302,4 +302,4 @@ class RequestRun:
 
 
 def _uncounted(_delta: ChoiceDelta) -> None:
-    """For requests that are no client's."""
+    """Count nothing: the request is no client's."""

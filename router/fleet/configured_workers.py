@@ -1,4 +1,4 @@
-"""The workers and pools that the configuration names, read again when somebody says that the file has changed."""
+"""The workers and pools that the configuration names, re-read when the file has changed."""
 
 import asyncio
 import logging
@@ -20,37 +20,37 @@ def configured_addresses(config: ClusterConfig) -> frozenset[WorkerAddress]:
 
 
 class ConfiguredWorkers:
-    """Reads them anew; needs a running event loop."""
+    """Re-reads the addresses; needs a running event loop."""
 
     def __init__(self, path: Path | None, apply: Callable[[frozenset[WorkerAddress]], None]) -> None:
-        """`apply` is called on the loop. Without a path nothing is ever read."""
+        """`apply` is called on the loop. Without a path, `read` does nothing."""
         self._path = path
         self._apply = apply
         self._loop = asyncio.get_running_loop()
 
     def read(self) -> None:
-        """In a thread. What makes no sense changes nothing."""
+        """Re-read the file, in a thread. An invalid one is logged and changes nothing."""
         if self._path is None:
             return
         try:
             found = configured_addresses(load(self._path))
         except (ConfigError, OSError) as error:
-            _log.error("%s; the workers stay those that were named before", error)
+            _log.error("%s; keeping the previous worker addresses", error)
             return
         self._loop.call_soon_threadsafe(self._apply, found)
 
 
 class ConfiguredPoolSizes:
-    """Shows how many workers each pool is configured to have: a pool of none is meant to be missing."""
+    """Reports how many workers each pool is configured to have, so that an empty pool can be told from a lost one."""
 
     def __init__(self, path: Path | None, config: ClusterConfig, show: Callable[[str, int], None]) -> None:
-        """`show` takes a role and a number, in whatever thread. Without a path nothing is ever read."""
+        """`show` takes a role and a number, on any thread. Without a path, `read` does nothing."""
         self._path = path
         self._show = show
         self._show_sizes(config)
 
     def read(self) -> None:
-        """In a thread. What makes no sense changes nothing: `ConfiguredWorkers` complains of it."""
+        """Re-read the file, in a thread. An invalid one changes nothing; `ConfiguredWorkers` logs it."""
         if self._path is not None:
             with suppress(ConfigError, OSError):
                 self._show_sizes(load(self._path))

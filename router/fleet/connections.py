@@ -65,11 +65,11 @@ class WorkerFleet:
     ) -> None:
         if self._follower is not None:
             self._follower.cancel()
-        # Not told of `error`: the task group would wrap it in a group of its own.
+        # Closed without `error`: the task group would wrap it in a group of its own.
         await self._stack.aclose()
 
     def addresses(self) -> dict[WorkerKey, str]:
-        """Where each worker is that there is a session with."""
+        """The address of each worker whose session is up."""
         return {key: address.address for address, key in self._in_session.items()}
 
     async def _follow(self) -> None:
@@ -86,19 +86,19 @@ class WorkerFleet:
 
     async def _keep(self, address: WorkerAddress) -> None:
         num_failures = 0
-        told = ""
+        logged = ""
         while address in self._wanted:
             reason, lived = await self._converse(address)
             num_failures = 1 if lived else num_failures + 1
-            if not lived and reason != told:
+            if not lived and reason != logged:
                 logger.warning("no session with %s: %s", address.address, reason)
-            told = reason
+            logged = reason
             await asyncio.sleep(self._backoff.wait_s(num_failures, self._rng))
-        # Only here after a session that had outlived its address: whoever ends a keeper otherwise removes it.
+        # Reached only when a session outlived its address: a keeper that is cancelled is removed by its canceller.
         del self._keepers[address]
 
     async def _converse(self, address: WorkerAddress) -> tuple[str, bool]:
-        """One session; returns why it ended, and whether it was ever up."""
+        """Run one session; returns why it ended, and whether it was ever up."""
         async with self._channel_factory(address.address) as channel:
             try:
                 session = await WorkerSession.open(channel, self._settings)

@@ -1,9 +1,9 @@
-"""Requests of the router's own that tell whether workers are well: one token, and a text that every worker reads.
+"""The router's own health checks of workers: a one-token canary, and a text that every worker scores.
 
-A session says only that the worker's process lives. So a decode worker that has been silent for long is asked for one
-token (`Canary`). A model that was quantized badly, a wrong checkpoint or a sick machine answer fluently, in time and
-with status 200; what they change first is how probable ordinary text is to them (`QualityProbe`). Schedules decide,
-without I/O, who is asked and what an outcome means; probes ask through dispatch, as any request, and wait for no turn.
+A session says only that the worker's process lives. So a decode worker that has given no token for long is sent a
+request for one (`Canary`). A badly quantized model, a wrong checkpoint or a faulty machine still answers fluently, in
+time and with status 200; what changes first is how probable ordinary text is to it (`QualityProbe`). Schedules decide,
+without I/O, which workers to probe and what an outcome means; probes go through dispatch, but skip the queue.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Probe:
-    """Asks in the background while entered, again and again."""
+    """Probes workers periodically in a background task while entered."""
 
     def __init__(self, registry: WorkerRegistry, name: str, *, interval_s: float, clock: Callable[[], float]) -> None:
         self._registry = registry
@@ -67,7 +67,7 @@ class _Probe:
                 await task
 
     async def probe_due(self) -> None:
-        """Ask the workers whose time has come."""
+        """Probe the workers that are due."""
         raise NotImplementedError
 
     async def _run(self) -> None:
@@ -84,23 +84,23 @@ class _Probe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanarySettings:
-    """When to doubt a worker, and for how long to wait for the proof."""
+    """When to probe a worker, and how long to wait for its token."""
 
     silence_s: float = 10.0
-    """Without a token for so long, a worker is asked for one; busy workers never are."""
+    """A worker that has given no token for so long is probed; busy workers never are."""
     timeout_s: float = 10.0
     interval_s: float = 2.0
 
 
 class CanarySchedule:
-    """Whose engine is in doubt, and whose was found dead. A worker that has just joined is believed at first."""
+    """Decides which workers to probe and which are dead. A worker that has just joined counts as live."""
 
     def __init__(self, settings: CanarySettings) -> None:
         self._settings = settings
         self._failed_s: dict[WorkerKey, float] = {}
 
     def due(self, workers: Iterable[WorkerSnapshot], now_s: float) -> list[WorkerKey]:
-        """Workers to ask now; what is known of those that left is forgotten."""
+        """Workers to probe now; forgets those that left."""
         decoders = {w.info.key: w for w in workers if w.info.role is WorkerRole.DECODE and not w.draining}
         self._failed_s = {key: at_s for key, at_s in self._failed_s.items() if key in decoders}
         return [key for key, worker in decoders.items() if now_s - worker.answered_s >= self._settings.silence_s]
@@ -111,7 +111,7 @@ class CanarySchedule:
         return bool(self._failed_s)
 
     def failed(self, key: WorkerKey, now_s: float) -> None:
-        """It was asked and gave no token."""
+        """Record a canary that gave no token."""
         self._failed_s[key] = now_s
 
     def answering(self, worker: WorkerSnapshot) -> bool:
@@ -121,7 +121,7 @@ class CanarySchedule:
 
 
 class Canary(_Probe):
-    """Asks decode workers that have been silent for one token."""
+    """Requests one token from decode workers that have been silent."""
 
     def __init__(
         self,
@@ -141,26 +141,26 @@ class Canary(_Probe):
 
     @property
     def answering(self) -> Callable[[WorkerSnapshot], bool]:
-        """For readiness: whether a worker's engine is thought to live."""
+        """Whether a worker's engine counts as live, for readiness."""
         return self._schedule.answering
 
     def no_tokens_reason(self) -> str | None:
-        """Why new requests need not wait: there are decode workers, and each failed its last canary."""
+        """The reason to refuse new requests when every decode worker failed its last canary, else None."""
         if not self._schedule.has_failures:
-            return None  # asked before every request
+            return None  # the fast path: this runs before every request
         decoders = [w for w in self._registry.snapshots() if w.info.role is WorkerRole.DECODE and not w.draining]
         return NO_TOKENS if decoders and not any(map(self.answering, decoders)) else None
 
     async def ask(self, key: WorkerKey) -> bool:
-        """One canary, and what its outcome means; whether a token came."""
+        """Send one canary and record its outcome; whether a token came."""
         try:
             async with aclosing(self._generator.generate(self._request(key))) as deltas:
                 async for _ in deltas:
                     pass
         except Overloaded:
-            return False  # Says nothing of the engine: there was no room for the question.
+            return False  # says nothing about the engine: the canary was refused for lack of room
         except ServingError as error:
-            _log.warning("decode worker %s gave no token when asked for one: %s", key.worker_id, error.message)
+            _log.warning("decode worker %s gave no token to a canary: %s", key.worker_id, error.message)
             self._schedule.failed(key, self._clock())
             self._registry.penalise(key, self._settings.silence_s)
             return False
@@ -191,27 +191,27 @@ class PromptScoringRunner(Protocol):
 
 
 class ProbeSchedule:
-    """Who reads when: each worker once when it joins, and then once a period."""
+    """When each worker is probed: once when it joins, and then once a period."""
 
     def __init__(self, period_s: float) -> None:
         self._period_s = period_s
-        self._asked_s: dict[WorkerKey, float] = {}
+        self._probed_s: dict[WorkerKey, float] = {}
 
     def due(self, workers: Iterable[WorkerSnapshot], now_s: float) -> list[tuple[WorkerKey, WorkerRole]]:
-        """Workers to ask now; they count as asked. Those that left are forgotten."""
+        """Workers to probe now; they count as probed. Forgets those that left."""
         there = {worker.info.key: worker for worker in workers if not worker.draining}
-        self._asked_s = {key: at_s for key, at_s in self._asked_s.items() if key in there}
-        due = [key for key in there if now_s - self._asked_s.get(key, -self._period_s) >= self._period_s]
-        self._asked_s.update(dict.fromkeys(due, now_s))
+        self._probed_s = {key: at_s for key, at_s in self._probed_s.items() if key in there}
+        due = [key for key in there if now_s - self._probed_s.get(key, -self._period_s) >= self._period_s]
+        self._probed_s.update(dict.fromkeys(due, now_s))
         return [(key, there[key].info.role) for key in due]
 
     def knows(self, key: WorkerKey) -> bool:
-        """Whether it is there and has been asked."""
-        return key in self._asked_s
+        """Whether the worker is present and has been probed."""
+        return key in self._probed_s
 
 
 class QualityProbe(_Probe, Collector):
-    """Has every worker read one text, and is a metric of how well its model expects that."""
+    """Has every worker score one text, and exports the mean loss per worker."""
 
     def __init__(
         self,
@@ -232,15 +232,15 @@ class QualityProbe(_Probe, Collector):
         self._losses: dict[WorkerKey, tuple[WorkerRole, float]] = {}
 
     async def probe_due(self) -> None:
-        """Have all read that are due, one after another: nobody's work should notice."""
+        """Have the workers that are due score the text, one after another so as not to disturb serving."""
         for key, role in self._schedule.due(self._registry.snapshots(), self._clock()):
-            self._losses.pop(key, None)  # what it was says nothing of a worker that does not read any more
+            self._losses.pop(key, None)  # a former loss says nothing about a worker that fails the probe now
             if (reading := await self._read(key)) is None:
                 continue
             if isfinite(loss := loss_of(reading)):
                 self._losses[key] = (role, loss)
             else:
-                _log.warning("worker %s reads the quality probe as %s: its model is broken", key.worker_id, loss)
+                _log.warning("worker %s scores the quality probe at %s: its model is broken", key.worker_id, loss)
         self._losses = {key: found for key, found in self._losses.items() if self._schedule.knows(key)}
 
     def collect(self) -> Iterable[Metric]:
@@ -258,7 +258,7 @@ class QualityProbe(_Probe, Collector):
         try:
             await self._generator.run(self._request(key), kept)
         except ServingError as error:
-            _log.warning("worker %s did not read the quality probe: %s", key.worker_id, error.message)
+            _log.warning("worker %s did not score the quality probe: %s", key.worker_id, error.message)
         return kept.reading or None
 
     def _request(self, key: WorkerKey) -> RoutedRequest:
@@ -275,7 +275,7 @@ class QualityProbe(_Probe, Collector):
 
 
 class _ScoresSink:
-    """Keeps what was read."""
+    """Keeps the scored prompt."""
 
     def __init__(self) -> None:
         self.reading: ScoredPrompt | None = None

@@ -1,4 +1,4 @@
-"""Looks into the cluster for its operators: a flame graph of this router, a trace of a worker. One at a time."""
+"""Profiles for operators: a flame graph of this router, a trace of a worker. One at a time."""
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ class WorkerTrace:
 
 
 class Profiles:
-    """Of one router process and of whatever workers it has."""
+    """Takes profiles of one router process and of its workers."""
 
     def __init__(
         self,
@@ -36,24 +36,24 @@ class Profiles:
         addresses: Callable[[], Mapping[WorkerKey, str]],
         metadata: Sequence[tuple[str, str]],
     ) -> None:
-        """`metadata`: with which workers know that it is the cluster that asks."""
+        """`metadata`: authenticates the router to workers."""
         self.bounds = bounds
         self._addresses = addresses
         self._metadata = metadata
         self._is_busy = False
 
     async def of_router(self, seconds: float) -> StackTally:
-        """What this process does for so long. Raises Overloaded, InvalidRequest."""
+        """Sample this process's stacks for `seconds`. Raises Overloaded, InvalidRequest."""
         self._check_seconds(seconds)
         with self._alone():
             sampler = StackSampler(asyncio.get_running_loop())
             try:
                 return await asyncio.to_thread(sampler.run, seconds)
             finally:
-                sampler.stop()  # whoever asked may be gone
+                sampler.stop()  # the caller may have been cancelled
 
     async def of_worker(self, worker_id: str, *, num_steps: int, seconds: float) -> WorkerTrace:
-        """Its next steps, or those of the next seconds. Raises Overloaded, InvalidRequest, Unavailable."""
+        """Trace a worker's next steps, for at most `seconds`. Raises Overloaded, InvalidRequest, Unavailable."""
         self._check_seconds(seconds)
         if not 1 <= num_steps <= self.bounds.max_steps:
             raise InvalidRequest(f"steps must be in [1, {self.bounds.max_steps}] (profiling.max_steps)", param="steps")
@@ -61,7 +61,7 @@ class Profiles:
         address = known.get(worker_id)  # type: ignore[call-overload]  # whatever a client calls it
         if address is None:
             shown = ", ".join(sorted(known)) or "none"
-            raise InvalidRequest(f"there is no such worker; there are: {shown}", param="worker")
+            raise InvalidRequest(f"worker: no such worker; live workers: {shown}", param="worker")
         with self._alone():
             return await self._fetch(address, pb.TraceRequest(num_steps=num_steps, timeout_s=seconds))
 

@@ -1,7 +1,7 @@
-"""Which workers answer this router: it tells whoever started it, who changes the set of workers by that.
+"""Reports which workers answer this router to its parent process, which adds and removes workers by that.
 
-A worker that joins after the doors have opened is asked for a token first. Those that were there before have the
-predecessors' word.
+A worker that joins after the servers have opened is probed for a token first. Those that were there before were
+verified by the predecessor.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class ReachableWorkers:
-    """Tells while entered, each time that it is another set."""
+    """Publishes the set of reachable workers while entered, whenever it changes."""
 
     def __init__(
         self,
@@ -29,21 +29,21 @@ class ReachableWorkers:
         canary: Canary,
         *,
         addresses: Callable[[], Mapping[WorkerKey, str]],
-        tell: Callable[[Mapping[str, Any]], None],
+        publish: Callable[[Mapping[str, Any]], None],
     ) -> None:
-        """`addresses`: of every session that is up."""
+        """`addresses`: returns the address of every worker whose session is up."""
         self._registry = registry
         self._canary = canary
         self._addresses = addresses
-        self._tell = tell
-        self._told: frozenset[str] | None = None
+        self._publish = publish
+        self._published: frozenset[str] | None = None
         self._proven: set[WorkerKey] = set()
         self._asking: dict[WorkerKey, asyncio.Task[None]] = {}
 
     @property
     def addresses(self) -> frozenset[str]:
-        """Of those that answer; none before it is entered."""
-        return self._told or frozenset()
+        """Addresses of the workers that answer; none before this is entered."""
+        return self._published or frozenset()
 
     async def __aenter__(self) -> Self:
         self._proven = {worker.info.key for worker in self._registry.snapshots()}
@@ -70,16 +70,16 @@ class ReachableWorkers:
         addresses = self._addresses()
         willing = [key for key in self._proven if key in addresses and not workers[key].draining]
         reached = frozenset(addresses[key] for key in willing)
-        if reached != self._told:
-            self._told = reached
-            self._tell({REACHES: sorted(reached)})
+        if reached != self._published:
+            self._published = reached
+            self._publish({REACHES: sorted(reached)})
 
     async def _prove(self, key: WorkerKey) -> None:
-        """Until it has given a token, or is gone."""
+        """Probe a worker until it has given a token, or is gone."""
         first = self._find(key)
         try:
             while (worker := self._find(key)) is not None:
-                # A full router has no room for the question; then a token of anybody's request is proof, too.
+                # A full router refuses the canary; then a token of any request is proof, too.
                 if await self._answers(key) or (first is not None and worker.answered_s > first.answered_s):
                     self._proven.add(key)
                     break
@@ -91,8 +91,8 @@ class ReachableWorkers:
     async def _answers(self, key: WorkerKey) -> bool:
         try:
             return await self._canary.ask(key)
-        except Exception:  # noqa: BLE001  # if this ended here, a change of the cluster would wait for it in vain
-            _log.exception("asking %s for a token failed; it is asked again", key.worker_id)
+        except Exception:  # noqa: BLE001  # ending here would block a change of the cluster that waits for this worker
+            _log.exception("the canary for %s failed; it is sent again", key.worker_id)
             return False
 
     def _find(self, key: WorkerKey) -> WorkerSnapshot | None:

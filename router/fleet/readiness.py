@@ -12,7 +12,7 @@ from tandem.values.roles import WorkerRole
 
 
 class ReadinessCheck:
-    """Ready while a decode worker takes requests and gives tokens, and no drain has begun. Not while no key is good."""
+    """Ready while a decode worker gives tokens, an API key is accepted, and no drain has begun."""
 
     def __init__(
         self,
@@ -21,8 +21,8 @@ class ReadinessCheck:
         answering: Callable[[WorkerSnapshot], bool],
         locked: Callable[[], str | None] = lambda: None,
     ) -> None:
-        """`answering`: whether a worker's engine is thought to live (`Canary.answering`). `locked`: why nobody is let
-        in, if so (`Doorkeeper.not_ready_reason`).
+        """`answering`: whether a worker's engine counts as live (`Canary.answering`). `locked`: why no API
+        key is accepted, if so (`AccessControl.not_ready_reason`).
         """
         self._locked = locked
         self._registry = registry
@@ -32,11 +32,11 @@ class ReadinessCheck:
         metrics.on_render(self._update_metrics)
 
     def drain(self) -> None:
-        """Load balancers are to look elsewhere from now on."""
+        """Report not ready from now on, so that load balancers send requests elsewhere."""
         self._draining = True
 
     def not_ready_reason(self, *, exclude_workers: bool = False) -> str | None:
-        """Why not, or None. `exclude_workers`: what is wrong with this router, whatever the pools do."""
+        """Why the router is not ready, or None. `exclude_workers`: check the router alone, not its pools."""
         if self._draining:
             return "the router is draining"
         if (reason := self._locked()) is not None:
@@ -67,7 +67,7 @@ class ReadinessCheck:
 
 
 async def wait_for_first_worker(registry: WorkerRegistry, lifetime: Lifetime) -> bool:
-    """Wait until a decode worker has told what model it serves; False when told to stop before."""
+    """Wait until a decode worker has joined; False when stopped before."""
     joined = asyncio.Event()
     registry.watch(joined.set)
     stop = asyncio.ensure_future(lifetime.wait())

@@ -67,13 +67,13 @@ class ProtocolError(Exception):
     """The peer said something that the session's protocol does not have; names what."""
 
 
-def hello_to_pb(incarnation: Incarnation, *, reads_board: bool = False) -> pb.RouterMessage:
+def hello_to_pb(incarnation: Incarnation, *, reads_redis: bool = False) -> pb.RouterMessage:
     """The router's first message."""
     hello = pb.RouterHello(
         protocol_version=SPOKEN.oldest,
         newest_version=SPOKEN.newest,
         incarnation=incarnation,
-        reads_board=reads_board,
+        reads_board=reads_redis,
     )
     return pb.RouterMessage(hello=hello)
 
@@ -257,7 +257,7 @@ def load_from_pb(load: pb.LoadSnapshot) -> WorkerLoad:
         report_number=load.report_number,
         step_age_s=load.step_age_s,
         pins=totals_from_pb(load.pins),
-        board=_board_from_pb(load.board) if load.HasField("board") else None,
+        redis_publishing=_redis_publishing_from_pb(load.board) if load.HasField("board") else None,
         work=_work_from_pb(load.work) if load.HasField("work") else None,
     )
 
@@ -279,9 +279,9 @@ def _steps_from_pb(totals: pb.StepTotals) -> EngineStepTotals:
     return EngineStepTotals(steps=totals.steps, seconds=totals.seconds, tokens=totals.tokens, requests=totals.requests)
 
 
-def _board_from_pb(board: pb.BoardReport) -> RedisPublishingReport:
+def _redis_publishing_from_pb(report: pb.BoardReport) -> RedisPublishingReport:
     return RedisPublishingReport(
-        is_up=board.up, connects=board.connects, entries=board.entries, states=board.states, lag_s=board.lag_s
+        is_up=report.up, connects=report.connects, entries=report.entries, states=report.states, lag_s=report.lag_s
     )
 
 

@@ -68,7 +68,7 @@ logger = logging.getLogger(__name__)
 
 _LOOKS_PER_SILENCE = 8
 _PINS_TOGETHER = 64
-"""In one message: submits that come meanwhile go before the next ones."""
+"""Pin orders per message: submits that arrive meanwhile go before the next ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,22 +79,22 @@ class SessionSettings:
     """Proves that the router belongs to the cluster."""
     incarnation: Incarnation
     """Of the router's process."""
-    reads_board: bool = False
-    """Cache events of workers that publish them come over Redis."""
+    reads_redis: bool = False
+    """Whether cache events come over Redis from the workers that publish them there."""
     hello_timeout_s: float = 5.0
     silence_s: float = 1.5
     """Workers report their load four times a second."""
     max_queued_submits: int = 4096
     """Submits waiting for a slow connection."""
     max_queued_pins: int = 4096
-    """Pins whose newest order waits for it."""
+    """Pins whose newest order waits for a slow connection."""
 
 
 class SessionListener(Protocol):
-    """Who is told what workers say of themselves (`WorkerRegistry`)."""
+    """Receives what workers report about themselves (`WorkerRegistry`)."""
 
     def joined(self, info: WorkerInfo, port: WorkerPort) -> None:
-        """Take note of a worker whose session is open. Raises WorkerRejected."""
+        """Add a worker whose session is open. Raises WorkerRejected."""
         ...
 
     def left(self, key: WorkerKey, reason: str) -> None: ...
@@ -111,7 +111,7 @@ class SessionListener(Protocol):
 
     def migration_ended(self, key: WorkerKey, leaving: WorkerKey) -> None: ...
 
-    def pin_told(self, key: WorkerKey, told: PinTold) -> None: ...
+    def pin_reported(self, key: WorkerKey, report: PinTold) -> None: ...
 
 
 OrderT = TypeVar("OrderT")
@@ -120,26 +120,26 @@ OrderT = TypeVar("OrderT")
 class PendingPinOrders(Generic[OrderT]):
     def __init__(self, *, most: int) -> None:
         self._most = most
-        # Whose newest order came first, first.
+        # Keys in the order of their newest orders, oldest first.
         self._orders: dict[PinKey, OrderT] = {}
 
     def __len__(self) -> int:
         return len(self._orders)
 
     def add(self, key: PinKey, order: OrderT) -> None:
-        """Make it, renew it or end it."""
+        """Queue an order for a pin, replacing an older one; drops the oldest when full."""
         self._orders.pop(key, None)
         if len(self._orders) >= self._most:
             del self._orders[next(iter(self._orders))]
         self._orders[key] = order
 
     def pop_first(self, most: int) -> Iterator[OrderT]:
-        """The first ones; they wait no longer."""
+        """Remove and yield up to `most` of the oldest orders."""
         for key in list(islice(self._orders, most)):
             yield self._orders.pop(key)
 
     def clear(self) -> None:
-        """Nobody takes them any more."""
+        """Drop all orders: the session has ended."""
         self._orders.clear()
 
 
@@ -156,7 +156,7 @@ class _Read:
 
 
 class WorkerSession:
-    """The live conversation; a WorkerPort for dispatch."""
+    """The live stream with one worker; a WorkerPort for dispatch."""
 
     def __init__(self, call: Any, info: WorkerInfo, settings: SessionSettings) -> None:
         self.info = info
@@ -183,7 +183,7 @@ class WorkerSession:
         """Exchange HELLOs. Raises ProtocolError, grpc.aio.AioRpcError or TimeoutError."""
         call = WorkerStub(channel).Session(metadata=tuple(settings.metadata))  # type: ignore[no-untyped-call]  # generated
         async with asyncio.timeout(settings.hello_timeout_s):
-            await call.write(hello_to_pb(settings.incarnation, reads_board=settings.reads_board))
+            await call.write(hello_to_pb(settings.incarnation, reads_redis=settings.reads_redis))
             first = await call.read()
         if first is grpc.aio.EOF:
             raise ProtocolError(f"the stream ended before hello: {await call.details()}")
@@ -192,7 +192,7 @@ class WorkerSession:
     async def converse(self, listener: SessionListener) -> str:
         """Carry messages both ways until the stream ends; returns why it did.
 
-        Raises WorkerRejected, at once, when the listener does not want the worker.
+        Raises WorkerRejected at once when the listener rejects the worker.
         """
         reason = CLOSED_HERE
         listener.joined(self.info, self)
@@ -264,7 +264,7 @@ class WorkerSession:
         return attempt if attempt is not None and attempt.number == number else None
 
     def _read_of(self, request_id: str, number: int) -> _Read | None:
-        """As `_attempt`, of readings."""
+        """As `_attempt`, for prompt scoring."""
         read = self._reads.get(RequestId(request_id))
         return read if read is not None and read.number == number else None
 
@@ -288,7 +288,7 @@ class WorkerSession:
                 try:
                     await self._call.write(batch_orders(self._outgoing))
                 except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                    return  # The reader sees the same end, and tells everybody.
+                    return  # the reader sees the same end and reports it
 
     async def _read(self, listener: SessionListener) -> str:
         while True:
@@ -341,7 +341,7 @@ class WorkerSession:
             case "inherited":
                 listener.migration_ended(key, migration_source_from_pb(message.inherited))
             case "pin_told":
-                listener.pin_told(key, told_from_pb(message.pin_told))
+                listener.pin_reported(key, told_from_pb(message.pin_told))
             case other:
                 raise ProtocolError(f"unexpected {other or 'unknown message'}")
 
@@ -382,7 +382,7 @@ class WorkerSession:
         self._outgoing.clear()
         self._pins.clear()
         self._call.cancel()
-        # First the registry, so that whoever is told of the loss does not choose the same worker again.
+        # The registry first, so that attempts that learn of the loss do not choose the same worker again.
         listener.left(self.info.key, reason)
         attempts, self._attempts = self._attempts, {}
         for attempt in attempts.values():

@@ -22,7 +22,7 @@ _VALUES_PER_MESSAGE = 2048
 
 
 class AnswerMessages:
-    """Makes them; the deltas of a choice come in order."""
+    """Makes responses from deltas; those of one choice come in order."""
 
     def __init__(self, prepared: PreparedRequest, *, name: str) -> None:
         """`name`: the client's own of the answer; empty: the request's id."""
@@ -38,7 +38,7 @@ class AnswerMessages:
         return [] if delta.reading is None else prompt_responses(self._name, self._prompt, delta.reading)
 
     def response(self, delta: TextDelta) -> pb.GenerateResponse:
-        """All that a delta brings."""
+        """The responses of one delta."""
         response = pb.GenerateResponse(
             id=self._name,
             choice_index=delta.choice_index,
@@ -120,7 +120,7 @@ class GrpcAnswerStream:
 
 
 class CollectedAnswer(TextCollector):
-    """A `TextSink` of what is known at the end alone: a selection, the beams of a search."""
+    """A `TextSink` that sends only at the end: for selections and beam searches."""
 
     async def write(
         self,
@@ -131,7 +131,7 @@ class CollectedAnswer(TextCollector):
         writer: AnswerWriter,
         usage: CallUsage,
     ) -> None:
-        """What is told of it. Raises InvalidRequest for a pattern that takes too long, and as the writer."""
+        """The responses to send. Raises InvalidRequest for a pattern that takes too long, and as the writer."""
         choices = self.choices()
         for choice in choices:
             usage.add(choice)

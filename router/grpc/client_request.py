@@ -1,4 +1,4 @@
-"""What a gRPC client asked for, as the frontend takes it. Whatever is absent means what it means over HTTP."""
+"""Parses gRPC requests for the frontend. Absent fields mean the same as over HTTP."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -41,15 +41,15 @@ def client_fields(
     seen: StreamPosition | None,
     selection: ChoiceSelection | None = None,
 ) -> ClientRequest:
-    """All but the prompt. Raises InvalidRequest."""
+    """Parse all fields but the prompt. Raises InvalidRequest."""
     sampling = request.sampling
     if request.HasField("request_id"):
         check_request_id(request.request_id, "request_id")
     check_input_kind(request)
     max_tokens = sampling.max_tokens if sampling.HasField("max_tokens") else None
-    reads, beams, asked = _reads(request, max_tokens), _beams(request), wire.sampling_from_pb(sampling)
+    reads, beams, stated = _reads(request, max_tokens), _beams(request), wire.sampling_from_pb(sampling)
     return ClientRequest(
-        sampling=replace(asked, num_logprobs=logprobs_needed(selection, asked.num_logprobs)),
+        sampling=replace(stated, num_logprobs=logprobs_needed(selection, stated.num_logprobs)),
         stated_sampling=frozenset(field.name for field, _ in sampling.ListFields()),
         max_tokens=1 if reads is not None and reads.only else max_tokens,
         seed=sampling.seed if sampling.HasField("seed") else None,
@@ -80,7 +80,7 @@ def client_fields(
 
 
 def selection_of(request: pb.GenerateRequest) -> ChoiceSelection | None:
-    """Which choices are told, if more are generated. Of a beam search it knows them itself. Raises InvalidRequest."""
+    """Which choices are shown, if more are generated; a beam search selects its own. Raises InvalidRequest."""
     if request.use_beam_search:
         return None
     return parse_selection(
@@ -121,7 +121,7 @@ _WithModel: TypeAlias = (
 
 
 def model_of(request: _WithModel) -> str | None:
-    """The model that is asked for, if one is."""
+    """The requested model, if any."""
     return request.model if request.HasField("model") else None
 
 
@@ -154,10 +154,10 @@ def _structure(request: pb.GenerateRequest) -> StructuredOutput | None:
         raise InvalidRequest("sampling.grammar is the cluster's own: send structured_output", param="sampling.grammar")
     if not request.HasField("structured_output"):
         return None
-    asked, kind = request.structured_output, request.structured_output.WhichOneof("kind")
-    if kind is None or (kind == Shape.JSON_OBJECT.value and not asked.json_object):
+    structured, kind = request.structured_output, request.structured_output.WhichOneof("kind")
+    if kind is None or (kind == Shape.JSON_OBJECT.value and not structured.json_object):
         raise InvalidRequest(f"{_STRUCTURE}: say what answers must be", param=_STRUCTURE)
-    value = tuple(asked.choice.texts) if kind == Shape.CHOICE.value else getattr(asked, kind)
+    value = tuple(structured.choice.texts) if kind == Shape.CHOICE.value else getattr(structured, kind)
     return StructuredOutput(shape=Shape(kind), value=value, param=_STRUCTURE)
 
 

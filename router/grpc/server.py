@@ -1,4 +1,4 @@
-"""The socket of the gRPC door: the service, health and reflection, started and stopped by its owner."""
+"""The gRPC server: the service, health and reflection, started and stopped by its owner."""
 
 import math
 from types import TracebackType
@@ -22,7 +22,7 @@ from tandem.v1 import inference_pb2
 from tandem.v1.inference_pb2_grpc import add_InferenceServicer_to_server
 
 _MAX_AGE_MS = 600_000
-"""Then clients are told to connect anew, and what is under way may end."""
+"""Age at which gRPC has clients reconnect; calls under way may end."""
 _LONGEST_MS = 2**31 - 1
 _STREAMS = 8192
 """Calls of one connection at a time; its client keeps further ones until there is room."""
@@ -60,8 +60,8 @@ def build_server(
 
 
 def _connection_options(config: RouterConfig, most: int) -> dict[str, int]:
-    """As the HTTP door bounds its own. An answer whose client does not read it ends with its connection at the latest:
-    gRPC cannot take it back."""
+    """Server options with the HTTP server's bounds on connections. An answer that its client does not read ends with
+    the connection at the latest: gRPC cannot cancel it."""
     longest_s = config.request_timeout_s + WRITE_TIMEOUT_S
     return {
         "grpc.max_allowed_incoming_connections": most,
@@ -78,12 +78,12 @@ def _connection_options(config: RouterConfig, most: int) -> dict[str, int]:
 
 
 class GrpcServer:
-    """Listens while entered. Health is NOT_SERVING until `set_serving(True)`, and again before the door closes."""
+    """Listens while entered. Health is NOT_SERVING until `set_serving(True)`, and again before the server closes."""
 
     def __init__(
         self, server: grpc.aio.Server, *, host: str, port: int, grace_s: float = 30.0, tls: ServerTlsState | None = None
     ) -> None:
-        """`tls`: in the clear without it."""
+        """`tls`: None for plaintext."""
         self._server = server
         self._tls = tls
         self._health = health.aio.HealthServicer()
@@ -104,7 +104,7 @@ class GrpcServer:
         return self
 
     async def set_serving(self, serving: bool) -> None:
-        """What health answers, for the whole server and for the service."""
+        """Set the health status of the server and of the service."""
         state = health_pb2.HealthCheckResponse
         status = state.SERVING if serving else state.NOT_SERVING
         for name in ("", SERVICE_NAME):
@@ -116,6 +116,6 @@ class GrpcServer:
         await self.stop(self._grace_s)
 
     async def stop(self, grace_s: float) -> None:
-        """Take no more calls; running ones may end within `grace_s`."""
+        """Stop accepting calls; running ones may end within `grace_s`."""
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_s)

@@ -42,13 +42,11 @@ from tandem.v1 import inference_pb2 as pb
 from tandem.v1.inference_pb2_grpc import InferenceServicer
 
 _MOST_NUMBERS = 1 << 19
-"""In one answer with vectors: half of what gRPC's clients take as one message."""
+"""Numbers in one answer with vectors: half of gRPC clients' default message limit."""
 _LAST_ID = "last_stream_id"
 
 
 class InferenceService(InferenceServicer):
-    """Implements `tandem.v1.Inference`."""
-
     def __init__(
         self,
         frontend: Frontend,
@@ -160,35 +158,35 @@ class InferenceService(InferenceServicer):
         return pb.ListModelsResponse(models=[card])
 
     async def CreateCachedContent(self, request: pb.CreateCachedContentRequest, context: Any) -> pb.CachedContent:
-        """The answer comes when the beginning is computed and kept."""
+        """Create a named cache; answers when the prefix is computed and kept."""
         return await self._cached.create(self._admit(request, context), request)
 
     async def GetCachedContent(self, request: pb.GetCachedContentRequest, context: Any) -> pb.CachedContent:
-        """One of the tenant's own."""
+        """Describe one of the tenant's named caches."""
         return self._cached.get(self._admit(request, context), request)
 
     async def ListCachedContents(
         self, request: pb.ListCachedContentsRequest, context: Any
     ) -> pb.ListCachedContentsResponse:
-        """All of the tenant's own."""
+        """List the tenant's named caches."""
         return self._cached.list_all(self._admit(request, context))
 
     async def UpdateCachedContent(self, request: pb.UpdateCachedContentRequest, context: Any) -> pb.CachedContent:
-        """Give a named cache another end."""
+        """Change when a named cache expires."""
         return await self._cached.update(self._admit(request, context), request)
 
     async def DeleteCachedContent(
         self, request: pb.DeleteCachedContentRequest, context: Any
     ) -> pb.DeleteCachedContentResponse:
-        """It need not be kept any longer."""
+        """Delete a named cache."""
         return await self._cached.delete(self._admit(request, context), request)
 
     def _admit(self, request: Any, context: Any) -> str:
-        """The tenant whose request it is. Raises as `_caller`."""
+        """The caller's tenant. Raises as `_caller`."""
         return self._caller(request, context).tenant
 
     def _caller(self, request: Any, context: Any) -> ApiCaller:
-        """Whose request it is. Raises InvalidRequest for what it asks in fields that are not known here."""
+        """The caller, authenticated. Raises InvalidRequest for fields that this version does not know."""
         caller = caller_of(context, self._keys)
         check_known(request)
         return caller
@@ -215,5 +213,5 @@ class InferenceService(InferenceServicer):
 
 
 def _trailers(usage: CallUsage) -> tuple[tuple[str, str], ...]:
-    """Where the time went; what HTTP tells those who ask for it."""
+    """Trailers with the timing report, as HTTP sends on request."""
     return ((SERVER_TIMING, server_timing(usage)), (TIMING, orjson.dumps(timing_object(usage)).decode()))

@@ -37,7 +37,7 @@ from router.types.requests import Generator
 from tandem.config.cluster import RouterConfig
 
 STATUS_WRITE_TIMEOUT_S = 10.0
-"""A client that reads nothing of a status for so long is given up."""
+"""A client that reads nothing of a status for so long is disconnected."""
 DIRECT_PATHS = (CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH, MESSAGES_PATH)
 """Answered below FastAPI, for what its way costs each request (ADR 17)."""
 
@@ -69,7 +69,7 @@ def create_app(
     extras: OptionalRoutes | None = None,
     access: AccessControl | None = None,
 ) -> ASGIApp:
-    """The ASGI application. It owns nothing: whoever made the parts closes them.
+    """Build the ASGI application. It owns nothing: its parts are closed by their makers.
 
     `access`: of keys and audit log; the configured keys alone when absent.
     """

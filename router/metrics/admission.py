@@ -1,4 +1,4 @@
-"""What the gate has to show: who waits, who was turned away and why, what each tenant had."""
+"""Admission's metrics: waiting requests, refusals by reason, service by tenant."""
 
 from collections.abc import Iterable, Mapping
 
@@ -11,7 +11,7 @@ from router.metrics.tenants import TenantLabels
 
 
 class AdmissionMetrics(Collector):
-    """Read from the books at each scrape."""
+    """Reads admission's counts at each scrape."""
 
     def __init__(self, admission: FairAdmission, labels: TenantLabels) -> None:
         """`labels`: those of all metrics that name tenants."""
@@ -19,7 +19,7 @@ class AdmissionMetrics(Collector):
         self._labels = labels
 
     def collect(self) -> Iterable[Metric]:
-        """The figures of now."""
+        """Yield the metric families with their current figures."""
         admission, counts = self._admission, self._admission.counts
         yield from self._line()
         yield _gauge("tandem_queue_oldest_seconds", "Waiting time of the oldest queued request", admission.oldest_s())

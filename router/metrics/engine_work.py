@@ -1,4 +1,4 @@
-"""What workers' engines do and hold, as they report it; rates are for whoever reads to take."""
+"""What workers' engines do and hold, as they report it; rates are left to the reader."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -28,7 +28,7 @@ _MEMORY: Mapping[str, str] = {"resident_bytes": "resident", "weights_bytes": "we
 
 
 class WorkMetrics(Collector):
-    """Shows what workers last said; a worker that left is no longer shown."""
+    """Exports workers' last reports; a worker that left is not exported."""
 
     def __init__(self, model_name: str) -> None:
         self._model = model_name

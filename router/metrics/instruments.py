@@ -1,4 +1,4 @@
-"""Counts of one thread, kept as plain numbers and shown in Prometheus' words when somebody looks.
+"""Counts of one thread, kept as plain numbers and rendered for Prometheus at each scrape.
 
 prometheus_client's own take a lock, and several calls, for each observation: too much for those that are made for every
 token. Nothing here may be called from another thread.
@@ -56,7 +56,7 @@ class LabelledCounter(Collector):
         self._values[values] = self._values.get(values, 0.0) + amount
 
     def set_total(self, *values: str, total: float) -> None:
-        """What somebody else has counted under these labels' values."""
+        """Set a count that is kept elsewhere, under these labels' values."""
         self._values[values] = total
 
     def sum(self, *, without: str | None = None) -> float:

@@ -60,7 +60,7 @@ class FirstTokens:
     first_s: float
     second_s: float | None = None
     shown_s: float | None = None
-    """When the first token's text had been given to the door that writes it."""
+    """When the first token's text had reached the server that writes it."""
     last_s: float
 
     def per_token_s(self, num_tokens: int) -> float | None:

@@ -1,6 +1,6 @@
 """The figures of several router processes as those of one router. Pure.
 
-Processes that share a door share its answers: what each counted is added up. What workers tell of themselves, and what
+Processes that share a port share its requests: their counts are added up. What workers tell of themselves, and what
 is known of them, every process knows alike: there the greatest stands, because it is the latest. Of what each process
 has of its own and needs, the least.
 
@@ -83,5 +83,5 @@ def _read(text: str, families: dict[str, _Family]) -> None:
         elif line:
             series, _, value = line.rpartition(" ")
             if family is None or not series.startswith(family.name):
-                raise ValueError(f"{line[:100]}: of no type that was told")
+                raise ValueError(f"{line[:100]}: of no declared type")
             family.add(series, float(value))

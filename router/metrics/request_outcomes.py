@@ -59,7 +59,7 @@ _OURS = frozenset({Code.INTERNAL, Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED})
 
 
 class RequestVerdict(Enum):
-    """What became of a request, the worst that can be said of it."""
+    """The outcome of a request, the worst that applies."""
 
     GOOD = "good"
     LATE_FIRST = "late_first"
@@ -71,7 +71,7 @@ class RequestVerdict(Enum):
 def judge_request(
     objectives: ObjectivesConfig, code: Code | None, *, ttft_s: float | None, per_token_s: float | None
 ) -> RequestVerdict | None:
-    """None where its client is who ended it, or asked for what cannot be: that says nothing of us.
+    """None where the client cancelled it or sent an invalid request: that says nothing about the service.
 
     `code`: how it failed. `ttft_s`, `per_token_s`: None where there was no first token, or no second one.
     """

@@ -1,7 +1,7 @@
 """Every metric of the router, in its own registry: nothing is global, so tests and processes may hold several.
 
 Names under `vllm:` mean what they mean in vLLM (buckets too), so that existing dashboards work; `tandem_` names are
-ours. The doors measure requests through `router.api.request_meter`; `RouterMetrics` is dispatch's observer as well.
+ours. The servers measure requests through `router.api.request_meter`; `RouterMetrics` is dispatch's observer as well.
 Label values are ours alone, never a client's words.
 """
 
@@ -239,7 +239,7 @@ class RouterMetrics:
         return generate_latest(self.registry)
 
     def http_answered(self, route: str, method: str, status: int) -> None:
-        """`route` is the route's pattern, never the path that was asked for."""
+        """`route` is the route's pattern, never the requested path."""
         self._http.inc(route, method, str(status))
 
     def rpc_answered(self, method: str, code: str) -> None:
@@ -283,7 +283,7 @@ class RouterMetrics:
         self._workers.labels(role, state).set(count)
 
     def workers_lost(self, role: str, total: int) -> None:
-        """How many of a role have gone that nobody had told to, since this router began."""
+        """Set how many workers of a role were lost without a drain since this router started."""
         self._lost.set_total(role, total=total)
 
     def stated_workers(self, role: str, count: int) -> None:
@@ -367,4 +367,4 @@ class RouterMetrics:
 
 
 def _nothing() -> None:
-    """Until somebody refreshes gauges."""
+    """The default of `on_render`."""

@@ -19,7 +19,7 @@ _SHOWN_CHARS = 8
 
 
 def _looks_nameless(tenant: str) -> bool:
-    """Where nobody has the keys to say: as `router.access.api_keys` names tenants of keys that have no name."""
+    """The default without keys at hand: the pattern by which `router.access.api_keys` names keys without a name."""
     return _DIGEST.fullmatch(tenant) is not None
 
 
@@ -53,7 +53,7 @@ class TenantLabels:
 
 
 class UsageMetrics(Collector):
-    """Read from the book at each scrape."""
+    """Reads the usage accounts at each scrape."""
 
     def __init__(self, usage: TenantUsage, labels: TenantLabels) -> None:
         self._usage = usage

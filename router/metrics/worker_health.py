@@ -11,7 +11,7 @@ from tandem.circuit_breaker import BreakerState
 
 
 class HealthMetrics(Collector):
-    """Read from the books at each scrape."""
+    """Reads dispatch's records at each scrape."""
 
     def __init__(self, health: WorkerHealth, hedging: Hedging | None, clock: Callable[[], float]) -> None:
         """`hedging`: what is known of second attempts; None where there are none."""
@@ -20,7 +20,7 @@ class HealthMetrics(Collector):
         self._clock = clock
 
     def collect(self) -> Iterable[Metric]:
-        """The figures of now. A worker that never failed is not shown."""
+        """The current figures, without workers that never failed."""
         breakers = GaugeMetricFamily(
             "tandem_worker_breaker",
             "1 for the current state of the worker's circuit breaker",

@@ -1,4 +1,4 @@
-"""How a router ends: new connections go to whichever process has its ports next, accepted requests are finished."""
+"""Drains a router: new connections go to the process that has its ports next, accepted requests are finished."""
 
 import asyncio
 import time
@@ -16,7 +16,7 @@ _QUEUE_S = 0.1
 
 
 class PortTakeover(Enum):
-    """Who listens at the ports when this process has left them."""
+    """What listens at the ports after this process has closed them."""
 
     NOBODY = "nobody"
     OTHERS = "others"
@@ -37,7 +37,7 @@ async def drain(
 ) -> None:
     """Refuse new requests at both servers, let accepted ones end, close both: all within one bound.
 
-    The servers of a router that is alone listen until then, so that clients get a refusal with a time to come back
+    The servers of a router that is alone listen until then, so that clients get a refusal with Retry-After
     rather than no connection. Where others share the ports they get new connections at once, and clients that are
     connected have a moment to be served.
     """
@@ -47,7 +47,7 @@ async def drain(
         if not is_alone:
             await _steer(http, rpc, leaves_to)
             closing.create_task(rpc.stop(drain_s))
-            # The other half is for those whose answers are long.
+            # The other half is left for long answers.
             inherits = leaves_to is PortTakeover.SUCCESSOR
             await http.hand_over(idle_s=_HAND_OVER_S, most_s=drain_s / 2, is_inherited=inherits)
         await dispatcher.drain(most_s=max(0.0, ends_s - time.monotonic()))
@@ -58,7 +58,7 @@ async def drain(
 
 
 async def _steer(http: HttpServer, rpc: GrpcServer, leaves_to: PortTakeover) -> None:
-    """Have the kernel bring new connections to the other listener, where there is one and it is the last."""
+    """Have the kernel give new connections to the other listener, where exactly one came after this one."""
     if leaves_to is PortTakeover.OTHERS:
         return
     steer_to_last(rpc.port)

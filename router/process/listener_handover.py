@@ -1,11 +1,11 @@
-"""A router that stands alone hands its doors to the one that is started in its place.
+"""Hands the ports of a single router process over to the one that is started to replace it.
 
-The successor finds a Unix socket named after the HTTP port and gets the listening socket itself over it: the kernel's
-queue goes on, whoever closes which end. gRPC lets nobody hand it a socket, so both listen at its port for a moment.
-The successor opens the doors when it has joined every worker that the predecessor reaches. Once it serves it says so,
-and the predecessor drains and ends. One that dies first has changed nothing. Each question has a connection of its own:
-a predecessor of an older version closes it, and that word must still reach it. Of two successors that were started at
-once the one that took the place last stays: the other sees that, and drains as well.
+The successor finds a Unix socket named after the HTTP port and receives the listening socket itself over it, so that
+the kernel's queue survives either process. gRPC cannot be given a socket, so both listen at its port for a moment. The
+successor opens its servers when it has joined every worker that the predecessor reaches. It confirms once it serves,
+and the predecessor drains and ends. A successor that dies first has changed nothing. Each query has a connection of its
+own: a predecessor of an older version closes it, and must still receive the confirmation. Of two successors started at
+once, the one that took the path last stays; the other notices, and drains as well.
 """
 
 import asyncio
@@ -36,21 +36,21 @@ from tandem.process.runtime_folder import (
 
 _SERVES = b"serves\n"
 _REACHED = b"reached\n"
-"""Asks for the addresses of the workers that answer the predecessor."""
+"""Requests the addresses of the workers that answer the predecessor."""
 _ANSWER_S = 5.0
 _JOIN_S = 60.0
-"""For a successor to join all of them; then it takes over with those that it has."""
+"""Seconds for a successor to join all of them; then it takes over with those it has."""
 _LOOK_S = 1.0
-"""Between two looks at whom the predecessor reaches by now, and at whose the place is."""
+"""Period of checks of the predecessor's workers, and of which router owns the path."""
 _AGAIN_S = 1.0
-"""Before successors are accepted again where there was no descriptor for one."""
+"""Pause before accepting successors again when the process was out of file descriptors."""
 _MAX_BYTES = 4096
 _MAX_ANSWER_BYTES = 1 << 20
 _log = logging.getLogger(__name__)
 
 
 def handover_path(config: RouterConfig) -> Path | None:
-    """Where a router with this configuration meets its successor; None of one whose port nobody knows beforehand."""
+    """The Unix socket where a router with this configuration meets its successor; None where a port is not fixed."""
     if config.handover_socket is not None:
         return Path(config.handover_socket)
     return runtime_folder() / f"router-{config.port}.sock" if config.port and config.grpc_port else None
@@ -73,20 +73,20 @@ class ListenAddresses:
 
 
 class RunningRouter:
-    """Who has the doors until this process serves; close it in the end."""
+    """A client of the router that has the ports until this process serves; to be closed."""
 
     def __init__(self, path: Path, link: socket.socket, http: socket.socket) -> None:
         self._path = path
         self._link = link
         self.http = http
-        """The listening socket of the HTTP door."""
+        """The listening socket of the HTTP server."""
 
     @classmethod
     def connect(cls, config: RouterConfig) -> "RunningRouter | None":
-        """None when nobody answers. Blocks.
+        """Connect to the running router; None when none answers. Blocks.
 
-        Raises ConfigError when the one who does has other doors, or may be somebody else's: requests and their keys
-        would come in at a socket that he holds, too.
+        Raises ConfigError when it listens at other addresses, or may belong to another user, who would then hold the
+        socket that requests and their keys arrive at.
         """
         path = handover_path(config)
         if path is None or not path.exists():
@@ -105,12 +105,12 @@ class RunningRouter:
             raise ConfigError(
                 f"router: the router that answers at {path} listens at other addresses: {addresses_json.decode()}"
             )
-        _log.info("the router that runs will hand its doors over")
+        _log.info("the running router will hand its ports over")
         return cls(path, link, http)
 
     def reached(self) -> frozenset[str] | None:
-        """Addresses of the workers that answer it; none of one that has gone meanwhile, or that is too old to know the
-        question. None: it says nothing at the moment. Blocks.
+        """Addresses of the workers that answer it; empty if it has ended, or its version is too old for the query.
+        None: no answer at the moment. Blocks.
         """
         answer = b""
         try:
@@ -128,21 +128,21 @@ class RunningRouter:
             return None
 
     def confirm_serving(self) -> None:
-        """This process serves: the other one may go."""
+        """Confirm that this process serves, so that the other one drains."""
         try:
             self._link.sendall(_SERVES)
         except OSError as error:
-            _log.warning("cannot tell the previous router that this one serves (it may be gone): %s", error)
+            _log.warning("cannot confirm to the previous router that this one serves (it may have ended): %s", error)
 
     def close(self) -> None:
-        """The listening socket stays with whoever has taken it."""
+        """Close the connection; the listening socket stays open."""
         self._link.close()
 
 
 def _meet(path: Path) -> tuple[socket.socket, bytes, socket.socket]:
-    """A connection to the router that answers there, its doors and its listening socket. Blocks.
+    """Connect to the router at `path`; the link, its addresses as JSON and its listening socket. Blocks.
 
-    Raises ConfigError when another user answers, OSError when nobody does, ConnectionError of one that has gone.
+    Raises ConfigError when another user answers, OSError when none does, ConnectionError when it has ended.
     """
     link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -160,7 +160,7 @@ def _meet(path: Path) -> tuple[socket.socket, bytes, socket.socket]:
 
 
 class ListenerHandover:
-    """While entered, whoever is started with the same configuration gets the doors."""
+    """Offers the ports, while entered, to a router started with the same configuration."""
 
     def __init__(
         self,
@@ -172,7 +172,7 @@ class ListenerHandover:
         succeeds: bool = False,
     ) -> None:
         """`http`: the listening socket. `reached`: the workers that answer. `on_handed_over` is called when a successor
-        serves. `succeeds`: whoever is at the place now has handed its doors to this router.
+        serves. `succeeds`: the router at the path now has handed its ports to this one.
         """
         self._path = handover_path(config)
         self._addresses = ListenAddresses.from_config(config)
@@ -189,7 +189,7 @@ class ListenerHandover:
         self._looking: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        """Where there is no safe place the router serves all the same, and says so."""
+        """Start offering; without a safe path for the socket, log a warning and go on without."""
         if self._path is None:
             return self
         try:
@@ -210,7 +210,7 @@ class ListenerHandover:
         await self.close()
 
     async def close(self) -> None:
-        """Offer the doors no more: this router leaves them to nobody, or has left them. Once is enough."""
+        """Stop offering the ports. Idempotent."""
         tasks = [*self._tasks, *(task for task in (self._accepting, self._looking) if task is not None)]
         for task in tasks:
             task.cancel()
@@ -220,12 +220,12 @@ class ListenerHandover:
         self._listening.close()
         self._listening = None
         with contextlib.suppress(OSError):
-            if self._is_there(self._path):  # the successor's own may be there by now
+            if self._is_there(self._path):  # the successor's socket may be there by now
                 self._path.unlink()
 
     def _listen(self, path: Path) -> socket.socket:
-        """In the place of a predecessor's, at once."""
-        fresh = path.with_name(f"{path.name}.{secrets.token_hex(2)}")  # another one may be at it, too
+        """Listen at `path`, atomically replacing a predecessor's socket."""
+        fresh = path.with_name(f"{path.name}.{secrets.token_hex(2)}")  # another successor may do the same at once
         fresh.unlink(missing_ok=True)
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listening.setblocking(False)
@@ -245,7 +245,7 @@ class ListenerHandover:
         while True:
             try:
                 link, _ = await loop.sock_accept(listening)
-            except OSError as error:  # out of descriptors: connections that end leave some
+            except OSError as error:  # out of descriptors: closing connections free some
                 _log.warning("a successor cannot be answered: %s", error)
                 await asyncio.sleep(_AGAIN_S)
                 continue
@@ -269,13 +269,13 @@ class ListenerHandover:
         self._on_handed_over()
 
     async def _watch_socket(self, path: Path) -> None:
-        """Until somebody else has the place: one that found our predecessor as we did has no link to tell us by."""
+        """Wait until another router owns the path: a rival successor has no link to this router."""
         while not await asyncio.to_thread(self._is_taken, path):  # noqa: ASYNC110 - no event tells of another process
             await asyncio.sleep(_LOOK_S)
         self._leave()
 
     def _is_taken(self, path: Path) -> bool:
-        """Whether a router with these doors answers there, and it is not this one. Blocks."""
+        """Whether another router with the same addresses answers there. Blocks."""
         try:
             if self._is_there(path):
                 return False
@@ -286,7 +286,7 @@ class ListenerHandover:
             return addresses_json == self._addresses.as_json()
 
     def _is_there(self, path: Path) -> bool:
-        """Whether what this router listens at is still at the place."""
+        """Whether this router's socket is still at the path."""
         return path.stat().st_ino == self._inode
 
 
@@ -297,7 +297,7 @@ async def wait_for_workers(
     predecessor: RunningRouter | None,
 ) -> bool:
     """Wait for a session with a decode worker and, for a bounded time, with every worker that the predecessor reaches;
-    False when told to stop before. `addresses`: of every session that is up.
+    False when stopped before. `addresses`: returns the address of every worker whose session is up.
     """
     if not await wait_for_first_worker(registry, lifetime):
         return False
@@ -323,7 +323,7 @@ async def wait_for_workers(
         stop.cancel()
         registry.unwatch(changed.set)
     if missing is None:
-        _log.warning("takes over without knowing whom the predecessor has: it does not say")
+        _log.warning("taking over without knowing the predecessor's workers: it does not answer")
     elif missing:
-        _log.warning("takes over without a session with %s, which the predecessor has", ", ".join(sorted(missing)))
+        _log.warning("taking over without a session with %s, which the predecessor has", ", ".join(sorted(missing)))
     return True

@@ -1,4 +1,4 @@
-"""From a router's parts to its status, which tells the processes that share its doors, and hears them."""
+"""Builds a router's metrics and status, shared with the processes that share its ports."""
 
 import time
 from contextlib import AsyncExitStack
@@ -31,7 +31,7 @@ async def open_status(
     decisions: DecisionLog,
     readiness: ReadinessCheck,
 ) -> StatusFeed:
-    """Alive until the stack closes."""
+    """Start the status feed; the stack stops it."""
     sources = StatusSources(
         model=model,
         placer=dispatcher.placer,
@@ -50,13 +50,13 @@ async def open_status(
 
 
 def make_metrics(
-    config: ClusterConfig, model_name: str, access: AccessControl, board: RouterClusterState | None
+    config: ClusterConfig, model_name: str, access: AccessControl, cluster_state: RouterClusterState | None
 ) -> RouterMetrics:
-    """With what keys and the board in Redis have to show; the latter where there is one."""
+    """The router's metrics, with those of access control and, where Redis is configured, of the cluster state."""
     usage = TenantUsage(PriceTable(config.prices), since_s=time.time())
     metrics = RouterMetrics(model_name, usage, config.telemetry.objectives)
     access.register_metrics(metrics.registry)
     metrics.tenants.is_nameless = access.keys.is_nameless
-    if board is not None:
-        metrics.registry.register(ClusterStateMetrics(board))
+    if cluster_state is not None:
+        metrics.registry.register(ClusterStateMetrics(cluster_state))
     return metrics

@@ -40,7 +40,7 @@ def steer_to_last(port: int) -> bool:
 
 
 def _listeners(port: int) -> list[socket.socket]:
-    """Those of this process, whoever opened them: gRPC shows nobody its own."""
+    """Those of this process, including those of gRPC, which does not expose them."""
     found = []
     for path in _FOLDER.glob("*"):
         with contextlib.suppress(OSError):

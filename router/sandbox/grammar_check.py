@@ -1,6 +1,6 @@
 """Whether a grammar can be followed, found out by a process that may be killed, once for each grammar.
 
-One at a time: what takes long keeps others waiting for its limit at most, and they are told when that is too long.
+One at a time: a slow one delays others by its limit at most, and they are refused when that is too long.
 """
 
 import asyncio
@@ -71,12 +71,12 @@ class GrammarProcess:
             await _end(process)
 
     async def _judged(self, key: bytes, data: bytes) -> bytes:
-        """By whoever asked first; the others wait for the same verdict."""
+        """Check it for the first caller; the others wait for the same verdict."""
         pending = self._pending.get(key)
         if pending is None:
             if len(self._pending) >= _MAX_WAITING:
                 raise Overloaded(f"{len(self._pending)} grammars wait to be compiled", retry_after_s=_RETRY_AFTER_S)
-            # A task of its own: who asked may leave, and others wait for it.
+            # A task of its own: its first caller may leave while others wait for it.
             pending = self._pending[key] = asyncio.ensure_future(self._judge(key, data))
         return await asyncio.shield(pending)
 

@@ -95,8 +95,8 @@ def _fault(tokenizer: Any, grammar: str, end_ids: Sequence[int]) -> str:
 
 def _reason(error: str) -> str:
     """In words about what the client sent; what follows `<state>` describes the parser."""
-    told = error.partition("<state>")[0]
-    return _one_line(_regex_fault(told) or told)
+    fault = error.partition("<state>")[0]
+    return _one_line(_regex_fault(fault) or fault)
 
 
 def _regex_fault(error: str) -> str | None:

@@ -21,7 +21,7 @@ _BEGUN = b"."
 
 
 class PatternSearch:
-    """Searches, a few at once, of each tenant one. One for all calls of a door."""
+    """Searches, a few at once, of each tenant one. One instance serves all calls of a server."""
 
     def __init__(self, *, most_s: float = _MOST_S, most_wait_s: float = _MOST_WAIT_S) -> None:
         self._most_s = most_s
@@ -90,7 +90,7 @@ class PatternSearch:
         except TimeoutError:
             return _BEGUN
         except RuntimeError:
-            return b""  # uvloop's word for a pipe that nobody reads any more
+            return b""  # uvloop raises this for a pipe without a reader
         finally:
             with suppress(ProcessLookupError):  # it has ended by itself
                 process.kill()

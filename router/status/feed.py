@@ -1,7 +1,7 @@
-"""The status of the cluster, made once a second for all who listen; nobody listening, only the history goes on.
+"""The status of the cluster, published once a second to all listeners; without listeners only the history is kept.
 
-A listener holds one status, the newest: one that reads slowly misses some, and one that reads nothing is given up by
-its door.
+A listener holds one status, the newest: one that reads slowly misses some, and the HTTP server disconnects one that
+reads nothing.
 """
 
 import asyncio
@@ -22,14 +22,14 @@ from tandem.errors import Overloaded, Unavailable
 
 TURN_S = 1.0
 MOST_LISTENERS = 32
-"""Of one process."""
+"""Listeners of one process."""
 _FRESH_S = 0.5
-"""A status of that age is as good as a new one."""
+"""A status up to this age is reused."""
 _log = logging.getLogger(__name__)
 
 
 class StatusListener:
-    """One who wants to see every status, as a tenant may."""
+    """Receives every status, as its tenant may see it."""
 
     def __init__(self, tenant: str) -> None:
         self.tenant = tenant
@@ -38,17 +38,17 @@ class StatusListener:
         self._closed = False
 
     def publish(self, status: bytes) -> None:
-        """One that it has not taken yet gives way."""
+        """Set the newest status, replacing one that was not read yet."""
         self._newest = status
         self._woken.set()
 
     def close(self) -> None:
-        """Nothing comes any more."""
+        """End the stream of statuses."""
         self._closed = True
         self._woken.set()
 
     async def next(self) -> bytes | None:
-        """The newest status that it has not had; None at the end."""
+        """Wait for the newest unread status; None at the end."""
         await self._woken.wait()
         self._woken.clear()
         if self._closed:
@@ -58,7 +58,7 @@ class StatusListener:
 
 
 class StatusFeed:
-    """One router process's; an async context manager around the time in which it is alive."""
+    """The status feed of one router process; publishes while entered."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class StatusFeed:
         metrics = sources.metrics
         self._bounds = {"ttft": metrics.ttft.bounds, "itl": metrics.itl.bounds}
         self._listeners: dict[StatusListener, None] = {}
-        """In the order in which they came."""
+        """Ordered by arrival."""
         self._made: tuple[float, dict[str, Any]] | None = None
         self._making = asyncio.Lock()
         self._closed = False
@@ -95,21 +95,21 @@ class StatusFeed:
 
     @property
     def num_listeners(self) -> int:
-        """Count of pages that listen now."""
+        """How many pages listen now."""
         return len(self._listeners)
 
     def merge_with(self, others: Callable[[], Awaitable[list[bytes]]]) -> None:
-        """`others` brings the parts of the processes that share the doors."""
+        """`others` returns the parts of the processes that share the ports."""
         self._others = others
 
     def close(self) -> None:
-        """Send everybody away: a page that is open must not hold up a drain."""
+        """Disconnect all listeners: an open page must not hold up a drain."""
         self._closed = True
         for listener in self._listeners:
             listener.close()
 
     def part(self) -> bytes:
-        """This process's own, for the others."""
+        """This process's part of the status, for the other processes."""
         return orjson.dumps(self._part(), option=orjson.OPT_NON_STR_KEYS)
 
     async def snapshot(self, tenant: str) -> bytes:
@@ -119,10 +119,10 @@ class StatusFeed:
 
     @contextmanager
     def listening(self, tenant: str) -> Iterator[StatusListener]:
-        """One listener. Raises Overloaded when there are too many, Unavailable once closed."""
+        """Register a listener while inside. Raises Overloaded when there are too many, Unavailable once closed."""
         self._check_open()
         if len(self._listeners) >= self._most and not self._make_room(tenant):
-            message = f"{self._most} listen to the status already; GET /status/snapshot is not bounded so"
+            message = f"too many status listeners (at most {self._most}); GET /status/snapshot has no such bound"
             raise Overloaded(message, retry_after_s=10.0)
         listener = StatusListener(tenant)
         self._listeners[listener] = None
@@ -132,7 +132,7 @@ class StatusFeed:
             self._listeners.pop(listener, None)
 
     def _make_room(self, tenant: str) -> bool:
-        """A tenant with fewer places takes one of that with the most; it is the last that came who goes."""
+        """Disconnect the last listener of the tenant with the most, if `tenant` has fewer; whether one was."""
         counts = Counter(listener.tenant for listener in self._listeners)
         most, count = counts.most_common(1)[0]
         if count <= counts[tenant] + 1:
@@ -153,9 +153,9 @@ class StatusFeed:
             try:
                 self._history.record(totals(self._sources))
                 await self._publish()
-            except Exception:  # noqa: BLE001  # watching must not end because one status could not be made
+            except Exception:  # noqa: BLE001  # the feed must survive a status that fails
                 if not is_failing:
-                    _log.exception("no status can be made")
+                    _log.exception("cannot make the status")
                 is_failing = True
             else:
                 is_failing = False

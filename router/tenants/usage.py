@@ -1,4 +1,4 @@
-"""What each tenant has spent since the router began: a bounded book, and several processes' books as one. Pure."""
+"""Each tenant's usage since the router started: a bounded account, and the sum of several processes' accounts. Pure."""
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import asdict, fields
@@ -15,55 +15,55 @@ OTHERS = "(others)"
 
 
 class TenantUsage:
-    """The book of one process."""
+    """The usage account of one process."""
 
     def __init__(self, prices: PriceTable | None = None, *, since_s: float = 0.0, most: int = MOST_TENANTS) -> None:
-        """`since_s`: Unix time at which the book begins."""
+        """`since_s`: Unix time at which the account begins."""
         self.prices = prices or PriceTable()
         self.since_s = since_s
         self._most = most
         self._spent: dict[str, Spent] = {}
         self._others: Callable[[], Awaitable[list[bytes]]] | None = None
         self.label: Callable[[str], str] = str
-        """What a tenant is called where it is shown: as in metrics."""
+        """A tenant's label, as in metrics."""
 
     def add(self, tenant: str, spent: Spent) -> None:
-        """One request has ended."""
+        """Add a request that has ended."""
         if tenant not in self._spent and len(self._spent) >= self._most:
             tenant = OTHERS
         self._spent[tenant] = self._spent.get(tenant, Spent()).plus(spent)
 
     @property
     def spent(self) -> Mapping[str, Spent]:
-        """By tenant, in this process."""
+        """Usage by tenant, in this process."""
         return self._spent
 
     def collect_with(self, others: Callable[[], Awaitable[list[bytes]]]) -> None:
-        """`others` brings the books of the processes beside this one."""
+        """`others` returns the accounts of the processes beside this one."""
         self._others = others
 
     async def collect(self) -> bytes:
-        """Of all processes, for `object`."""
+        """The rendered account of all processes, for `object`."""
         return self.render() if self._others is None else merge([self.render(), *await self._others()])
 
     def render(self) -> bytes:
-        """Serialise the book, for `merge` and `object`."""
+        """Serialise the account, for `merge` and `object`."""
         return orjson.dumps({"since_s": self.since_s, "tenants": {name: asdict(s) for name, s in self._spent.items()}})
 
     def object(self, text: bytes, *, only: str | None) -> dict[str, Any]:
-        """A rendered or merged book as clients see it. `only`: the one tenant that is shown; None: all."""
-        book = orjson.loads(text)
-        books = {name: Spent(**spent) for name, spent in book["tenants"].items() if only in (None, name)}
+        """A rendered or merged account as clients see it. `only`: the one tenant that is shown; None: all."""
+        account = orjson.loads(text)
+        accounts = {name: Spent(**spent) for name, spent in account["tenants"].items() if only in (None, name)}
         if only is not None:
-            books.setdefault(only, Spent())
+            accounts.setdefault(only, Spent())
         total = Spent()
-        for spent in books.values():
+        for spent in accounts.values():
             total = total.plus(spent)
         return {
             "object": "usage",
-            "since": int(book["since_s"]),
+            "since": int(account["since_s"]),
             "currency": self.prices.currency,
-            "data": [{"tenant": self.label(name), **self._shown(spent)} for name, spent in sorted(books.items())],
+            "data": [{"tenant": self.label(name), **self._shown(spent)} for name, spent in sorted(accounts.items())],
             "total": self._shown(total),
         }
 
@@ -77,11 +77,11 @@ class TenantUsage:
 
 
 def merge(texts: Iterable[bytes]) -> bytes:
-    """Several processes' books as one, of all their tenants. Raises ValueError for what is none."""
-    books = [orjson.loads(text) for text in texts]
-    whole = TenantUsage(since_s=min(book["since_s"] for book in books))
-    for book in books:
-        for name, spent in book["tenants"].items():
+    """Sum several processes' accounts, over all their tenants. Raises ValueError for an invalid one."""
+    accounts = [orjson.loads(text) for text in texts]
+    whole = TenantUsage(since_s=min(account["since_s"] for account in accounts))
+    for account in accounts:
+        for name, spent in account["tenants"].items():
             whole.add(name, _spent(spent))
     return whole.render()
 
@@ -89,5 +89,5 @@ def merge(texts: Iterable[bytes]) -> bytes:
 def _spent(values: Mapping[str, Any]) -> Spent:
     names = {field.name for field in fields(Spent)}
     if values.keys() != names:
-        raise ValueError("another version's book")
+        raise ValueError("another version's account")
     return Spent(**values)

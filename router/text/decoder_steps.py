@@ -129,12 +129,17 @@ def from_gpt2(token: str, table: Mapping[str, int]) -> bytes:
     return bytes(table[c] for c in token) if all(c in table for c in token) else token.encode()
 
 
-def text_of_run(run: bytes) -> str:
-    """What `ByteFallback` makes of byte tokens in a row: valid UTF-8 as a whole, or one U+FFFD for each."""
+def tokens_of_run(run: bytes) -> Sequence[str]:
+    """What `ByteFallback` makes of byte tokens in a row: one text of valid UTF-8, or a token U+FFFD for each."""
     try:
-        return run.decode()
+        return (run.decode(),)
     except UnicodeDecodeError:
-        return "\ufffd" * len(run)
+        return ("\ufffd",) * len(run)
+
+
+def text_of_run(run: bytes) -> str:
+    """The text of byte tokens in a row."""
+    return "".join(tokens_of_run(run))
 
 
 def _token_step(step: dict[str, Any]) -> list[Callable[[], DecoderStep]]:
@@ -260,7 +265,7 @@ class _ByteRuns:
 
     def flush(self) -> Sequence[str]:
         run, self._run = bytes(self._run), bytearray()
-        return (text_of_run(run),) if run else ()
+        return tokens_of_run(run) if run else ()
 
 
 class _Utf8:

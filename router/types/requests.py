@@ -1,8 +1,8 @@
-"""The router's own values: what the doors hand to dispatch, and what dispatch hands back.
+"""The router's own values: what the servers pass to dispatch, and what dispatch returns.
 
-A door (HTTP or gRPC) validates and tokenizes a client's request into a `RoutedRequest`; `dispatch` answers with
-`ChoiceDelta`s, or raises one of `tandem.errors`. Doors know nothing of workers, dispatch nothing of text. What is made
-for every token is a named tuple: a frozen dataclass takes twice as long to make.
+A server (HTTP or gRPC) validates and tokenizes a client's request into a `RoutedRequest`; `dispatch` answers with
+`ChoiceDelta`s, or raises one of `tandem.errors`. Servers know nothing of workers, dispatch nothing of text. Values made
+for every token are named tuples: a frozen dataclass takes twice as long to make.
 """
 
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -36,20 +36,20 @@ class ResumePoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PinRequest:
-    """A request's first tokens are to stay for so long from now on, or until a time that somebody knows."""
+    """A request to pin a prompt's first tokens, for a TTL or until a time that a callback gives."""
 
     num_tokens: int
     name: str = ""
-    """Else it is named after the prefix and its time."""
+    """Empty: named after the prefix and its TTL."""
     ttl_s: float = 0.0
     find_end_s: Callable[[], float | None] | None = None
-    """That time on the router's clock, asked for once the prompt is there: until then it may change. None: it is not
-    wanted any more."""
+    """Returns that time on the router's clock, called once the prompt is computed: until then it may change. None: the
+    pin is not wanted any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearchParams:
-    """What a client wants of a beam search."""
+    """Parameters of a beam search."""
 
     num_beams: int
     length_penalty: float = 1.0
@@ -80,33 +80,33 @@ class RoutedRequest:
     hash_root: BlockHash
     """Model, adapter, and the salt of tenant and client: the root of the prompt's block names."""
     tenant: str = ""
-    """Whose limits and share it counts for."""
+    """The tenant whose limits and fair share it counts against."""
     operation: str = "text_completion"
-    """What was asked for, as OpenTelemetry's GenAI conventions name it."""
+    """The operation, as OpenTelemetry's GenAI conventions name it."""
     num_choices: int = 1
     reads_along: bool = True
     """Tokens are wanted as they come; else the first one at once, the others when some have come together."""
     priority: int = 0
     arrived_s: float | None = None
-    """On the router's monotonic clock: when a door had it; None: when dispatch has it."""
+    """When a server received it, on the router's monotonic clock; None: when dispatch did."""
     deadline_s: float | None = None
     """On the router's monotonic clock; None: as long as its reader stays."""
     only_worker: WorkerKey | None = None
-    """The one worker that may run or read it, of a canary or a probe; clients cannot ask for that."""
+    """The one worker that may run it, for a canary or a probe; clients cannot set this."""
     resume: tuple[ResumePoint, ...] = ()
     """Of a stream that is continued, by choice."""
     pins: tuple[PinRequest, ...] = ()
-    """Beginnings of its prompt that are to stay cached."""
+    """Prefixes of its prompt to pin."""
     resumptions: int = 0
     """How often the stream has been continued."""
     is_local: bool = False
     """It had its turn because a decode worker reads its prompt itself: prefill workers have enough to do."""
     reads: PromptScoringRequest | None = None
-    """What is asked of the prompt itself; it is told before any token."""
+    """The log probabilities requested for the prompt itself; returned before any token."""
     beams: BeamSearchParams | None = None
     """The choices are the best of a beam search."""
     span: Span | None = field(default=None, compare=False)
-    """Of the whole request, when it is traced; its door ends it."""
+    """The span of the whole request, when it is traced; its server ends it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,9 +119,9 @@ class ChoiceFinish:
     times: PhaseTimes
     """Of all its attempts."""
     computed_tokens: int = 0
-    """By all its attempts, as far as their workers told."""
+    """Tokens computed by all its attempts, as far as their workers reported."""
     needed_tokens: int = 0
-    """What one attempt that nobody disturbs computes: the prompt without what was cached, and the answer."""
+    """Tokens that one undisturbed attempt computes: the prompt without its cached part, and the answer."""
     read_by: WorkerRole | None = None
     """The pool whose worker computed the prompt, before the first token; None: not known."""
 
@@ -141,7 +141,7 @@ class ChoiceDelta(NamedTuple):
 
 
 class DeltaSink(Protocol):
-    """Takes a request's deltas where they arrive, without a task in between."""
+    """Receives a request's deltas where they arrive, without a task in between."""
 
     def on_delta(self, delta: ChoiceDelta) -> bool:
         """The next delta, without waiting. Raises what ends the request.
@@ -151,12 +151,12 @@ class DeltaSink(Protocol):
         ...
 
     async def ready(self) -> None:
-        """Return when there is room again. Raises what ends the request."""
+        """Wait until there is room again. Raises the error that ends the request."""
         ...
 
 
 class Streamer(Protocol):
-    """Who generates one request for somebody who is no client."""
+    """Generates one request for a caller in the router, such as a canary."""
 
     def generate(self, request: RoutedRequest) -> AsyncGenerator[ChoiceDelta, None]:
         """Stream all choices, interleaved. Closing the iterator early cancels the request on every worker.
@@ -167,7 +167,7 @@ class Streamer(Protocol):
 
 
 class Generator(Streamer, Protocol):
-    """What the doors need of dispatch."""
+    """What the servers need of dispatch."""
 
     def admitted(self, requests: Sequence[RoutedRequest]) -> AbstractContextManager[None]:
         """While inside, all requests of one client call are let in, to be `run`; whoever runs but one need not ask.

@@ -19,7 +19,7 @@ CLOSED_HERE = "the router closed the session"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillRoute:
-    """Where a decode worker is to have its prompt computed."""
+    """The prefill worker that computes a decode worker's prompt."""
 
     worker: WorkerKey
     address: str
@@ -27,7 +27,7 @@ class PrefillRoute:
     transfer_id: TransferId
     attempt: int
     holder: PrefixHolder | None = None
-    """Who is thought to hold more of the prompt's prefix."""
+    """A worker expected to hold more of the prompt's prefix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,16 +47,16 @@ class SubmitOrder:
     timeout_s: float | None
     prefill: PrefillRoute | None
     holder: PrefixHolder | None = None
-    """Without a route: who is thought to hold more of the prompt's prefix than the decode worker."""
+    """Without a route: a worker expected to hold more of the prompt's prefix than the decode worker."""
     tokens_per_message: int = 0
-    """That the worker may tell together, behind the first; 0: each step's at once."""
+    """Tokens after the first that the worker may send in one message; 0: each step's at once."""
     trace: TraceContext | None = None
     """Of the span that the worker's spans are children of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptStarted:
-    """What is known of an attempt with its first token."""
+    """The facts about an attempt that come with its first token."""
 
     cached_tokens: int
     times: PhaseTimes
@@ -64,7 +64,7 @@ class AttemptStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptFinished:
-    """The worker's word on an attempt's end; `failure` with reason ERROR."""
+    """The end of an attempt, as its worker reports it; `failure` with reason ERROR."""
 
     reason: FinishReason
     cached_tokens: int
@@ -88,7 +88,7 @@ class TokensArrived(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptRefused:
-    """The worker will not run it, and keeps nothing of it."""
+    """The worker refuses the attempt, and keeps nothing of it."""
 
     error: ServingError
 
@@ -101,12 +101,12 @@ class TransferFailed:
     landed_tokens: int
     reason: str
     error: ServingError | None = None
-    """What the prefill worker said, when it refused."""
+    """The prefill worker's error, when it refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLost:
-    """The session ended, and with it all that the worker did for this router."""
+    """The session ended, and with it all of its attempts."""
 
     reason: str
 
@@ -116,7 +116,7 @@ class PromptScoringOrder:
     """One attempt at reading one prompt; see `router.types.prompt_logprobs.PromptScoringRequest`."""
 
     request_id: RequestId
-    """Of the reading, not of the client's request."""
+    """Of the scoring, not of the client's request."""
     attempt: int
     prompt_token_ids: tuple[int, ...]
     num_top: int | None
@@ -164,7 +164,7 @@ DeliverScores = Callable[[PromptScoringEvent], None]
 
 
 class WorkerPort(Protocol):
-    """The way to one live worker. Nothing here waits: orders are queued for the session's writer."""
+    """Sends orders to one live worker. Nothing here waits: orders are queued for the session's writer."""
 
     def submit(self, order: SubmitOrder, deliver: Deliver) -> None:
         """Start an attempt; its events go to `deliver` until it ends or is cancelled.
@@ -189,7 +189,7 @@ class WorkerPort(Protocol):
         ...
 
     def read(self, order: PromptScoringOrder, deliver: DeliverScores) -> None:
-        """Have a prompt read; what comes of it goes to `deliver` until it has ended or is cancelled.
+        """Have a prompt scored; its events go to `deliver` until it has ended or is cancelled.
 
         Raises Unavailable when the session has ended or its queue is full.
         """
@@ -204,11 +204,11 @@ class WorkerPort(Protocol):
         ...
 
     def pin(self, order: PinOrder) -> None:
-        """Keep a prefix for a while; `PinTold` comes."""
+        """Pin a prefix; `PinTold` reports the outcome."""
         ...
 
     def unpin(self, key: PinKey) -> None: ...
 
     def resync(self) -> None:
-        """Ask for a snapshot of the worker's prefix cache; it comes as any change of it does."""
+        """Request a snapshot of the worker's prefix cache; it arrives like any change of it."""
         ...

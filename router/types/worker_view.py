@@ -1,4 +1,4 @@
-"""A worker as the router sees it: what it said of itself, how loaded it is, and what placement is told."""
+"""A worker as the router sees it: its identity, its load, and what placement reads."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -36,7 +36,7 @@ class WorkerInfo:
     num_blocks_below: int = 0
     """Room for cached blocks in host memory and on disk."""
     protocol_version: int = SPOKEN.newest
-    """Of the session with it; whoever would send it something newer asks first, and chooses another worker."""
+    """Protocol version of the session; a sender of anything newer checks it first, and chooses another worker."""
 
     @property
     def cache_tokens(self) -> int:
@@ -198,14 +198,14 @@ class WorkerLoad:
     kv_bytes_per_s: float = 0.0
     context_tokens: int = 0
     """Tokens of context at which a prompt token takes twice as long to compute as without any. The rate is then the one
-    without context, and backlogs count such tokens. 0: not told; the rate is that of whatever was computed lately."""
+    without context, and backlogs count such tokens. 0: not reported; the rate is that of recent prompts."""
     num_quarantined_blocks: int = 0
     cache_tiers: tuple[CacheTierLoad, ...] = ()
     transfers: TransferReport | None = None
-    """None of a worker that moves no KV, or has not told yet."""
+    """None for a worker that moves no KV, or has not reported yet."""
     report_number: int = 0
     """Every router hears the same reports under the same numbers."""
-    board: RedisPublishingReport | None = None
+    redis_publishing: RedisPublishingReport | None = None
     """None of a worker that does not publish there."""
     step_age_s: float = 0.0
     """For how long its engine has been in the same step."""
@@ -221,7 +221,7 @@ class WorkerSnapshot:
     info: WorkerInfo
     load: WorkerLoad
     backlog_tokens: int
-    """Uncomputed tokens that a new request queues behind, with what this router sent since the load was told."""
+    """Uncomputed tokens that a new request queues behind, with what this router sent since the last load report."""
     num_active: int
     """Requests running, waiting or on their way."""
     draining: bool = False

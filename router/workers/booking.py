@@ -1,4 +1,4 @@
-"""What one attempt has at one worker, in the books of the session in which it was sent there. Pure.
+"""One attempt's share of a worker's load, as recorded in the session in which it was sent. Pure.
 
 A process whose session broke may be back in a new one before the attempt has ended. The new session's books know
 nothing of it, so it must not be taken from them: whoever sends something keeps the booking, and gives that back.
@@ -13,27 +13,27 @@ class Booking:
     __slots__ = ("_record", "tokens")
 
     def __init__(self, record: WorkerRecord | None, tokens: int) -> None:
-        """None: the worker had left when it was sent."""
+        """`record`: None when the worker has left already."""
         self.tokens = tokens
-        """Not known to be computed yet."""
+        """Tokens not known to be computed yet."""
         self._record = record
         if record is not None:
             record.assigned(tokens)
 
     def owes(self, tokens: int) -> None:
-        """More is to be computed there than was sent at first."""
+        """Add tokens that the worker has to compute."""
         self.tokens += tokens
         if self._record is not None:
             self._record.owes(tokens)
 
     def computed(self) -> None:
-        """All of it has been computed, or never will be."""
+        """Take the tokens off the backlog: they have been computed, or never will be."""
         tokens, self.tokens = self.tokens, 0
         if tokens and self._record is not None:
             self._record.computed(tokens)
 
     def end(self) -> None:
-        """The request is over there."""
+        """End the request at this worker."""
         self.computed()
         record, self._record = self._record, None
         if record is not None:

@@ -1,7 +1,7 @@
 """The workers as columns: one array per quantity and pool, which is what placement computes with.
 
 `PoolColumns` is written cell by cell, by the record of each worker (`router/workers/record.py`); a `ClusterView` is the
-same memory, read-only. A view holds until the registry is next told something: placement reads it and keeps nothing of
+same memory, read-only. A view is valid until the registry next changes: placement reads it and keeps nothing of
 it but what it computed. Who is in a pool stands in a `PoolMembers`, which never changes: when somebody joins or leaves
 another is made. Pure.
 """
@@ -27,7 +27,7 @@ RATES = ("prefill_ms", "step_ms", "link_ms")
 
 
 class PoolMembers:
-    """Who is in a pool, row by row, and what of each is fixed."""
+    """A pool's workers, row by row, with their fixed properties."""
 
     def __init__(self, infos: Sequence[WorkerInfo], slots: Sequence[int]) -> None:
         """`slots`: of each worker, its place in `Demand.matched`."""
@@ -38,7 +38,7 @@ class PoolMembers:
         self.kv_token_bytes: Floats = np.array([info.kv_bytes_per_token for info in infos], dtype=np.float64)
         lends = [bool(info.handoff_address) for info in infos]
         self.lends: Bools | None = None if all(lends) else np.array(lends, dtype=np.bool_)
-        """Who has a hand-off service; None: all."""
+        """Rows of workers with a hand-off service; None: all."""
         self.block_sizes = _one_or_all([info.layout.block_size for info in infos])
         self.tokens: float | Floats = np.float64(1.0) * self.block_sizes
         """Of each one's blocks: the same, ready to be multiplied with."""
@@ -57,7 +57,7 @@ class PoolMembers:
 
     @cached_property
     def rows(self) -> Mapping[WorkerKey, int]:
-        """Where each worker stands."""
+        """The row of each worker."""
         return {info.key: row for row, info in enumerate(self.infos)}
 
     def able(self, decode: WorkerInfo) -> Bools | None:
@@ -72,7 +72,7 @@ def _one_or_all(sizes: Sequence[int]) -> int | Ints:
 
 
 class PoolColumns:
-    """What changes, of one pool. Its cells are written by the workers' records."""
+    """The changing quantities of one pool, written by the workers' records."""
 
     __slots__ = (
         "active",
@@ -133,7 +133,7 @@ _NO_LOAD = WorkerLoad()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolView:
-    """One pool, to be read."""
+    """A read-only view of one pool."""
 
     roster: PoolMembers
     loads: Sequence[WorkerLoad]
@@ -148,13 +148,13 @@ class PoolView:
     free_tokens: Floats
     relief: Floats
     attention: Floats | None
-    """None: nobody's work grows."""
+    """None: no worker's work grows."""
     penalised_until_s: Floats | None
-    """None: nobody was ever penalised."""
+    """None: no worker was ever penalised."""
     open: Bools | None
-    """None: nobody drains."""
+    """None: no worker drains."""
     unmeasured: frozenset[str]
-    """Those of RATES in which somebody has 0."""
+    """Those of RATES in which a worker has 0."""
 
     def snapshot(self, row: int, now_s: float) -> WorkerSnapshot:
         """One worker, as a value that outlives the view."""
@@ -203,7 +203,7 @@ def _read_only(column: NDArray[Any]) -> NDArray[Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterView:
-    """Both pools, and who of them can pair."""
+    """Both pools, and which of their workers can pair."""
 
     decode: PoolView
     prefill: PoolView

@@ -1,4 +1,4 @@
-"""What dispatch learns of workers from requests, and of requests from workers: breakers and suspects. Pure."""
+"""Health as dispatch sees it: circuit breakers of workers, and requests suspected of crashing them. Pure."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
@@ -13,7 +13,7 @@ from tandem.errors import Unavailable
 from tandem.values.ids import RequestId
 
 PAUSE_S = 60.0
-"""For how long a request that is taken to have ended workers, and its like, are refused."""
+"""For how long a request that is judged to have crashed workers, and its like, are refused."""
 _RETURN_S = 2.0
 """In which a worker that only lost its session is back: the first try comes after 0.1 s
 (`router.fleet.connections`)."""
@@ -63,7 +63,7 @@ class WorkerBreakers:
 
 
 class WorkerHealth:
-    """One router's; choices report to it what becomes of their attempts."""
+    """Worker health of one router; choices report the outcomes of their attempts."""
 
     def __init__(self, *, clock: Callable[[], float]) -> None:
         self.breakers = WorkerBreakers()
@@ -71,10 +71,10 @@ class WorkerHealth:
         self._clock = clock
 
     def check(self, request: RoutedRequest) -> None:
-        """Raises Unavailable for the like of a request that ended workers a short while ago."""
+        """Raises Unavailable for a request like one that crashed workers a short while ago."""
         if self.poison.is_condemned(len(request.prompt_token_ids), partial(_digest, request), self._clock()):
             raise Unavailable(
-                "requests like this one have ended workers; it is refused for a while", retry_after_s=PAUSE_S
+                "requests like this one have crashed workers; it is refused for a while", retry_after_s=PAUSE_S
             )
 
     def shunned(self, choice: RequestId) -> set[WorkerKey]:
@@ -82,14 +82,14 @@ class WorkerHealth:
         return self.breakers.closed_to(self._clock()) | self.poison.avoid(choice)
 
     def must_wait(self, choice: RequestId, live: Callable[[], Iterable[WorkerKey]], request: RoutedRequest) -> bool:
-        """Whether it is to go alone and cannot yet, or is in doubt. Raises as `lost` when doubt has turned out so."""
+        """Whether it must wait for isolation, or for a loss to be decided. Raises as `lost` once that condemns it."""
         now_s = self._clock()
         if self.poison.condemns(choice, now_s):
             self._condemn(request)
         return self.poison.must_wait(choice, live, now_s)
 
     def is_in_doubt(self, choice: RequestId) -> bool:
-        """Whether it may be about to be taken for what ended workers: nothing more is begun for it until then."""
+        """Whether it is not decided yet if the choice has crashed workers: no new attempt begins until then."""
         return self.poison.is_in_doubt(choice, self._clock())
 
     def placed(self, choice: RequestId, workers: tuple[WorkerKey, ...], *, beside: tuple[WorkerKey, ...] = ()) -> None:
@@ -123,7 +123,7 @@ class WorkerHealth:
         self.poison.left(choice, still)
 
     def keep(self, live: Collection[WorkerKey]) -> None:
-        """These are here. What breakers learned of others is forgotten; who is back soon as it was did not die."""
+        """Set the live workers. Breakers of others are forgotten; a lost worker that is back soon did not crash."""
         self.breakers.keep(live)
         self.poison.returned(live, self._clock())
 
@@ -135,16 +135,16 @@ class WorkerHealth:
             self._condemn(request)
 
     def gone(self, choice: RequestId, workers: tuple[WorkerKey, ...] = ()) -> None:
-        """The choice runs no more; `workers`: those that it was taken back from."""
+        """Forget a choice that has ended; `workers`: those it was cancelled on."""
         for key in workers:
             self.breakers.released(key)
         self.poison.gone(choice)
 
     def _condemn(self, request: RoutedRequest) -> NoReturn:
-        """Not InternalError: workers also die of other causes, and then the client may well come back."""
+        """Raise Unavailable, not InternalError: workers also crash of other causes, and then a retry is welcome."""
         self.poison.condemn(len(request.prompt_token_ids), _digest(request), self._clock())
-        told = "two workers ended while they computed this request alone; it is left alone for a while"
-        raise Unavailable(told, retry_after_s=PAUSE_S)
+        message = "two workers crashed while they computed this request alone; it is refused for a while"
+        raise Unavailable(message, retry_after_s=PAUSE_S)
 
 
 def _digest(request: RoutedRequest) -> bytes:

@@ -1,10 +1,10 @@
-"""How far this router has followed each worker's log on the board, and what to make of what comes next. Pure.
+"""How far this router has read each worker's log in Redis, and what to do with its next entry. Pure.
 
 A worker is followed from a state (all it holds at one number) through the entries of its log (changes, numbered). An
 entry that continues what is known is applied; one that is known already, or cannot be believed, is ignored; one that
 leaves a gap means that the state must be loaded again. An entry's id is the number of the change after it, so a log is
 read on from where one is, also after it was lost and begun anew. What no entry tells, the worker's head does: when it
-stays ahead of us from one look to the next, something was lost on the way.
+stays ahead of us from one read to the next, entries were lost on the way.
 """
 
 from collections.abc import Iterator
@@ -15,11 +15,11 @@ from router.types.worker_view import PrefixChange, WorkerKey
 from tandem.cluster_state.entries import MAX_CHANGES, CacheState, Changes, Footprint
 
 RETRY_S = 0.25
-"""Between two looks for a state that is not there."""
+"""Between two tries to load a state that is missing."""
 
 
 class LogEntryAction(Enum):
-    """What becomes of an entry."""
+    """What to do with an entry."""
 
     APPLY = "apply"
     IGNORE = "ignore"
@@ -41,7 +41,7 @@ class _Followed:
     next_sequence: int | None = None
     """Number of the next change; None before the first state."""
     position: str = "0-0"
-    """Id of the last entry that was read, whatever became of it."""
+    """Id of the last entry that was read, applied or not."""
     reload: Reload | None = Reload.START
     not_before_s: float = 0.0
     seen_behind: int | None = None
@@ -61,7 +61,7 @@ class LogPositions:
         return iter(tuple(self._followed))
 
     def follow(self, key: WorkerKey) -> None:
-        """From now on; its state is due."""
+        """Start following a worker; its state is due."""
         self._followed[key] = _Followed()
 
     def drop(self, key: WorkerKey) -> None:
@@ -111,7 +111,7 @@ class LogPositions:
         return LogEntryAction.APPLY, PrefixChange(first_sequence=due, snapshot=False, changes=fresh)
 
     def head(self, key: WorkerKey, head: Footprint) -> LogEntryAction:
-        """What the worker says it has published."""
+        """Compare with the head that the worker has published."""
         followed = self._followed.get(key)
         if followed is None or followed.next_sequence is None or followed.reload is not None:
             return LogEntryAction.IGNORE
@@ -125,7 +125,7 @@ class LogPositions:
         return LogEntryAction.IGNORE
 
     def set_aside(self, key: WorkerKey, now_s: float) -> None:
-        """Its log cannot be read: start again later."""
+        """Start again later with a worker whose log cannot be read."""
         if (followed := self._followed.get(key)) is not None:
             followed.reload, followed.not_before_s = Reload.GAP, now_s + RETRY_S
 

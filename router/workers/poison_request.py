@@ -65,7 +65,7 @@ class _TrackedChoice:
 
 
 class PoisonRequestTracker:
-    """What one router knows of its own choices."""
+    """Tracks the choices of one router and the workers lost under them."""
 
     def __init__(self, *, remembered_s: float = 60.0, return_s: float = 0.0) -> None:
         """`remembered_s`: for how long a condemned request's like, and other deaths, count.
@@ -74,7 +74,7 @@ class PoisonRequestTracker:
         """
         self._remembered_s = remembered_s
         self._return_s = return_s
-        self._standings: dict[RequestId, _TrackedChoice] = {}
+        self._choices: dict[RequestId, _TrackedChoice] = {}
         self._trials: set[RequestId] = set()
         """Suspects that have, or wait for, a worker of their own."""
         self._fallen: deque[_LostWorker] = deque()
@@ -85,52 +85,52 @@ class PoisonRequestTracker:
 
     def placed(self, choice: RequestId, workers: tuple[WorkerKey, ...]) -> None:
         """It was sent to these: who decodes it, and who computes its prompt."""
-        standing = self._standings.setdefault(choice, _TrackedChoice())
-        standing.workers, standing.unproven, standing.waits_since_s = workers, True, None
-        standing.reserved = workers if standing.suspect else ()
+        tracked = self._choices.setdefault(choice, _TrackedChoice())
+        tracked.workers, tracked.unproven, tracked.waits_since_s = workers, True, None
+        tracked.reserved = workers if tracked.suspect else ()
 
     def proven(self, choice: RequestId) -> None:
         """A token came: whatever was lost before was not its doing."""
-        standing = self._standings.get(choice)
-        if standing is not None and standing.unproven:
-            self._standings[choice] = _TrackedChoice(workers=standing.workers, has_run=True)
+        tracked = self._choices.get(choice)
+        if tracked is not None and tracked.unproven:
+            self._choices[choice] = _TrackedChoice(workers=tracked.workers, has_run=True)
             self._trials.discard(choice)
 
     def gone(self, choice: RequestId) -> None:
-        self._standings.pop(choice, None)
+        self._choices.pop(choice, None)
         self._trials.discard(choice)
 
     def left(self, choice: RequestId, still: tuple[WorkerKey, ...] = (), *, failed: WorkerKey | None = None) -> None:
-        """A worker refused it or `failed` without dying: nothing follows from that. It is `still` on these."""
-        if (standing := self._standings.get(choice)) is not None:
-            if failed is not None and standing.unproven:
-                standing.failed.add(failed)
-            standing.remain(still)
+        """A worker refused it or `failed` without dying: nothing follows from that. It is `still` on these workers."""
+        if (tracked := self._choices.get(choice)) is not None:
+            if failed is not None and tracked.unproven:
+                tracked.failed.add(failed)
+            tracked.remain(still)
 
     def lost(self, choice: RequestId, worker: WorkerKey, now_s: float, still: tuple[WorkerKey, ...] = ()) -> bool:
         """Its worker is gone, and it is `still` on these. Whether that condemns it, as far as is known now."""
         fallen = self._fall(worker, now_s)
-        standing = self._standings.setdefault(choice, _TrackedChoice())
-        standing.met.append(fallen)
-        self._judge(choice, standing)
-        if standing.suspect:
+        tracked = self._choices.setdefault(choice, _TrackedChoice())
+        tracked.met.append(fallen)
+        self._judge(choice, tracked)
+        if tracked.suspect:
             self._trials.add(choice)
-        standing.failed.discard(worker)
-        standing.remain(still)
+        tracked.failed.discard(worker)
+        tracked.remain(still)
         return self.condemns(choice, now_s)
 
     def condemns(self, choice: RequestId, now_s: float) -> bool:
         """Whether what it met has turned out to condemn it. It is forgotten then."""
-        standing = self._standings.get(choice)
-        if standing is None or not standing.accused or self.is_in_doubt(choice, now_s):
+        tracked = self._choices.get(choice)
+        if tracked is None or not tracked.accused or self.is_in_doubt(choice, now_s):
             return False
         self.gone(choice)
         return True
 
     def is_in_doubt(self, choice: RequestId, now_s: float) -> bool:
         """Whether it is condemned unless a worker comes back, and one still may."""
-        standing = self._standings.get(choice)
-        return standing is not None and standing.accused and any(self._may_return(one, now_s) for one in standing.met)
+        tracked = self._choices.get(choice)
+        return tracked is not None and tracked.accused and any(self._may_return(one, now_s) for one in tracked.met)
 
     def returned(self, live: Collection[WorkerKey], now_s: float) -> None:
         """Who is there now: a lost worker that is among them soon had only lost its session."""
@@ -146,29 +146,29 @@ class PoisonRequestTracker:
             return set()
         if choice in self._trials:
             return self._unproven_elsewhere(choice)
-        return {key for one in self._trials if one in self._standings for key in self._standings[one].reserved}
+        return {key for one in self._trials if one in self._choices for key in self._choices[one].reserved}
 
     def must_wait(self, choice: RequestId, live: Callable[[], Iterable[WorkerKey]], now_s: float) -> bool:
         """Whether a suspect has no worker of its own yet: one is kept free of others for it, for a while.
 
         Or whether it is in doubt.
         """
-        if choice not in self._trials or (standing := self._standings.get(choice)) is None:
+        if choice not in self._trials or (tracked := self._choices.get(choice)) is None:
             return False
         if self.is_in_doubt(choice, now_s):
             return True
         workers = list(live())
         taken = self._unproven_elsewhere(choice)
         if not workers or any(key not in taken for key in workers):
-            standing.reserved, standing.waits_since_s = (), None
+            tracked.reserved, tracked.waits_since_s = (), None
             return False
-        if standing.waits_since_s is None:
-            standing.waits_since_s = now_s
-        if not set(standing.reserved) & set(workers):
-            others = {key for one in self._trials if one in self._standings for key in self._standings[one].reserved}
+        if tracked.waits_since_s is None:
+            tracked.waits_since_s = now_s
+        if not set(tracked.reserved) & set(workers):
+            others = {key for one in self._trials if one in self._choices for key in self._choices[one].reserved}
             free = [key for key in workers if key not in others] or workers
-            standing.reserved = (min(free, key=self._num_unproven),)
-        return now_s - standing.waits_since_s < _ISOLATION_S
+            tracked.reserved = (min(free, key=self._num_unproven),)
+        return now_s - tracked.waits_since_s < _ISOLATION_S
 
     def condemn(self, num_tokens: int, digest: bytes, now_s: float) -> None:
         """Refuse the like of a request, with a prompt of that length, for a while."""
@@ -190,7 +190,7 @@ class PoisonRequestTracker:
         for fallen in self._fallen:
             if fallen.key == worker and not fallen.is_back:
                 return fallen
-        there = (choice for choice, one in self._standings.items() if one.may_have_ended(worker))
+        there = (choice for choice, one in self._choices.items() if one.may_have_ended(worker))
         fallen = _LostWorker(key=worker, at_s=now_s, unproven=frozenset(there))
         self._fallen.append(fallen)
         return fallen
@@ -199,32 +199,32 @@ class PoisonRequestTracker:
         return now_s - fallen.at_s < self._return_s
 
     def _acquit_of(self, fallen: _LostWorker) -> None:
-        for choice, standing in self._standings.items():
-            if fallen in standing.met:
-                standing.met.remove(fallen)
-                self._judge(choice, standing)
-                if not standing.suspect:
-                    standing.reserved = ()
+        for choice, tracked in self._choices.items():
+            if fallen in tracked.met:
+                tracked.met.remove(fallen)
+                self._judge(choice, tracked)
+                if not tracked.suspect:
+                    tracked.reserved = ()
                     self._trials.discard(choice)
 
-    def _judge(self, choice: RequestId, standing: _TrackedChoice) -> None:
+    def _judge(self, choice: RequestId, tracked: _TrackedChoice) -> None:
         """What follows from the losses that it met."""
-        met = standing.met
+        met = tracked.met
         blamed = any(choice in one.unproven and len(one.unproven) <= MAX_SUSPECTS for one in met)
-        standing.suspect = blamed or len(met) > 1
+        tracked.suspect = blamed or len(met) > 1
         known = {one.key for one in met}
-        benefit = any(other.key not in known for other in self._fallen) + standing.has_run
+        benefit = any(other.key not in known for other in self._fallen) + tracked.has_run
         num_alone = sum(one.unproven == {choice} for one in met)
         is_last_alone = bool(met) and met[-1].unproven == {choice}
-        standing.accused = is_last_alone and len(met) >= 2 + benefit and num_alone >= 1 + benefit
+        tracked.accused = is_last_alone and len(met) >= 2 + benefit and num_alone >= 1 + benefit
 
     def _unproven_elsewhere(self, choice: RequestId) -> set[WorkerKey]:
-        others = (one for other, one in self._standings.items() if other != choice and one.unproven)
+        others = (one for other, one in self._choices.items() if other != choice and one.unproven)
         return {key for one in others for key in one.workers}
 
     def _num_unproven(self, key: WorkerKey) -> int:
-        return sum(one.unproven and key in one.workers for one in self._standings.values())
+        return sum(one.unproven and key in one.workers for one in self._choices.values())
 
     def check(self, known: Collection[RequestId]) -> bool:
         """Whether nothing is kept of choices that have ended; for tests."""
-        return self._standings.keys() <= set(known) and self._trials <= set(known)
+        return self._choices.keys() <= set(known) and self._trials <= set(known)

@@ -7,7 +7,7 @@ costs its own blocks only. A wrong entry can only mean that tokens get computed.
 
 A worker is *approximate* until its snapshot came, and again when events were missed or fail to come. After a gap in its
 numbering its entries are dropped: what is learnt later is true but incomplete. If it has computed a prompt and says
-nothing of its blocks for `silence_s`, it counts as silent: what it was asked to compute is then taken for cached, in an
+nothing of its blocks for `silence_s`, it counts as silent: what it was sent to compute is then taken for cached, in an
 order like its own least recently used, until its next snapshot.
 
 Within one prompt the last block counts as used before the first, as on a worker: what gives way is never a block that
@@ -147,7 +147,7 @@ class PrefixMap:
         self._apply(held, change.changes[max(0, due - change.first_sequence) :])
 
     def expect(self, worker: WorkerId, names: Sequence[BlockHash], *, now_s: float) -> None:
-        """The prompt that the worker was just asked to compute, by the names of all its hash blocks."""
+        """Expect the blocks of a prompt that was just sent to the worker; `names`: of all its hash blocks."""
         held = self._workers.get(worker)
         if held is None:
             return
@@ -189,7 +189,7 @@ class PrefixMap:
             held.due_s = now_s + self._silence_s
 
     def lacks_snapshot(self, worker: WorkerId, now_s: float) -> bool:
-        """Whether the worker should be asked now for all that it has; asks of a worker come `silence_s` apart.
+        """Whether to request a snapshot from the worker now; requests to one worker come `silence_s` apart.
 
         To be called when the worker shows that it lives: only then is it silence that nothing is heard of its cache.
         """
@@ -252,7 +252,7 @@ class PrefixMap:
         return {held.worker: int(found[held.slot]) for held in self._workers.values() if found[held.slot]}
 
     def holders(self, name: BlockHash) -> list[WorkerId]:
-        """Who is thought to hold the block that has this name."""
+        """Workers that are thought to hold the block of this name."""
         bits = self._holders.get(name, 0)
         return [held.worker for held in self._workers.values() if held.bit & bits]
 

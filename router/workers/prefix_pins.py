@@ -1,4 +1,4 @@
-"""Which pinned prefixes this router knows of, and at which worker. Synchronous and without I/O.
+"""The pinned prefixes that this router knows of, and which worker holds each. Pure.
 
 A pin lives at one worker: the one that computed the prompt when it was first used, for every other worker can have the
 prefix from there. Each later use renews it there; only when that worker is gone, leaving, or says that it does not hold
@@ -18,7 +18,7 @@ from tandem.values.ids import BlockHash
 from tandem.values.prefix_pin import PinKey, PinOrder, PinOutcome, PinTold
 
 _SWEEP_S = 1.0
-"""Between two looks for pins whose time is over, which costs as much as there are pins."""
+"""Period of sweeps for expired pins: a sweep is linear in the number of pins."""
 _SPARE = 32
 
 
@@ -40,7 +40,7 @@ class PinRecord:
     num_tokens: int
     last_block: BlockHash
     outcome: PinOutcome | None = None
-    """None until the worker has said."""
+    """None until the worker has reported."""
 
 
 class PinRegistry:
@@ -62,7 +62,7 @@ class PinRegistry:
         return len(self._records)
 
     def used(self, tenant: str, wishes: Sequence[PinRequest], computed: WorkerKey, names: Sequence[BlockHash]) -> None:
-        """A prompt with these blocks was computed there: make or renew what it asks for."""
+        """Make or renew the pins that a prompt requests, after a worker has computed it."""
         for wish in wishes:
             num_names = wish.num_tokens // HASH_BLOCK_TOKENS
             if num_names:
@@ -107,18 +107,18 @@ class PinRegistry:
         by_tenant: dict[str, deque[PinKey]] = {}
         for key in self._records:
             by_tenant.setdefault(key.tenant, deque()).append(key)
-        # Whoever has the most forgets its own. A few more than needed, so that this is not done for each new pin.
+        # Evict from the tenant with the most pins, and a few more than needed, so that not every new pin evicts.
         for _ in range(1 + self._max_pins // _SPARE):
             del self._records[max(by_tenant.values(), key=len).popleft()]
 
     def release(self, tenant: str, name: str) -> None:
-        """The tenant wants it no longer."""
+        """End a pin, and unpin its blocks at the worker."""
         record = self._records.pop(key := PinKey(tenant, name), None)
         if record is not None and (site := self._find(record.worker)) is not None:
             site.port.unpin(key)
 
     def prolong(self, tenant: str, name: str, ends_s: float) -> None:
-        """It is to end at another time; nothing happens to one that is nowhere: it is made when it is next used."""
+        """Change when a pin ends. No-op for one that no worker holds: its next use makes it."""
         record, left_s = self._records.get(key := PinKey(tenant, name)), ends_s - self._clock()
         if record is None or left_s <= 0.0 or (site := self._find(record.worker)) is None:
             return
@@ -126,32 +126,32 @@ class PinRegistry:
         site.port.pin(PinOrder(key=key, last_block=record.last_block, ttl_s=left_s))
 
     def adopt(self, key: PinKey, record: PinRecord) -> bool:
-        """What another process knows of a pin, if nothing is known of it here; whether that was so."""
+        """Add another process's record of a pin unless there is one here; whether it was added."""
         if key in self._records:
             return False
         self._make_room(self._clock())
         self._records[key] = record
         return True
 
-    def expect(self, tenant: str, name: str, told: Callable[[PinOutcome], None]) -> None:
-        """Call back when a worker has said what became of it, once."""
-        self._expected[PinKey(tenant, name)] = told
+    def expect(self, tenant: str, name: str, on_outcome: Callable[[PinOutcome], None]) -> None:
+        """Call back once, with the outcome that a worker reports for the pin."""
+        self._expected[PinKey(tenant, name)] = on_outcome
 
     def expect_no_more(self, tenant: str, name: str) -> None:
-        """Nobody waits for that."""
+        """Drop the callback of `expect`."""
         self._expected.pop(PinKey(tenant, name), None)
 
-    def on_outcome(self, worker: WorkerKey, told: PinTold) -> None:
-        """A worker's word on a pin."""
-        record = self._records.get(told.key)
+    def on_outcome(self, worker: WorkerKey, report: PinTold) -> None:
+        """Record a worker's report about a pin."""
+        record = self._records.get(report.key)
         if record is not None and record.worker == worker:
-            record.outcome = told.outcome
-            record.num_tokens = told.num_tokens
-            if (expected := self._expected.pop(told.key, None)) is not None:
-                expected(told.outcome)
+            record.outcome = report.outcome
+            record.num_tokens = report.num_tokens
+            if (expected := self._expected.pop(report.key, None)) is not None:
+                expected(report.outcome)
 
     def left(self, worker: WorkerKey) -> None:
-        """A worker is gone, and its cache with it."""
+        """Forget the pins of a worker that left: its cache is gone."""
         for key in [key for key, record in self._records.items() if record.worker == worker]:
             del self._records[key]
 

@@ -1,4 +1,4 @@
-"""One live worker's books, and its cells of the columns that placement reads. Pure.
+"""One live worker's load accounting, and its cells of the columns that placement reads. Pure.
 
 A worker's own word on its load is always a little old, so this router counts what it has sent. Whatever changes here
 is written to the worker's own row at once, and to no other.
@@ -46,15 +46,15 @@ class WorkerRecord:
         self.load = WorkerLoad(num_free_blocks=info.num_blocks)
         self.draining = False
         self.penalised_until_s = 0.0
-        # What this router has under way there, and how much of it the last load report cannot know of.
+        # This router's load on the worker, and the part that the last load report cannot include.
         self.own_backlog = 0
         self.num_assigned = 0
         self.backlog_since_load = 0
         self.num_since_load = 0
-        # What others had under way there when it last reported.
+        # Other routers' load when the worker last reported.
         self.backlog_beside = 0
         self.num_beside = 0
-        # What other routers say that they have under way there.
+        # Other routers' load as they publish it.
         self.peers = NO_PEERS
         self._columns: PoolColumns | None = None
         self._row = 0
@@ -66,15 +66,15 @@ class WorkerRecord:
         Either count alone can be too low: the report is old, and knows requests that no router tells of any more.
         """
         peers = self.peers
-        told = self.load.backlog_tokens + self.backlog_since_load + peers.backlog_since
-        return max(self.own_backlog + peers.backlog_tokens, told)
+        reported = self.load.backlog_tokens + self.backlog_since_load + peers.backlog_since
+        return max(self.own_backlog + peers.backlog_tokens, reported)
 
     @property
     def num_active(self) -> int:
         """Requests running, waiting or on their way."""
         peers = self.peers
-        told = self.load.num_running + self.load.num_waiting + self.num_since_load + peers.num_since
-        return max(self.num_assigned + peers.num_requests, told)
+        reported = self.load.num_running + self.load.num_waiting + self.num_since_load + peers.num_since
+        return max(self.num_assigned + peers.num_requests, reported)
 
     @property
     def backlog_now(self) -> int:
@@ -85,7 +85,7 @@ class WorkerRecord:
         return self.num_assigned + max(self.num_beside, self.peers.num_requests)
 
     def snapshot(self, now_s: float) -> WorkerSnapshot:
-        """All of it as a value."""
+        """The worker as an immutable value."""
         return WorkerSnapshot(
             info=self.info,
             load=self.load,
@@ -99,7 +99,7 @@ class WorkerRecord:
         )
 
     def seat(self, columns: PoolColumns, row: int) -> None:
-        """From now on this is its row."""
+        """Write to this row of the columns from now on."""
         self._columns, self._row = columns, row
         columns.penalised_until_s[row] = self.penalised_until_s
         columns.open[row] = not self.draining
@@ -107,7 +107,7 @@ class WorkerRecord:
         self._show_count()
 
     def assigned(self, tokens_to_compute: int) -> None:
-        """A request was sent there."""
+        """Record a request sent to the worker."""
         self.own_backlog += tokens_to_compute
         self.backlog_since_load += tokens_to_compute
         self.num_assigned += 1
@@ -115,23 +115,23 @@ class WorkerRecord:
         self._show_count()
 
     def owes(self, tokens: int) -> None:
-        """More tokens of a request that was sent there are to be computed."""
+        """Add tokens of an assigned request to the backlog."""
         self.own_backlog += tokens
         self.backlog_since_load += tokens
         self._show_count()
 
     def computed(self, tokens: int) -> None:
-        """Tokens that were assigned have been computed, or never will be."""
+        """Take assigned tokens off the backlog: they have been computed, or never will be."""
         self.own_backlog -= tokens
         self._show_count()
 
     def released(self) -> None:
-        """An assigned request is over."""
+        """Record the end of an assigned request."""
         self.num_assigned -= 1
         self._show_count()
 
     def reported(self, load: WorkerLoad) -> None:
-        """Its own word on its load."""
+        """Apply the worker's load report."""
         self.load = load
         self.backlog_since_load = self.num_since_load = 0
         self.backlog_beside = max(0, load.backlog_tokens - self.own_backlog)
@@ -140,12 +140,12 @@ class WorkerRecord:
         self._show_count()
 
     def loaded_elsewhere(self, share: PeerShare) -> None:
-        """All that other routers have under way there; replaces what was said before."""
+        """Set other routers' whole load on the worker."""
         self.peers = share
         self._show_count()
 
     def share(self) -> Share:
-        """What this router has there, for the others."""
+        """This router's load on the worker, for other routers."""
         return Share(
             process=Process(*self.info.key),
             report_number=self.load.report_number,
@@ -156,14 +156,14 @@ class WorkerRecord:
         )
 
     def penalised(self, until_s: float) -> None:
-        """Placement counts the time that is left until then as cost."""
+        """Have placement add the time left until `until_s` to the worker's cost."""
         self.penalised_until_s = max(self.penalised_until_s, until_s)
         if (columns := self._columns) is not None:
             columns.penalised_until_s[self._row] = self.penalised_until_s
             columns.stale = True
 
     def drains(self) -> None:
-        """It takes no more requests."""
+        """Mark the worker as draining: it takes no more requests."""
         self.draining = True
         if (columns := self._columns) is not None:
             columns.open[self._row] = False
@@ -205,19 +205,19 @@ class WorkerRecord:
 
 
 class WorkerTable:
-    """The columns of all live workers. Rows are made anew, lazily, when who is there has changed."""
+    """The columns of all live workers; rebuilt lazily after workers join or leave."""
 
     def __init__(self) -> None:
         self._columns: dict[WorkerRole, PoolColumns] = {}
         self._view: ClusterView | None = None
 
     def changed(self) -> None:
-        """Somebody joined or left."""
+        """Rebuild the columns at the next view: a worker joined or left."""
         self._columns.clear()
         self._view = None
 
     def view(self, records: Iterable[WorkerRecord]) -> ClusterView:
-        """Both pools as they are now; `records` are all live workers. Holds until a record is next told something."""
+        """Both pools as they are now; `records` are all live workers. Valid until a record next changes."""
         view = self._view
         if view is None:
             view = self._view = self._seat(list(records))

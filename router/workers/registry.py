@@ -29,9 +29,9 @@ logger = logging.getLogger(__name__)
 
 FAILURE_PENALTY_S = 2.0
 _LONG_STEP_S = 2.0
-"""A worker that is in one step for so long is better left alone."""
+"""A worker that is in one step for so long is penalised."""
 _REMEMBERED = 256
-"""Workers that left after they were told to."""
+"""How many workers that drained before leaving are remembered."""
 
 
 class WorkerRejected(Exception):
@@ -59,7 +59,7 @@ class WorkerRegistry:
     ) -> None:
         """`rejoin_s`: for how long a decode worker that went is expected back."""
         self.expected = ExpectedWorkers(within_s=rejoin_s, clock=clock)
-        """Told by whoever reaches for workers of those that are not here."""
+        """Decode workers that may join soon; kept up to date by the fleet's connections."""
         self.prefix_map = prefix_map
         self._clock = clock
         self._workers: dict[WorkerId, WorkerRecord] = {}
@@ -71,14 +71,14 @@ class WorkerRegistry:
         self.pins = PinRegistry(find=self._pin_site, clock=clock, max_pins=max_pins)
         self._left_in_order: deque[WorkerKey] = deque(maxlen=_REMEMBERED)
         self.lost: Counter[WorkerRole] = Counter()
-        """How many went, since this router began, that nobody had told to."""
+        """Workers lost without a drain since the router started, by role."""
         self.on_load: Callable[[WorkerSnapshot], None] = _ignore_load
         """Called with every load report."""
         self.peer_loads: Callable[[WorkerKey, int], PeerShare] = _no_peers
-        """What other routers have at a worker, beside its report of that number; see `peers_changed`."""
+        """Other routers' load on a worker beyond its load report of that number; see `peers_changed`."""
 
     def joined(self, info: WorkerInfo, port: WorkerPort) -> None:
-        """A session is up. Raises WorkerRejected for a worker of another model, or an id that is taken."""
+        """Add a worker whose session is up. Raises WorkerRejected for another model, or an id that is taken."""
         key = info.key
         if key.worker_id in self._workers:
             raise WorkerRejected(f"worker id {key.worker_id} is taken by a live worker")
@@ -99,10 +99,10 @@ class WorkerRegistry:
         if info.role is WorkerRole.DECODE:
             self.expected.joined(key)
         logger.info("%s worker %s joined with %d blocks", info.role.value, key.worker_id, info.num_blocks)
-        self._tell_watchers()
+        self._notify_watchers()
 
     def left(self, key: WorkerKey, reason: str) -> None:
-        """A session is over."""
+        """Remove a worker whose session has ended."""
         if (worker := self._find(key)) is None:
             return
         if worker.draining:
@@ -117,7 +117,7 @@ class WorkerRegistry:
         logger.log(logging.INFO if is_expected else logging.WARNING, "worker %s left: %s", key.worker_id, reason)
         self._migrations.left(key)
         self.pins.left(key)
-        self._tell_watchers()
+        self._notify_watchers()
 
     def live_decoders(self) -> set[WorkerKey]:
         """Decode workers that take requests."""
@@ -134,7 +134,7 @@ class WorkerRegistry:
         return self.expected.due_s(num_serving=len(decoders) - leaving, num_leaving=leaving)
 
     def went_in_order(self, key: WorkerKey) -> bool:
-        """Whether a worker that is gone, or about to go, had been told to."""
+        """Whether a worker that has left, or is leaving, drained in order."""
         worker = self._find(key)
         return key in self._left_in_order if worker is None else worker.draining
 
@@ -145,20 +145,20 @@ class WorkerRegistry:
             worker.reported(load)
             worker.loaded_elsewhere(self.peer_loads(key, load.report_number))
             if load.step_age_s >= _LONG_STEP_S:
-                # Whether it hangs is for the worker to say (`engine.stall`); who comes now need not wait to hear it.
+                # The worker itself decides whether it hangs (`engine.stall`); new requests avoid it meanwhile.
                 worker.penalised(now_s + FAILURE_PENALTY_S)
             if self.prefix_map.lacks_snapshot(key.worker_id, now_s):
-                logger.warning("worker %s tells nothing of its cache any more; asked to tell all of it", key.worker_id)
+                logger.warning("no cache events from worker %s any more; requesting a snapshot", key.worker_id)
                 worker.port.resync()
             self.on_load(worker.snapshot(now_s))
 
     def peers_changed(self) -> None:
-        """Other routers have something else under way than before."""
+        """Update every worker's load for a change of other routers' requests."""
         for worker in self._workers.values():
             worker.loaded_elsewhere(self.peer_loads(worker.info.key, worker.load.report_number))
 
     def in_flight(self) -> tuple[Share, ...]:
-        """What this router has under way at each worker, for other routers; workers with nothing are left out."""
+        """This router's load on each worker, for other routers; workers without any are left out."""
         return tuple(w.share() for w in self._workers.values() if w.num_assigned or w.num_since_load)
 
     def prefix_changed(self, key: WorkerKey, change: PrefixChange) -> None:
@@ -180,9 +180,9 @@ class WorkerRegistry:
         """The target of a migration has fetched what it will."""
         self._migrations.migration_ended(key, leaving)
 
-    def pin_told(self, key: WorkerKey, told: PinTold) -> None:
-        """A worker's word on a pinned prefix."""
-        self.pins.on_outcome(key, told)
+    def pin_reported(self, key: WorkerKey, report: PinTold) -> None:
+        """Pass on a worker's report about a pinned prefix."""
+        self.pins.on_outcome(key, report)
 
     def snapshots(self) -> list[WorkerSnapshot]:
         """All live workers as of now."""
@@ -195,30 +195,30 @@ class WorkerRegistry:
         return None if found is None else found.snapshot(self._clock())
 
     def view(self) -> ClusterView:
-        """All live workers as placement sees them; holds until the registry is next told something."""
+        """All live workers as placement sees them; valid until the registry next changes."""
         return self._table.view(self._workers.values())
 
     def port(self, key: WorkerKey) -> WorkerPort | None:
-        """The way to a worker, or None when that process is gone."""
+        """The port to a worker, or None when that process is gone."""
         worker = self._find(key)
         return None if worker is None else worker.port
 
     def assign(self, key: WorkerKey, tokens_to_compute: int) -> Booking:
-        """A request was sent there; what is returned says what becomes of it."""
+        """Record a request sent to a worker; the returned booking records its progress."""
         return Booking(self._find(key), tokens_to_compute)
 
     def loaded_elsewhere(self, key: WorkerKey, share: PeerShare) -> None:
-        """What other routers have under way there; holds until `peers_changed`, or the worker's next report."""
+        """Set other routers' load on a worker; valid until `peers_changed`, or the worker's next report."""
         if (worker := self._find(key)) is not None:
             worker.loaded_elsewhere(share)
 
     def answered(self, key: WorkerKey) -> None:
-        """A new token came from there: its engine lives."""
+        """Record a new token from a worker: its engine is live."""
         if (worker := self._find(key)) is not None:
             worker.answered_s = self._clock()
 
     def penalise(self, key: WorkerKey, duration_s: float) -> None:
-        """After a refusal or failure: placement counts the time that is left of it as cost."""
+        """Penalise a worker after a refusal or failure: placement adds the remaining time to its cost."""
         if (worker := self._find(key)) is not None:
             worker.penalised(self._clock() + duration_s)
 
@@ -252,7 +252,7 @@ class WorkerRegistry:
             return None
         return PinSite(port=worker.port, block_size=worker.info.layout.block_size, is_leaving=worker.draining)
 
-    def _tell_watchers(self) -> None:
+    def _notify_watchers(self) -> None:
         for callback in tuple(self._watchers):
             callback()
 
@@ -262,4 +262,4 @@ def _no_peers(_key: WorkerKey, _report_number: int) -> PeerShare:
 
 
 def _ignore_load(_: WorkerSnapshot) -> None:
-    """Until somebody wants to know."""
+    """The default of `on_load`."""

@@ -1,24 +1,24 @@
-"""When a peer that should speak often has been silent for too long."""
+"""Detects that a peer which should send often has been silent for too long."""
 
 
 class SilenceWatch:
-    """Asked regularly. Time in which this process itself did not run counts as nobody's silence. Without I/O."""
+    """A check to call regularly; time in which this process itself did not run does not count. Pure."""
 
     def __init__(self, *, silence_s: float, period_s: float, now_s: float) -> None:
-        """`period_s`: how often `is_silent` is meant to be asked."""
+        """`period_s`: how often `is_silent` is meant to be called."""
         self._silence_s = silence_s
         self._period_s = period_s
-        self._heard_s = self._asked_s = now_s
+        self._heard_s = self._checked_s = now_s
 
     def heard(self, now_s: float) -> None:
-        """The peer said something."""
+        """Record a message from the peer."""
         self._heard_s = now_s
 
     def is_silent(self, now_s: float) -> bool:
         """Whether it said nothing for `silence_s` of this process's own running time."""
-        stalled_s = now_s - self._asked_s - 2 * self._period_s
-        self._asked_s = now_s
+        stalled_s = now_s - self._checked_s - 2 * self._period_s
+        self._checked_s = now_s
         if stalled_s > 0.0:
-            # What came meanwhile waits to be read: the peer gets as long again as we were away.
+            # Its messages may wait to be read: extend the peer's time by as long as this process stalled.
             self._heard_s += stalled_s
         return now_s - self._heard_s >= self._silence_s

@@ -1,4 +1,4 @@
-"""This host's NVIDIA GPUs: how many a process may see, and how it makes some of them its first.
+"""Finds this host's NVIDIA GPUs and puts a worker's own first in `CUDA_VISIBLE_DEVICES`.
 
 CUDA numbers a process's devices by `CUDA_VISIBLE_DEVICES`, read once, before its first call. A worker puts its own GPUs
 in front there and leaves the others behind them: kernels, graphs and libraries that use "the" device then use its own,
@@ -16,22 +16,22 @@ _UUID_BYTES = 96
 
 
 class GpuHost(Protocol):
-    """What tells of a host's GPUs."""
+    """Source of information about a host's GPUs."""
 
     def names(self) -> tuple[str, ...]:
-        """Of the GPUs that this process may use, in the order of their indices."""
+        """Names of the GPUs that this process may use, in the order of their indices."""
         ...
 
     def put_first(self, gpus: Sequence[int]) -> None:
-        """From now on these come first, in this order, and the others behind them. Before the first call of CUDA."""
+        """Put these GPUs first, in this order, before all others. Call it before the first use of CUDA."""
         ...
 
 
 class NvidiaHost:
-    """Asks the management library, which touches no GPU and takes no memory there."""
+    """Queries NVML, which touches no GPU and takes no memory there."""
 
     def __init__(self, environ: MutableMapping[str, str], uuids: Callable[[], tuple[str, ...]] | None = None) -> None:
-        """`environ`: this process's. `uuids`: of all GPUs that there are, in the driver's order."""
+        """`environ`: this process's. `uuids`: all GPUs of the host, in the driver's order."""
         self._environ = environ
         self._uuids = uuids or driver_uuids
 
@@ -42,13 +42,13 @@ class NvidiaHost:
     def put_first(self, gpus: Sequence[int]) -> None:
         names = self.names()
         order = [*gpus, *(index for index in range(len(names)) if index not in gpus)]
-        # Where nothing is stated CUDA would begin with the fastest, and the driver does with the first on the bus.
+        # By default CUDA would begin with the fastest GPU, while the driver begins with the first on the bus.
         if order != sorted(order) or (VISIBLE not in self._environ and len(names) > 1):
             self._environ[VISIBLE] = ",".join(names[index] for index in order)
 
 
 def _as_cuda_reads(stated: str, num_gpus: int) -> tuple[str, ...]:
-    """The devices of a `CUDA_VISIBLE_DEVICES`; CUDA stops at the first that it does not know."""
+    """Parse a `CUDA_VISIBLE_DEVICES`; CUDA stops at the first unknown device."""
     names: list[str] = []
     for part in stated.split(","):
         name = part.strip()
@@ -59,7 +59,7 @@ def _as_cuda_reads(stated: str, num_gpus: int) -> tuple[str, ...]:
 
 
 def driver_uuids() -> tuple[str, ...]:
-    """Names of this machine's GPUs, in the order of their place on the bus; none without NVIDIA's driver."""
+    """Names of this machine's GPUs in PCI bus order; none without NVIDIA's driver."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:

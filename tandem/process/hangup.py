@@ -1,7 +1,7 @@
-"""What SIGHUP means. To a process with a terminal: that the terminal has closed, so it ends as upon a Ctrl-C.
+"""Handles SIGHUP. For a process with a terminal it means that the terminal has closed: it ends as on Ctrl-C.
 
-To one without, as under systemd or in a container: that it is to read its files again, as `systemctl reload` asks. Who
-was started to ignore it (`nohup`) does.
+For one without, as under systemd or in a container, it means reload, as sent by `systemctl reload`. A process that was
+started to ignore it (`nohup`) does so.
 """
 
 import os
@@ -13,13 +13,13 @@ _OUTPUTS = (1, 2)
 
 
 class Loop(Protocol):
-    """Of an event loop what is needed here."""
+    """The part of an event loop that is used here."""
 
     def add_signal_handler(self, sig: int, callback: Callable[[], object]) -> None: ...
 
 
 def on_hangup(loop: Loop, *, closed: Callable[[], object], reread: Callable[[], object]) -> bool:
-    """Call one of them when SIGHUP comes; False where it is ignored."""
+    """Call one of the callbacks on SIGHUP. Returns False where SIGHUP is ignored."""
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         return False
     if not has_terminal():
@@ -36,7 +36,7 @@ def on_hangup(loop: Loop, *, closed: Callable[[], object], reread: Callable[[], 
 
 
 def has_terminal() -> bool:
-    """Whether there is one whose end this process would be told of."""
+    """Whether this process has a terminal whose end would reach it as SIGHUP."""
     try:
         os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
     except OSError:
@@ -45,7 +45,7 @@ def has_terminal() -> bool:
 
 
 def _leave(shown: list[int]) -> None:
-    """Write nowhere what was written to a terminal that is gone: each line would fail, and what says it with it."""
+    """Redirect output from a terminal that is gone to /dev/null: each write, and its caller, would fail."""
     for fd in shown:
         if not os.isatty(fd):
             nowhere = os.open(os.devnull, os.O_WRONLY)

@@ -1,4 +1,4 @@
-"""What a process tells whoever started it: first that it serves, and then, again and again, that its event loop runs.
+"""Heartbeat of a process to its parent: first that it serves, then repeatedly that its event loop runs.
 
 Only a process that others stand beside does so: if it hangs they can do its work, but what clients ask of it is lost to
 them until it is ended (`cluster.supervisor.supervisor`). Between two beats there may be news, a JSON object in a line
@@ -18,15 +18,15 @@ BEAT_S = 0.5
 
 
 class Heartbeat:
-    """Of this process, over the pipe that it was given; the pipe is closed at the end. Needs a running event loop."""
+    """This process's heartbeat over the pipe it was given, which is closed at the end. Needs a running event loop."""
 
     def __init__(self, ready_fd: int | None, *, beats: bool) -> None:
-        """None: nobody listens. Without `beats` it only says that the process serves."""
+        """A descriptor of None disables it. Without `beats` it only announces that the process serves."""
         self._fd = ready_fd
         self._beats = beats
         self._timer: asyncio.TimerHandle | None = None
         self._owed = b""
-        """Of a piece of news, what the pipe had no room for."""
+        """The rest of a message for which the pipe had no room."""
         self._news: bytes | None = None
 
     def __enter__(self) -> Self:
@@ -54,7 +54,7 @@ class Heartbeat:
         self._beat()
 
     def send(self, news: Mapping[str, Any]) -> None:
-        """Send facts ahead of the next beats; the last of several that wait counts. Nothing without beats."""
+        """Send facts before the next beats; a newer message replaces a waiting one. Does nothing without beats."""
         self._news = b"\n" + json.dumps(dict(news)).encode() + b"\n"
         if self._timer is not None:
             self._timer.cancel()

@@ -1,4 +1,4 @@
-"""The frame of every Tandem process: how it says that it serves, when it is to stop, and how it fails.
+"""Lifetime of every Tandem process: how it announces that it serves, when it stops, and how it fails.
 
 SIGTERM begins the drain; a terminal's SIGINT is the supervisor's business (a process started by hand treats it
 like SIGTERM). SIGHUP has what can change in a live process read again, or, where a terminal closed, is like SIGTERM
@@ -34,15 +34,15 @@ _log = logging.getLogger(__name__)
 
 
 LOADING = "loading"
-"""Of a line that is about loading; see `load_progress`."""
+"""Key of a line about loading; see `load_progress`."""
 REACHES = "reaches"
-"""Of news: the addresses of the workers that answer a router."""
+"""Key of a message with the addresses of the workers that answer a router."""
 _FAULT_END_S = 5.0
-"""For a process to end by itself after a fault. What hangs would keep it for ever."""
+"""Time for a process to end by itself after a fault; a hang would otherwise keep it for ever."""
 
 
 class Lifetime:
-    """Set once when the process is to stop, with the fault that made it so, if any."""
+    """Set once when the process should stop, with the fault that caused it, if any."""
 
     def __init__(self, *, force_end: Callable[[int], object] | None = None) -> None:
         """`force_end` gets the exit code when the process has not ended in time after a fault."""
@@ -55,7 +55,7 @@ class Lifetime:
         self._stop.set()
 
     def fail(self, fault: BaseException) -> None:
-        """State can no longer be trusted: end at once, without a drain."""
+        """End at once, without a drain, because state can no longer be trusted."""
         if self.fault is None and self._force_end is not None:
             timer = threading.Timer(_FAULT_END_S, self._force_end, (1,))
             timer.daemon = True
@@ -64,24 +64,24 @@ class Lifetime:
         self._stop.set()
 
     def on_reread(self, callback: Callable[[], object]) -> None:
-        """Call back whenever files are to be read again that may change while the process runs."""
+        """Register a callback that reloads the files that may change while the process runs."""
         self._rereads.append(callback)
 
     def reread(self) -> None:
-        """Somebody says that such a file has changed."""
+        """Trigger a reload."""
         for callback in self._rereads:
             callback()
 
     async def wait(self) -> None:
-        """Until `stop` or `fail`; raises the fault."""
+        """Wait for `stop` or `fail`; raises the fault."""
         await self._stop.wait()
         if self.fault is not None:
             raise self.fault
 
 
 class OneAtATime:
-    """Does something in a thread, since a file system that hangs must not hang the loop. However often it is asked for
-    meanwhile, it is done once more: a storm of signals costs two turns.
+    """Runs a function in a thread, since a hanging file system must not block the loop. Requests made meanwhile are
+    coalesced into one more run: a burst of signals costs two.
     """
 
     def __init__(self, work: Callable[[], object]) -> None:
@@ -90,7 +90,7 @@ class OneAtATime:
         self._again = False
 
     def __call__(self) -> None:
-        """Ask for it, on the loop."""
+        """Request a run; call it on the loop."""
         self._again = True
         if self._turns is None or self._turns.done():
             self._turns = asyncio.get_running_loop().create_task(self._take_turns())
@@ -102,7 +102,7 @@ class OneAtATime:
 
 
 def load_progress(ready_fd: int | None) -> LoadProgress:
-    """Report the loading of weights to the parent process, as JSON lines before the one that says that it serves.
+    """Report the loading of weights to the parent process, as JSON lines before its ready line.
 
     A parent that does not read them does not delay loading: lines are then dropped.
     """
@@ -122,7 +122,7 @@ def load_progress(ready_fd: int | None) -> LoadProgress:
 
 
 def announce(ready_fd: int | None, facts: Mapping[str, Any]) -> None:
-    """Tell whoever started this process, in one JSON line, that it serves."""
+    """Announce to the parent process, in one JSON line, that this one serves."""
     if ready_fd is None:
         return
     with os.fdopen(ready_fd, "w", encoding="utf-8") as pipe:
@@ -136,15 +136,15 @@ class WorkerPlace:
     ready_fd: int | None = None
     index: int = 0
     address: str | None = None
-    """host:port where it listens, port 0: a free one; None: as the configuration says."""
+    """host:port to listen on, port 0 for a free one; None for the configured address."""
     gpus: tuple[int, ...] = ()
-    """Of this host, one for each of its ranks here; empty: as the configuration says."""
+    """Indices of GPUs on this host, one per rank; empty for those of the configuration."""
     gpu_sharers: int = 1
-    """Workers on the fullest of `gpus`."""
+    """Number of workers on the most shared of `gpus`."""
 
 
 def worker_main(role: WorkerRole, serve: Callable[["ClusterConfig", WorkerPlace, Lifetime], Awaitable[None]]) -> int:
-    """The command line of a worker, down to its exit code."""
+    """Run a worker from its command line and return its exit code."""
     parser = _parser(f"{role.value}_worker", f"one {role.value} worker of a cluster")
     parser.add_argument("--index", type=int, default=0, help="which worker of the pool this is")
     parser.add_argument("--address", help="host:port where it listens, in place of that in the YAML; 0: a free port")
@@ -163,20 +163,20 @@ def worker_main(role: WorkerRole, serve: Callable[["ClusterConfig", WorkerPlace,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterPlace:
-    """One router process among those that share a host's doors."""
+    """One router process among those that share a host's ports."""
 
     ready_fd: int | None = None
     index: int = 0
     shared_folder: Path | None = None
-    """Folder where they find each other; None of one that is alone."""
+    """Folder where the router processes find each other; None for a single one."""
     config_path: Path | None = None
-    """Where the configuration stands, to be read again."""
+    """Path of the configuration, for reloading."""
 
 
 def router_main(serve: Callable[["ClusterConfig", RouterPlace, Lifetime], Awaitable[None]]) -> int:
-    """The command line of a router, down to its exit code."""
-    parser = _parser("router", "the front doors of a cluster")
-    parser.add_argument("--index", type=int, default=0, help="which of the processes that share the doors this is")
+    """Run a router from its command line and return its exit code."""
+    parser = _parser("router", "the HTTP and gRPC servers of a cluster")
+    parser.add_argument("--index", type=int, default=0, help="index of this process among those that share the ports")
     parser.add_argument(
         "--siblings", type=Path, help="folder that the router processes of one host share; without it there are none"
     )
@@ -187,13 +187,13 @@ def router_main(serve: Callable[["ClusterConfig", RouterPlace, Lifetime], Awaita
 
 
 def end(code: int) -> NoReturn:
-    """Leave with this exit code at once, when everything has been closed.
+    """Exit with this code at once, after everything has been closed.
 
-    To take the interpreter apart as well costs whoever has imported torch half a second of processor time.
+    Finalizing the interpreter costs a process that has imported torch half a second of processor time.
     """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # nobody reads it any more
+        with suppress(OSError):  # its reader is gone
             stream.flush()
     os._exit(code)
 
@@ -206,7 +206,7 @@ def _parser(prog: str, description: str) -> argparse.ArgumentParser:
 
 
 def _gpus(text: str) -> tuple[int, ...]:
-    """GPU indices from the command line. Raises ValueError."""
+    """Parse GPU indices from the command line. Raises ValueError."""
     gpus = tuple(int(part) for part in text.split(","))
     if min(gpus) < 0 or len(set(gpus)) < len(gpus):
         raise ValueError(text)
@@ -249,7 +249,7 @@ def _reread_log_level(path: Path, name: str) -> None:
 
 
 def _blamed(caught: Exception) -> Exception:
-    """A wrong setting found while tasks ran comes in their group; its own line says all there is to say."""
+    """Extract a ConfigError from the exception group of the tasks that found it."""
     error = caught
     while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]

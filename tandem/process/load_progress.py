@@ -1,6 +1,6 @@
-"""How far the loading of weights has come, and how long it may still take: told a few times a second, logged seldom.
+"""Progress of loading weights and its remaining time: published a few times a second, logged every ten seconds.
 
-Pure: the clock, who is told and who logs are passed in.
+Pure: the clock and the callbacks that publish and log are passed in.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,21 +10,21 @@ from typing import Any, Self
 PUBLISH_S = 0.25
 LOG_S = 10.0
 _LEAST_SHARE = 0.02
-"""Before that nothing can be said of the time that is left."""
+"""Minimum time before the remaining time can be predicted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """One word on it."""
+    """One progress report."""
 
     share: float
-    """Of the values, 0 to 1."""
+    """Share of the values that are loaded, 0 to 1."""
     left_s: float | None
-    """Predicted; None while nothing can be said."""
+    """Predicted remaining seconds; None while unknown."""
 
     @classmethod
     def read(cls, told: Any) -> Self:
-        """From JSON. Raises LookupError, TypeError or ValueError for anything else."""
+        """Parse a decoded JSON value. Raises LookupError, TypeError or ValueError for anything else."""
         left_s = told["left_s"]
         share = float(told["share"])
         if not 0.0 <= share <= 1.0:

@@ -1,4 +1,4 @@
-"""Where processes of one user on one machine leave sockets for each other: a folder that nobody else can enter."""
+"""The private folder in which processes of one user on one machine leave sockets for each other."""
 
 import os
 import socket
@@ -19,14 +19,14 @@ def runtime_folder() -> Path:
 
 
 def place_for_socket(path: Path, what: str) -> None:
-    """Raises ConfigError, naming the setting `what`, where others could enter or something else than a socket is."""
+    """Prepare a socket's private folder. Raises ConfigError, naming the setting `what`, where that fails."""
     enter_privately(path.parent, what)
     if path.exists() and not path.is_socket():
         raise ConfigError(f"{what}: {path} exists and is not a socket")
 
 
 def others_could_have_made(path: Path) -> str | None:
-    """Why nobody should be believed who answers at this socket; None: only this user can have put it there."""
+    """Why the process behind this socket is not to be trusted; None if only this user can have put it there."""
     try:
         found = path.parent.stat()
     except OSError as error:
@@ -57,7 +57,7 @@ def somebody_answers(path: Path) -> bool:
 
 
 def enter_privately(folder: Path, what: str) -> None:
-    """Make it if need be. Raises ConfigError, naming `what` it is for, where others could enter."""
+    """Create the folder if needed. Raises ConfigError, naming the setting `what`, if others could enter it."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()

@@ -1,4 +1,4 @@
-"""PEM files of certificates: read with clear errors, and tried out before anybody depends on them.
+"""Loads PEM files of certificates, with clear errors, and tests them before they are used.
 
 `setting` is the configuration's name of what the files are given for, such as `transfer.tls`: errors begin with it.
 """
@@ -10,11 +10,11 @@ from tandem.config.source.regular_file import read_regular_text
 from tandem.errors import ConfigError, UnreadableFile
 
 _FLIGHTS = 4
-"""More than a handshake has."""
+"""Upper bound of the messages in a handshake."""
 
 
 def read_pem(path: Path, setting: str) -> str:
-    """A file's text. Raises ConfigError, as UnreadableFile where nothing could be read."""
+    """Read a file's text. Raises ConfigError, as UnreadableFile where nothing could be read."""
     try:
         return read_regular_text(path, encoding="ascii")
     except UnreadableFile as error:
@@ -24,7 +24,7 @@ def read_pem(path: Path, setting: str) -> str:
 
 
 def first_certificate(path: Path, setting: str) -> bytes:
-    """The first one of a file, in DER. Raises ConfigError."""
+    """Read the first certificate of a file, in DER. Raises ConfigError."""
     text = read_pem(path, setting)
     begin, end = text.find(ssl.PEM_HEADER), text.find(ssl.PEM_FOOTER)
     try:
@@ -34,7 +34,7 @@ def first_certificate(path: Path, setting: str) -> bytes:
 
 
 def read_authorities(path: Path, setting: str) -> str:
-    """The text of a file that holds some certificate. Raises ConfigError."""
+    """Read the text of a file with at least one certificate. Raises ConfigError."""
     text = read_pem(path, setting)
     if ssl.PEM_HEADER not in text:
         raise ConfigError(f"{setting}: {path}: no certificate in PEM")
@@ -60,7 +60,7 @@ def load_certificate(context: ssl.SSLContext, cert: Path, key: Path, setting: st
     first_certificate(cert, f"{setting}.cert")
     read_pem(key, name)
     try:
-        # An encrypted key would otherwise be asked for on the terminal.
+        # For an encrypted key OpenSSL would otherwise prompt on the terminal.
         context.load_cert_chain(cert, key, password=no_password)
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
@@ -81,11 +81,10 @@ def shake_hands(client: ssl.SSLContext, server: ssl.SSLContext) -> None:
 
 
 def client_of(cert: Path, setting: str) -> ssl.SSLContext:
-    """Of a client that believes the holder of this certificate, whatever it is called, and nobody else. Raises
-    ConfigError."""
+    """Create the TLS context of a client that trusts this certificate alone, under any name. Raises ConfigError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
-    # The certificate itself is believed, so that its authority need not be known; its dates are looked at all the same.
+    # The certificate itself is trusted, so its authority need not be known; its dates are checked all the same.
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     context.load_verify_locations(cadata=first_certificate(cert, setting))
     return context

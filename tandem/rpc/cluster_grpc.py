@@ -1,4 +1,4 @@
-"""gRPC between processes of one cluster: who may call, how connections are kept alive, how a server ends.
+"""gRPC between processes of one cluster: authentication, keepalive, and shutdown of servers.
 
 Peers prove that they belong to the cluster by a token derived from its secret; the secret itself never travels.
 """
@@ -42,18 +42,18 @@ _Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
 
 
 class ClusterAuth(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc ships no types
-    """Admits callers that know the cluster's secret, and makes such callers."""
+    """Admits callers that know the cluster's secret, and authenticates outgoing calls."""
 
     def __init__(self, secret: bytes) -> None:
         self._token = hmac.digest(secret, b"tandem rpc v1", "sha256").hex()
         self._refusal = grpc.unary_unary_rpc_method_handler(_refuse)
 
     def client_metadata(self) -> Sequence[tuple[str, str]]:
-        """What a caller sends with every call."""
+        """Metadata that a caller sends with every call."""
         return ((TOKEN_KEY, self._token),)
 
     async def intercept_service(self, continuation: _Continuation, details: grpc.HandlerCallDetails) -> Any:
-        """Pass a call on, or answer UNAUTHENTICATED without reading its messages. Health is nobody's secret."""
+        """Pass a call on, or answer UNAUTHENTICATED without reading its messages. Health checks are public."""
         if details.method == HEALTH_METHOD:
             return await continuation(details)
         given = next((value for key, value in details.invocation_metadata or () if key == TOKEN_KEY), "")
@@ -67,12 +67,12 @@ async def _refuse(_request: Any, context: Any) -> None:
 
 
 def open_channel(address: str) -> grpc.aio.Channel:
-    """A channel to another process of the cluster."""
+    """Open a channel to another process of the cluster."""
     return grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS)
 
 
 def make_server(auth: ClusterAuth) -> grpc.aio.Server:
-    """A server that only the cluster's own processes can use; add servicers, bind with `listen`, start it."""
+    """Create a server for the cluster's own processes only; add servicers, bind with `listen`, start it."""
     return grpc.aio.server(interceptors=(auth,), options=SERVER_OPTIONS)
 
 

@@ -1,4 +1,4 @@
-"""Host names as they are shown, typed and checked."""
+"""Formats, parses and validates host names and addresses."""
 
 import ipaddress
 import re
@@ -8,21 +8,21 @@ _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104  # compared wi
 _NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
 _MAX_CHARS = 253
 DEAD_PEER_MS = 10_000
-"""A connection whose peer's machine does not acknowledge for so long has ended."""
+"""A connection whose peer's machine acknowledges nothing for this long is closed."""
 
 
 def reachable(host: str) -> str:
-    """The address under which a client on this machine finds a listener: a wildcard is not one to connect to."""
+    """The address at which a client on this machine reaches a listener: loopback in place of a wildcard."""
     return _EVERYWHERE.get(host, host)
 
 
 def join(host: str, port: int) -> str:
-    """`host:port`, with the brackets of IPv6."""
+    """Format `host:port`, with brackets around IPv6."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def split(address: str) -> tuple[str, int]:
-    """The parts of `host:port`. Raises ValueError."""
+    """Split `host:port`. Raises ValueError."""
     host, colon, port = address.rpartition(":")
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     bracketed = bare is not host
@@ -34,7 +34,7 @@ def split(address: str) -> tuple[str, int]:
 
 
 def checked_host(host: str) -> str:
-    """An address or a name that one could listen on or connect to. Raises ValueError."""
+    """Validate an IP address or host name. Raises ValueError."""
     if ":" in host:
         try:
             ipaddress.IPv6Address(host)
@@ -46,13 +46,13 @@ def checked_host(host: str) -> str:
 
 
 def checked_address(address: str) -> str:
-    """`host:port` that one could connect to. Raises ValueError."""
+    """Validate a `host:port` to connect to. Raises ValueError."""
     split(address)
     return address
 
 
 def hold(host: str, port: int) -> socket.socket:
-    """A listener nobody is served by: while it is open the port (0: a free one) is nobody else's. Raises OSError."""
+    """Hold a port (0: a free one) with a listener that serves nothing, until it is closed. Raises OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     held = socket.socket(family, socket.SOCK_STREAM)
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -66,7 +66,7 @@ def hold(host: str, port: int) -> socket.socket:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address, or the name localhost, is of this machine alone."""
+    """Whether an address is loopback, or the name localhost."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -74,7 +74,7 @@ def is_loopback(host: str) -> bool:
 
 
 def keep_alive(sock: socket.socket) -> None:
-    """Small messages at once, and an end when the peer's machine is gone. Raises OSError."""
+    """Set TCP options: no delay of small messages, and an end when the peer's machine is gone. Raises OSError."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2)

@@ -1,6 +1,6 @@
 """TLS 1.3 between the workers of one cluster: both ends show certificates of one private authority.
 
-Names and addresses change from pod to pod and are not looked at. So the authority should sign for workers only.
+Names and addresses change from pod to pod and are not checked. So the authority should sign for workers only.
 """
 
 import hashlib
@@ -22,18 +22,18 @@ class TlsFiles:
 
 
 class MutualTls:
-    """What a worker shows and whom it believes, at both ends of a connection."""
+    """A worker's certificate and trusted authority, for both ends of a connection."""
 
     def __init__(self, files: TlsFiles, setting: str) -> None:
-        """Reads the files and shakes hands with itself. Raises ConfigError that names the file and what is wrong.
+        """Read the files and do a handshake with itself. Raises a ConfigError that names the file and the fault.
 
         `setting`: the configuration's name of what the files are given for.
         """
         self.fingerprint = hashlib.sha256(first_certificate(files.cert, f"{setting}.cert")).digest()
-        """SHA-256 of the certificate that is shown, in DER."""
+        """SHA-256 of the presented certificate, in DER."""
         read_pem(files.key, f"{setting}.key")
         self.server = _context(ssl.PROTOCOL_TLS_SERVER, files, setting)
-        # Tickets would let a peer come back without its certificate being looked at.
+        # Tickets would let a peer resume without a check of its certificate.
         self.server.num_tickets = 0
         self.client = _context(ssl.PROTOCOL_TLS_CLIENT, files, setting)
         try:
@@ -46,12 +46,12 @@ class MutualTls:
 
 
 def peer_fingerprint(sock: ssl.SSLSocket) -> bytes:
-    """SHA-256 of the certificate that the peer has shown, after the handshake."""
+    """SHA-256 of the certificate that the peer presented, after the handshake."""
     return hashlib.sha256(sock.getpeercert(binary_form=True) or b"").digest()
 
 
 def tls_reason(error: ssl.SSLError) -> str:
-    """Why a handshake failed, for people."""
+    """Describe why a handshake failed."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"the peer's certificate is refused: {error.verify_message}"
     if error.reason == "TLSV1_ALERT_PROTOCOL_VERSION":

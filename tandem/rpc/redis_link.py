@@ -24,20 +24,20 @@ if TYPE_CHECKING:
     from redis.asyncio import Connection
 
 _GREETING_BYTES = 1 << 16
-"""Of all that Redis says while a connection is made."""
+"""Maximum bytes of Redis's replies while a connection is made."""
 _log = logging.getLogger(__name__)
 
 Command = Sequence[str | bytes | int]
 Reply = Any
-"""bytes, int, None, a list of these, or a Refusal."""
+"""A reply: bytes, int, None, a list of these, or a Refusal."""
 
 
 class RedisDown(Exception):
-    """No answer in time, or no connection; says why."""
+    """Redis did not answer in time, or there is no connection; says why."""
 
 
 class UntrustedReply(RedisDown):
-    """Somebody else's hand: an answer is larger than what we write there can make it."""
+    """A reply is larger than anything that Tandem writes, so another writer is at work."""
 
 
 class Refusal(Exception):
@@ -46,14 +46,14 @@ class Refusal(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class LinkHealth:
-    """How one connection fares: for metrics. Written by its link alone."""
+    """Health of one connection, for metrics. Written by its link alone."""
 
     use: str
     is_up: bool = False
     connects: int = 0
     failures: int = 0
     reason: str = field(default="not connected yet")
-    """Of the last failure."""
+    """Reason of the last failure."""
 
 
 REDIS_BREAKER = BreakerPolicy(most_in_a_row=2, least_outcomes=math.inf, open=Backoff(first_s=0.25, most_s=3.0))
@@ -75,7 +75,7 @@ class RedisLink:
         self._errors, self._refusals = _error_classes()
 
     async def allowed(self) -> None:
-        """Wait until the breaker lets somebody try."""
+        """Wait until the circuit breaker allows a try."""
         await asyncio.sleep(self._breaker.wait_s(self._clock()))
 
     async def ask(
@@ -86,7 +86,7 @@ class RedisLink:
         patience_s: float = 0.0,
         fits: Callable[[Reply], bool] | None = None,
     ) -> list[Reply]:
-        """Send commands together; their answers, in order. Raises RedisDown.
+        """Send commands together and return their answers in order. Raises RedisDown.
 
         `vital`: of so many, the first ones, a refusal means the same as no answer. `patience_s`: how long the server
         itself may wait before it answers, on top of the usual bound. `fits`: whether an answer that is no refusal is
@@ -131,13 +131,13 @@ class RedisLink:
             raise self._failed(str(error) or type(error).__name__) from None
         except BaseException:
             self._breaker.released()
-            await self.close()  # whoever comes next must not get this one's answers
+            await self.close()  # the next caller must not get this one's answers
             raise
         return replies
 
     async def _connect(self) -> "Connection":
         ca = self._settings.ca
-        # In a thread: a file system that hangs must hang nobody but this link. Each time, since authorities change.
+        # In a thread: a hanging file system must block this link only. Read anew each time, since authorities change.
         authorities = None if ca is None else await asyncio.to_thread(read_authorities, Path(ca), "redis.ca")
         connection = _make_connection(self._settings, authorities)
         self._connection = connection
@@ -157,7 +157,7 @@ class RedisLink:
         return replies
 
     async def _judge(self, replies: Sequence[Reply]) -> None:
-        """Whether Redis did what it had to. Raises RedisDown."""
+        """Check that Redis executed the vital commands. Raises RedisDown."""
         for reply in replies:
             if isinstance(reply, Refusal):
                 await self.close()  # after a failover the same address may lead to another server
@@ -187,7 +187,7 @@ def _error_classes() -> tuple[tuple[type[Exception], ...], type[Exception]]:
 
 
 def _make_connection(settings: RedisSettings, authorities: str | None) -> "Connection":
-    """`authorities`: who may have signed the server's certificate, in PEM; None: whom the system believes."""
+    """`authorities`: trusted signers of the server's certificate, in PEM; None for those of the system."""
     from redis.asyncio import Connection, SSLConnection
     from redis.asyncio.retry import Retry
     from redis.backoff import NoBackoff

@@ -1,7 +1,7 @@
-"""Where the workers of the cluster are.
+"""Directories of the cluster's workers.
 
-A directory tells addresses only; who a worker is (id, incarnation, model) is said by the worker itself in the
-HELLO of its session, so a wrong or old entry costs a refused connection and nothing else.
+A directory lists addresses only; a worker identifies itself (id, incarnation, model) in the HELLO of its session, so a
+wrong or stale entry costs a refused connection and nothing else.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from tandem.values.roles import WorkerRole
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerAddress:
-    """Where one worker serves its session."""
+    """The endpoint at which one worker serves its session."""
 
     role: WorkerRole
     address: str
@@ -26,25 +26,25 @@ class WorkerDirectory(Protocol):
     """Knows the workers' addresses and their changes."""
 
     def watch(self) -> AsyncIterator[frozenset[WorkerAddress]]:
-        """The whole set now and again after each change; ends when it can change no more."""
+        """Yield the whole set now and after each change; ends when it can change no more."""
         ...
 
 
 class ChangingDirectory:
-    """Addresses that whoever owns it replaces; one may watch it."""
+    """A directory whose owner replaces the addresses; it can be watched."""
 
     def __init__(self, addresses: frozenset[WorkerAddress]) -> None:
         self._addresses = addresses
         self._changed = asyncio.Event()
 
     def replace(self, addresses: frozenset[WorkerAddress]) -> None:
-        """These are all from now on."""
+        """Replace the whole set."""
         if addresses != self._addresses:
             self._addresses = addresses
             self._changed.set()
 
     async def watch(self) -> AsyncIterator[frozenset[WorkerAddress]]:
-        """The whole set now and again after each change; never ends."""
+        """Yield the whole set now and after each change; never ends."""
         while True:
             self._changed.clear()
             yield self._addresses
@@ -52,7 +52,7 @@ class ChangingDirectory:
 
 
 def stated_addresses(*, prefill: Iterable[str], decode: Iterable[str]) -> frozenset[WorkerAddress]:
-    """Of both pools. Raises ConfigError for one that is not host:port, or that stands twice."""
+    """The addresses of both pools. Raises ConfigError for one that is not host:port, or that is listed twice."""
     stated = [(WorkerRole.PREFILL, a) for a in prefill] + [(WorkerRole.DECODE, a) for a in decode]
     seen: set[str] = set()
     for role, address in stated:

@@ -145,7 +145,7 @@ async def test_too_many_pages_are_told_so(browser):
         await first.open(router.url)
         await first.is_live()
         await second.open(router.url)
-        await expect(second.page.locator("#lost")).to_contain_text("1 listen to the status already")
+        await expect(second.page.locator("#lost")).to_contain_text("too many status listeners (at most 1)")
         assert await second.violations() == []
         await first.page.close()
         await second.page.click("#retry")

@@ -228,7 +228,7 @@ async def router(
                 metadata=ClusterAuth(SECRET).client_metadata(),
                 incarnation=incarnation,
                 silence_s=60.0,
-                reads_board=True,
+                reads_redis=True,
             ),
             rng=Random(number),
             backoff=Backoff(first_s=0.02, most_s=0.1),

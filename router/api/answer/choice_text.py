@@ -1,4 +1,4 @@
-"""Text of one choice from its tokens: detokenized, ended by stop strings, joined when nobody reads along. Pure."""
+"""Text of one choice from its tokens: detokenized, cut at stop strings, joined unless it is streamed. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import replace

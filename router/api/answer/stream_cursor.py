@@ -54,7 +54,7 @@ class StreamCursor:
 
     @property
     def has_all(self) -> bool:
-        """Whether the client has everything but the end mark, usage included where it asked for it."""
+        """Whether the client has everything but the end mark, including usage if it requested that."""
         return self._seen is not None and self._seen.usage_sent
 
     @property

@@ -1,4 +1,4 @@
-"""What a client asks of a beam search, checked: nothing that would change a distribution goes with it."""
+"""Parses and checks beam search options: they exclude parameters that change the distribution."""
 
 from dataclasses import fields as fields_of
 from dataclasses import replace
@@ -24,7 +24,7 @@ def parse_beam_search(
     streams: bool,
     votes: bool,
 ) -> BeamSearchParams | None:
-    """None: no beam search is wanted. Which tokens end a beam is for `with_beams` to say. Raises InvalidRequest."""
+    """Parse the options; None: no beam search. `with_beams` adds the tokens that end a beam. Raises InvalidRequest."""
     penalty = 1.0 if length_penalty is None else length_penalty
     if not wanted:
         if penalty != 1.0:
@@ -43,7 +43,7 @@ def parse_beam_search(
 
 
 def with_beams(one: PreparedRequest, fields: ClientRequest, *, most_beams: int) -> PreparedRequest:
-    """With the beam search that was asked for, if one was. Raises InvalidRequest for what it cannot keep."""
+    """Add the requested beam search, if any. Raises InvalidRequest for options that it does not support."""
     if (beams := fields.beams) is None:
         return one
     if not fields.num_choices <= beams.num_beams <= most_beams:

@@ -13,15 +13,15 @@ class ChoiceSelection:
     """What a client wants of the choices of each prompt."""
 
     candidates: int
-    """Generated; `num_choices` of the request."""
+    """Choices generated: the request's `num_choices`."""
     keep: int
-    """Shown."""
+    """Choices shown."""
     votes: bool = False
-    """One is shown: the answer that most agree on."""
+    """Whether one choice is shown: the answer that most candidates gave."""
     pattern: str | None = None
     """What of a text is its answer: what this regex finds, its first group if it has one. None: all of it."""
     shows_logprobs: bool = True
-    """Asked for by the client, and not for the sake of the selection."""
+    """Whether the client itself requested log probabilities, not the selection alone."""
 
     @property
     def param(self) -> str:
@@ -30,12 +30,12 @@ class ChoiceSelection:
 
 
 class VoteResult(NamedTuple):
-    """How an election went."""
+    """The result of a vote."""
 
     winner: int
     """The first candidate that gave the answer."""
     answer: str | None
-    """None: nobody had one, and the first candidate stands."""
+    """None: no candidate had one, and the first candidate wins."""
     num_votes: int
 
 

@@ -18,7 +18,7 @@ def parse_prompt_scoring(
 ) -> PromptScoringRequest | None:
     """None: nothing. `echoed_logprobs`: of a prompt that is echoed with those of its answer.
 
-    Raises InvalidRequest for what cannot be told, or not in a stream.
+    Raises InvalidRequest for log probabilities that cannot be returned, or not in a stream.
     """
     if prompt_logprobs is not None and not 0 <= prompt_logprobs <= MAX_TOP_LOGPROBS:
         raise InvalidRequest(f"prompt_logprobs must be an integer in [0, {MAX_TOP_LOGPROBS}]", param="prompt_logprobs")
@@ -31,7 +31,7 @@ def parse_prompt_scoring(
 
 
 def check_prompt_scoring_size(prepared: Sequence[PreparedRequest], most: int) -> None:
-    """Raises InvalidRequest when more would be told of a call's prompts than may be in memory at once."""
+    """Raises InvalidRequest when the log probabilities of a call's prompts would exceed the memory bound."""
     values = sum(
         len(one.request.prompt_token_ids) * one.request.num_choices * (2 + (one.request.reads.num_top or 0))
         for one in prepared
@@ -39,6 +39,6 @@ def check_prompt_scoring_size(prepared: Sequence[PreparedRequest], most: int) ->
     )
     if values > most:
         raise InvalidRequest(
-            f"prompt tokens x n x (2 + [prompt_]logprobs) is {values}: at most {most} are told; ask for less",
+            f"prompt tokens x n x (2 + [prompt_]logprobs) must be at most {most}, got {values}",
             param="prompt",
         )

@@ -1,7 +1,7 @@
-"""What router processes that share a host's ports publish to each other of named caches. Pure.
+"""Replicates named caches between router processes that share a host's ports. Pure.
 
-A change is told as the whole of what there is: it may come twice, late, or in any order. A pin stays at its worker,
-which every process has a session with; who hears of a name learns where that is, and renews or ends the pin there.
+An update carries the whole state of a name: it may arrive twice, late, or in any order. A pin stays at its worker, with
+which every process has a session; an update names the worker, so that each process can renew or end the pin there.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from tandem.values.prefix_pin import PinKey, PinOutcome
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PinLocation:
-    """Where a prefix is kept."""
+    """The worker that holds a pinned prefix."""
 
     worker: WorkerKey
     num_tokens: int
@@ -25,7 +25,7 @@ class PinLocation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedCacheUpdate:
-    """What became of one name."""
+    """The state of one name."""
 
     tenant: str
     name: str
@@ -35,20 +35,20 @@ class NamedCacheUpdate:
 
 
 class SharedNamedCaches:
-    """One process's caches and pins, as it tells others of them and hears of theirs."""
+    """One process's caches and pins: makes updates for other processes and applies theirs."""
 
     def __init__(self, caches: NamedCaches, pins: PinRegistry, *, clock: Callable[[], float]) -> None:
-        """`clock`: the pins' own."""
+        """`clock`: the one that the pins use."""
         self._caches = caches
         self._pins = pins
         self._clock = clock
 
     def update_for(self, tenant: str, name: str) -> NamedCacheUpdate:
-        """Of one name, as it is here now."""
+        """The update for one name, as it is here now."""
         return self._update(tenant, name, self._caches.find(tenant, name))
 
     def all_updates(self) -> list[NamedCacheUpdate]:
-        """Of all names, for a process that begins."""
+        """Updates for all names, for a process that starts."""
         return [self._update(*one) for one in self._caches.all_entries()]
 
     def _update(self, tenant: str, name: str, cache: NamedCache | None) -> NamedCacheUpdate:

@@ -104,7 +104,7 @@ class BatchStore:
             raise ConfigError(f"router.batches.path: {self._folder}: {error.strerror}") from None
 
     def may_run(self) -> bool:
-        """Whether this process is the one that runs batches: the first that asks, until its end."""
+        """Whether this process runs the batches: the first to call this does, until it ends."""
         if self._lock is None:
             lock = open_private(self._folder / "lock", "ab")
             try:
@@ -222,12 +222,12 @@ class BatchStore:
         return list(_batches(self._database.read(sql)))
 
     def cancel(self, batch: StoredBatch) -> None:
-        """Ask the process that runs it to end it."""
+        """Request cancellation by the process that runs the batch."""
         sql = "UPDATE batches SET is_cancelled = 1 WHERE id = ?"
         self._database.write(lambda connection: connection.execute(sql, (batch.id,)))
 
     def is_cancelled(self, batch: StoredBatch) -> bool:
-        """Whether somebody asked for it to end."""
+        """Whether cancellation was requested."""
         return self._database.read("SELECT is_cancelled FROM batches WHERE id = ?", (batch.id,)) == [(1,)]
 
     def results(self, batch: StoredBatch) -> "Results":

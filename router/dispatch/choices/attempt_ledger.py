@@ -1,8 +1,8 @@
-"""What all attempts at one choice came to: where the time went, what was held, what was computed more than once. Pure.
+"""Accounts for all attempts at one choice: where time went, KV held, tokens computed more than once. Pure.
 
-Phases of attempts add up. An attempt that ends with its worker's word has that worker's figures. One that the router
-ends, or whose worker is lost, has those that came with its first token, and what the router saw since; before that
-nobody knows, and its time belongs to no phase.
+Phases of attempts add up. An attempt that its worker ends has that worker's figures. One that the router ends, or whose
+worker is lost, has those that came with its first token plus what the router measured since; without a first token its
+time belongs to no phase.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from tandem.values.outputs import PhaseTimes
 
 class AttemptLedger:
     def __init__(self, *, prompt_length: int, clock: Callable[[], float], arrived_s: float | None = None) -> None:
-        """`arrived_s`: when the router heard of the request; None: now."""
+        """`arrived_s`: when the request arrived, on `clock`; None: now."""
         self._prompt_length = prompt_length
         self._clock = clock
         self._since_s = clock() if arrived_s is None else arrived_s
@@ -29,11 +29,11 @@ class AttemptLedger:
 
     @property
     def first(self) -> AttemptStarted | None:
-        """What the client's prompt found when it came: what later attempts find is our own doing."""
+        """The first attempt's start, with the prompt's cache hits; later attempts also hit what it computed."""
         return self._first
 
     def begin(self, num_given: int, kv_bytes_per_token: int = 0) -> None:
-        """An attempt goes to a worker, with so many tokens of the answer that the client has."""
+        """Start an attempt on a worker, with the `num_given` tokens of the answer that the client has."""
         now_s = self._clock()
         waited_s = self._spent.router_queue_s + now_s - self._since_s
         self._spent = replace(self._spent, router_queue_s=waited_s)
@@ -41,24 +41,24 @@ class AttemptLedger:
         self._num_given, self._kv_bytes_per_token = num_given, kv_bytes_per_token
 
     def refused(self) -> None:
-        """The attempt was not taken: since it began the choice has waited."""
+        """Discard a refused attempt: its time counts as waiting."""
         self._runs = False
 
     def heard(self, started: AttemptStarted) -> None:
-        """The attempt's first token, or its answer so far, is here."""
+        """Record the attempt's first token, or its answer so far."""
         self._heard = (started, self._clock())
         self._first = self._first or started
         self.computed_tokens += max(0, self._prompt_length + self._num_given - started.cached_tokens)
 
-    def ended(self, num_tokens: int, told: PhaseTimes | None = None) -> None:
-        """The attempt is over, and the choice has so many tokens. `told`: by its worker."""
+    def ended(self, num_tokens: int, times: PhaseTimes | None = None) -> None:
+        """End the attempt with `num_tokens` of the answer. `times`: as its worker reported; None: estimate them."""
         if not self._runs:
             return
         now_s, self._runs = self._clock(), False
-        if told is None:
-            told = self._seen(now_s, num_tokens)
+        if times is None:
+            times = self._seen(now_s, num_tokens)
         self.computed_tokens += num_tokens - self._num_given
-        self._spent = self._spent.plus(told)
+        self._spent = self._spent.plus(times)
         self._since_s = now_s
 
     def _seen(self, now_s: float, num_tokens: int) -> PhaseTimes:

@@ -77,7 +77,7 @@ class BeamSearch:
         return float(total / length**self._ask.length_penalty)
 
     def _may_improve(self) -> bool:
-        """Whether the best running beam could still be among the best; a guess, unless it is asked never to guess."""
+        """Whether the best running beam can still be among the best; a heuristic unless `early_stopping` is "never"."""
         if not self._is_full:
             return True
         longest = self._ask.early_stopping == "never" and self._ask.length_penalty > 0.0

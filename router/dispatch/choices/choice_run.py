@@ -1,4 +1,4 @@
-"""One choice of a request under way: carries its worker's events to `ChoiceProgress`, and its orders to workers."""
+"""Runs one choice of a request: feeds its worker's events to `ChoiceProgress` and sends orders to workers."""
 
 import logging
 from collections.abc import Sequence
@@ -44,27 +44,27 @@ from tandem.values.outputs import FinishReason
 logger = logging.getLogger(__name__)
 
 _ATTEMPTS_BITS = 16
-"""A worker tells a stream's readers apart by the numbers of their attempts."""
+"""Low bits of an attempt number that count within one reader; workers tell a stream's readers apart by the rest."""
 
 
 class ChoiceRun:
-    """Drives one choice to its end, over as many workers as it takes."""
+    """Drives one choice to its end, on as many workers as that takes."""
 
     def __init__(
         self,
         request: RoutedRequest,
-        standing: ChoiceHealthReporter,
+        health: ChoiceHealthReporter,
         names: list[BlockHash],
         context: DispatchContext,
         post: Post,
     ) -> None:
-        """`names`: of the prompt's blocks."""
+        """`names`: the hashes of the prompt's blocks."""
         self.done = False
         self.waiting: Waiting | None = None
         self.failure: ServingError | None = None
-        """What ends the request, once the deltas that came before it are with the client."""
-        self._standing = standing
-        self._index, self._request = standing.index, request
+        """The error that ends the request once the client has the deltas that came before it."""
+        self._health = health
+        self._index, self._request = health.index, request
         self._request_id = RequestId(f"{request.request_id}-{self._index}")
         self._prompt_names = names
         self._context = context
@@ -81,21 +81,21 @@ class ChoiceRun:
         self._resume = request.resume[self._index] if request.resume else None
         self._assignment: Assignment | None = None
         self._awaited: Assignment | None = None
-        """The same, until its first word came."""
+        """The current assignment until its first event arrives, then None."""
         self._worker = Incarnation(0)
         self._route: PrefillRoute | None = None
         self._adopting = self._proven = False
-        """Of the attempt that runs: a worker was asked to give it away; a token came of it."""
+        """Of the running attempt: whether it adopts a stream its worker still has; whether a token has come."""
 
     def submit(self) -> None:
         """Start the next attempt on the best worker whose session takes it.
 
-        When there is none, the choice is `waiting` afterwards. Raises the error that the client is told.
+        When there is none, the choice is `waiting` afterwards. Raises the error to return to the client.
         """
         progress = self._progress
         self._adopt()
         while self._assignment is None:
-            if self._standing.must_wait(self._request):
+            if self._health.must_wait(self._request):
                 self.waiting = Waiting.FOR_ROOM
                 return
             started_s = self._context.clock()
@@ -119,14 +119,14 @@ class ChoiceRun:
                 continue
             self._assignment = self._awaited = assignment
             self.waiting, self._proven = None, False
-            self._standing.placed(self, self._workers(assignment))
+            self._health.placed(self, self._workers(assignment))
             if self._request.only_worker is None:
                 self._placer.record(assignment, self._request_id, self._request.tenant, self._request.pins)
             self._context.observer.placed(assignment.placement.reason.value)
 
     def _choose(self) -> Assignment:
         """The best workers for the next attempt. Raises NoDecodeWorker, or RequestTooLarge for every one of them."""
-        excluded, shunned = self._excluded(), self._standing.shunned()
+        excluded, shunned = self._excluded(), self._health.shunned()
         if (only := self._request.only_worker) is not None:
             excluded |= {worker.info.key for worker in self._placer.registry.snapshots()} - {only}
         try:
@@ -156,17 +156,17 @@ class ChoiceRun:
             raise refused if isinstance(refused, RequestTooLarge) else computed from None
 
     def _to_wait_for(self, waiting: Waiting | None) -> Waiting | None:
-        """No worker can be asked at the moment: what changes that, or None when nothing is expected to.
+        """What to wait for while no worker can take the choice; None when nothing is expected to change that.
 
-        `waiting`: what it has waited for until now.
+        `waiting`: what the choice has waited for until now.
         """
         full, live = self._progress.full, self._placer.registry.live_decoders()
         if live & full:
             return Waiting.FOR_ROOM
-        # Those it waited for have left: that is a loss like any other.
+        # The workers it waited for have left: treat that like any other loss.
         if waiting is not None:
             return Waiting.FOR_WORKER
-        # Those that serve have failed it, and another would hardly do better. Who is full and not live is leaving.
+        # The live workers have failed it; another would hardly do better. Full workers that are not live are draining.
         if live and not full and self._progress.last_error is not None:
             return None
         if self._request.only_worker is None and self._placer.registry.worker_due_s() > 0.0:
@@ -174,7 +174,7 @@ class ChoiceRun:
         return None
 
     def _adopt(self) -> None:
-        """Ask the worker for it that ran it last, if this stream is one that is continued."""
+        """Adopt a continued stream from the worker that ran it last, if that worker still has it."""
         point, self._resume = self._resume, None
         if point is None:
             return
@@ -196,45 +196,45 @@ class ChoiceRun:
 
     @property
     def has_tokens(self) -> bool:
-        """Whether the client has any."""
+        """Whether the client has received any tokens."""
         return bool(self._progress.token_ids)
 
     @property
     def worker(self) -> WorkerKey | None:
-        """Who decodes it at the moment."""
+        """The worker that is decoding the choice now."""
         return None if self._assignment is None else self._assignment.decode
 
     @property
     def was_taken(self) -> bool:
-        """Whether a worker took it, or may have: then it is not new."""
+        """Whether a worker accepted the choice, or may have."""
         return self._progress.was_taken
 
     def runs(self, attempt: int) -> bool:
-        """Whether an attempt is the one under way."""
+        """Whether `attempt` is the one under way."""
         return self._assignment is not None and attempt == self._progress.attempt
 
     def submit_beside(self, other: "ChoiceRun", *, apart: int) -> None:
-        """As `submit`, on another worker than `other` has, with attempts numbered `apart` from its."""
+        """As `submit`, but not on the worker of `other`, with attempt numbers offset by `apart` from its."""
         self._progress.attempt = other._progress.attempt + apart
         if (assignment := other._assignment) is not None:
             self._progress.excluded[assignment.decode] = assignment.port
         self.submit()
 
     def let_go(self) -> None:
-        """Forget what runs without ending it: another reader has it."""
+        """Stop following the attempt without cancelling it: another reader has taken it over."""
         self.waiting = None
-        self._standing.left(self)
+        self._health.left(self)
         if (assignment := self._assignment) is not None:
             self._assignment = None
             self._placer.release(assignment)
 
-    def mourn(self) -> None:
-        """Its worker died, and the choice's other run goes on. Raises Unavailable as `on_event` does then."""
+    def report_worker_lost(self) -> None:
+        """Record the loss of its worker while the choice's other run goes on. Raises as `on_event` then does."""
         if self._assignment is not None:
-            self._standing.lost(self, self._assignment.decode, self._request)
+            self._health.lost(self, self._assignment.decode, self._request)
 
     def on_event(self, attempt: int, event: AttemptEvent) -> Sequence[ChoiceDelta]:
-        """What the client gets of an event; nothing of an earlier attempt's. Raises the error that it is told."""
+        """The deltas for the client; none for an earlier attempt's event. Raises the error to return to the client."""
         assignment = self._assignment
         if assignment is None or attempt != self._progress.attempt:
             return []
@@ -245,34 +245,34 @@ class ChoiceRun:
                 return self._on_refusal(assignment, event.error)
             case WorkerLost():
                 self._warn("its worker was lost: %s", event.reason)
-                self._mourn(assignment.decode)
+                self._report_lost(assignment.decode)
                 return self._retry(assignment, RetryReason.WORKER_LOST, Unavailable("the worker was lost"))
             case TransferFailed():
                 self._reroute(assignment, event)
         return []
 
     def abandon(self) -> None:
-        """Cancel whatever runs for this choice."""
+        """Cancel the attempt that runs for this choice, if any."""
         self.waiting = None
         assignment = self._assignment
         taken_back = () if assignment is None or self._proven else self._workers(assignment)
-        self._standing.left(self, taken_back, was_taken=self._progress.was_taken)
+        self._health.left(self, taken_back, was_taken=self._progress.was_taken)
         if assignment is not None:
             self._assignment = None
             assignment.port.cancel(self._request_id, self._progress.attempt)
             self._placer.release(assignment)
 
     def finish_early(self, reason: FinishReason) -> ChoiceDelta:
-        """The end, by the router's own decision."""
+        """End the choice by the router's own decision; the last delta."""
         return self._finish(self._progress.finish_early(reason))
 
     def final_error(self) -> ServingError:
-        """What the client is told when nothing more can be tried."""
+        """The error to return to the client when no attempt is left."""
         error = final_error(self._progress.last_error, retry_after_s=self._context.settings.retry_after_s)
         return in_clients_field(error, self._request.grammar_param)
 
     def on_tokens(self, attempt: int, arrived: TokensArrived) -> Sequence[ChoiceDelta]:
-        """As `on_event`, of the commonest event."""
+        """As `on_event`, for the most frequent event."""
         assignment = self._assignment
         if assignment is None or attempt != self._progress.attempt:
             return ()
@@ -286,7 +286,7 @@ class ChoiceRun:
             self._begun(assignment, arrived)
         if tokens and not self._proven:
             self._proven = True
-            self._standing.answered(self)
+            self._health.answered(self)
         finished = arrived.finished
         deltas = (ChoiceDelta(self._index, tokens, None, self._worker, None, arrived.cached_tokens),) if tokens else ()
         if finished is None:
@@ -295,15 +295,15 @@ class ChoiceRun:
             error = finished.failure or Unavailable("the worker gave the request up")
             try:
                 return (*deltas, *self._retry(assignment, RetryReason.WORKER_FAULT, error))
-            except ServingError as told:
+            except ServingError as final:
                 # These tokens count as the client's, so it must have them before the error.
-                self.failure = told
+                self.failure = final
                 return deltas
         return (self._finish(self._progress.finish(finished))._replace(tokens=tokens, worker=self._worker),)
 
     def _begun(self, assignment: Assignment, arrived: TokensArrived) -> None:
-        """The first word of an attempt that runs."""
-        self._standing.was_adopted |= self._adopting
+        """Handle the first event of the running attempt."""
+        self._health.was_adopted |= self._adopting
         self._awaited, self._adopting = None, False
         self._progress.was_read(self._placer.prompt_computed(assignment))
         if arrived.started is not None:
@@ -311,7 +311,7 @@ class ChoiceRun:
         self._worker = assignment.decode.incarnation
 
     def _retry(self, assignment: Assignment, reason: RetryReason, error: ServingError) -> list[ChoiceDelta]:
-        """The attempt has ended on its worker before the choice has: continue elsewhere, or raise."""
+        """The attempt has ended on its worker before the choice has: continue elsewhere, or raise the final error."""
         self._note_failure(assignment, error)
         if self._progress.is_complete:
             return [self.finish_early(FinishReason.LENGTH)]
@@ -323,9 +323,9 @@ class ChoiceRun:
         return []
 
     def _on_refusal(self, assignment: Assignment, error: ServingError) -> list[ChoiceDelta]:
-        """A full worker costs no attempt: another is asked if retries are not too many, else the choice waits."""
+        """A full worker costs no attempt: try another if the retry budget allows, else wait for room."""
         if self._adopting:
-            # It had it no more, which is no fault: the answer is generated again, from the same seed.
+            # The worker no longer has it, which is no failure: generate the answer again, from the same seed.
             self._adopting, self._assignment = False, None
             self._progress.was_refused()
             self._placer.release(assignment)
@@ -343,11 +343,11 @@ class ChoiceRun:
         return []
 
     def wait_for_room_s(self) -> float:
-        """How long to wait before `come_back`, unless room shows earlier."""
+        """Seconds to wait before `come_back`, unless room appears earlier."""
         return self._progress.wait_for_room_s(self._context.rng)
 
     def come_back(self) -> None:
-        """Ask the workers again that were full. Raises as `submit`."""
+        """Try the workers again that were full. Raises as `submit`."""
         if self.waiting is Waiting.FOR_ROOM:
             self._progress.try_full_again()
             self.submit()
@@ -358,21 +358,21 @@ class ChoiceRun:
         return self._progress.prompt_length + len(self._progress.token_ids) + 1
 
     def _workers(self, assignment: Assignment) -> tuple[WorkerKey, ...]:
-        """Who could have been ended by it."""
+        """Workers that compute the attempt, and that it could have crashed."""
         return (assignment.decode,) if self._route is None else (assignment.decode, self._route.worker)
 
-    def _mourn(self, key: WorkerKey) -> None:
-        """Raises Unavailable when the request is taken to have ended it."""
+    def _report_lost(self, key: WorkerKey) -> None:
+        """Raises Unavailable when the request is judged to have crashed the worker."""
         if not self._progress.is_complete:
-            self._standing.lost(self, key, self._request)
+            self._health.lost(self, key, self._request)
 
     def _note_failure(self, assignment: Assignment, error: ServingError) -> None:
         self._assignment = None
         self._placer.release(assignment)
         self._progress.excluded[assignment.decode] = assignment.port
-        standing, ours = self._standing, is_full(error) or is_final(error) or isinstance(error, RequestTooLarge)
-        at_fault = not ours and self._placer.registry.port(assignment.decode) is assignment.port
-        (standing.failed if at_fault else standing.refused)(self, assignment.decode)
+        health, is_blameless = self._health, is_full(error) or is_final(error) or isinstance(error, RequestTooLarge)
+        at_fault = not is_blameless and self._placer.registry.port(assignment.decode) is assignment.port
+        (health.failed if at_fault else health.refused)(self, assignment.decode)
         if isinstance(error, RequestTooLarge):
             self._progress.pool_tokens_above = assignment.placement.decode.info.pool_tokens
         elif error.retryable or isinstance(error, InternalError):
@@ -410,38 +410,38 @@ class ChoiceRun:
         error = failed.error
         if error is not None and is_final(error):
             raise in_clients_field(error, self._request.grammar_param)
-        self._standing.mourn(self, self._request)
+        self._health.recheck_failed_workers(self, self._request)
         self._note_prefill_failure(route.worker)
         if not isinstance(error, RequestTooLarge):
-            asked_s = None if error is None else error.retry_after_s
-            self._placer.registry.penalise(route.worker, FAILURE_PENALTY_S if asked_s is None else asked_s)
-        if self._standing.is_in_doubt():
+            pause_s = None if error is None else error.retry_after_s
+            self._placer.registry.penalise(route.worker, FAILURE_PENALTY_S if pause_s is None else pause_s)
+        if self._health.is_in_doubt():
             assignment.port.cancel(self._request_id, progress.attempt)
             self._assignment, self.waiting = None, Waiting.FOR_ROOM
             self._placer.release(assignment)
-            self._standing.refused(self, assignment.decode)
+            self._health.refused(self, assignment.decode)
             return
         started_s = self._context.clock()
         prefill = None
         if progress.may_reroute() and self._context.budget.spend():
-            prefill = self._placer.reassign_prefill(assignment, frozenset(self._excluded() | self._standing.shunned()))
+            prefill = self._placer.reassign_prefill(assignment, frozenset(self._excluded() | self._health.shunned()))
         else:
             self._placer.compute_locally(assignment)
         self._route = next_route(route, prefill, assignment)
         self._trace(assignment, started_s)
-        self._standing.placed(self, self._workers(assignment))
+        self._health.placed(self, self._workers(assignment))
         self._context.observer.retried(RetryReason.TRANSFER_FAILED.value)
         assignment.port.reroute(self._request_id, progress.attempt, self._route)
 
     def _note_prefill_failure(self, key: WorkerKey) -> None:
         if (port := self._placer.registry.port(key)) is None:
-            self._mourn(key)
+            self._report_lost(key)
         else:
             self._progress.excluded[key] = port
-            self._standing.failed(self, key)
+            self._health.failed(self, key)
 
     def _warn(self, text: str, *values: object, level: int = logging.WARNING) -> None:
-        """In the log; this may be a session's turn, whose context knows no request."""
+        """Log with the request's id: a session may be the caller, and its logging context has none."""
         trace = "" if (span := self._request.span) is None else f" trace {span.trace_id}"
         logger.log(level, f"request %s%s: {text}", self._request_id, trace, *values, extra=about(self._request_id))
 

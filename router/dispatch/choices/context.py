@@ -1,4 +1,4 @@
-"""What every request of one router shares, and what a choice that runs nowhere waits for."""
+"""State shared by all requests of one router, and what a choice without a worker can wait for."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,14 +37,14 @@ class DispatchSettings:
     max_queue_s: float = 60.0
     """How long a request that no worker has taken waits for one that is expected; see `router.max_queue_s`."""
     retry_after_s: float = 1.0
-    """What clients are told when no worker said anything better."""
+    """Retry-After for clients when no worker gave one, in seconds."""
     hedging: HedgingSettings | None = None
     """None: a late first token is waited for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DispatchContext:
-    """What every request of one router shares."""
+    """State shared by all requests of one router."""
 
     placer: Placer
     hasher: BlockHasher
@@ -60,7 +60,7 @@ class DispatchContext:
 
 
 class Waiting(Enum):
-    """What a choice that runs nowhere waits for."""
+    """What a choice without a worker waits for."""
 
     FOR_WORKER = "for_worker"
     """None is left, or none yet: it goes on when one joins, if that is soon."""

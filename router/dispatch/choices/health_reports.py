@@ -1,7 +1,7 @@
-"""What the runs of one choice tell `WorkerHealth` of the workers that they are on. Pure.
+"""Reports outcomes of one choice's attempts to `WorkerHealth`. Pure.
 
-A choice has one run, or two for a while (`router.dispatch.hedge_run`): they stand and fall together, for what ends
-workers is in the request that both carry. A run that another router or reader continues has a standing of its own.
+A choice has one run, or two while it is hedged (`router.dispatch.hedge_run`). Both report here, since a request that
+crashes workers does so from either. A run that another router or reader continues has a reporter of its own.
 """
 
 from collections.abc import Hashable
@@ -16,7 +16,7 @@ Workers = tuple[WorkerKey, ...]
 
 
 class ChoiceHealthReporter:
-    """One choice's; `run` tells its runs apart."""
+    """Reports for one choice; `run` identifies which of its runs."""
 
     def __init__(self, index: int, request: RoutedRequest, health: WorkerHealth, registry: WorkerRegistry) -> None:
         self.index = index
@@ -25,47 +25,50 @@ class ChoiceHealthReporter:
         self._registry = registry
         self._workers: dict[Hashable, Workers] = {}
         self._failed: set[WorkerKey] = set()
-        """Workers that failed on it and were alive then."""
+        """Workers that failed on the choice and were still alive then."""
         self.was_taken = False
-        """Whether a worker took any run of it that has ended, or may have."""
+        """Whether a worker accepted any of its ended runs, or may have."""
         self.was_adopted = False
-        """Whether a worker still had what it goes on with."""
+        """Whether the choice continues an attempt that a worker still had."""
 
     def must_wait(self, request: RoutedRequest) -> bool:
-        """Whether it is to go alone and cannot yet, or is in doubt. Raises as `lost`, when doubt has turned out so."""
+        """Whether it must wait for isolation, or for a loss to be decided. Raises as `lost` once that condemns it."""
         return self._health.must_wait(self._name, self._registry.live_decoders, request)
 
     def is_in_doubt(self) -> bool:
-        """Whether workers may have been ended by it, and that is not known yet."""
+        """Whether it is not decided yet if the choice has crashed workers."""
         return self._health.is_in_doubt(self._name)
 
     def shunned(self) -> set[WorkerKey]:
-        """Workers that it is better not put on."""
+        """Workers to avoid for this choice while there are others."""
         return self._health.shunned(self._name)
 
     def placed(self, run: Hashable, workers: Workers) -> None:
-        """An attempt was sent to these: who decodes it, and who computes its prompt."""
+        """An attempt was sent to these workers: the one that decodes and the one that prefills."""
         self._workers[run] = workers
         self._health.placed(self._name, workers, beside=self._beside(run))
 
     def answered(self, run: Hashable) -> None:
-        """The first token of an attempt came."""
+        """Record the first token of an attempt."""
         self._failed.clear()
         self._health.answered(self._name, self._workers.get(run, ()))
 
     def failed(self, run: Hashable, key: WorkerKey) -> None:
-        """A worker failed on an attempt and is still here, or has not been missed yet (see `mourn`)."""
+        """A worker failed on an attempt and its session is still up, or is not yet known to be lost.
+
+        See `recheck_failed_workers`.
+        """
         self._workers.pop(run, None)
         self._failed.add(key)
         self._health.failed(self._name, key, still=self._beside(run))
 
     def refused(self, run: Hashable, key: WorkerKey) -> None:
-        """A worker would not take an attempt, or is gone: no fault of anybody."""
+        """A worker refused an attempt, or left: no failure of either."""
         self._workers.pop(run, None)
         self._health.refused(self._name, key, still=self._beside(run))
 
     def lost(self, run: Hashable, key: WorkerKey, request: RoutedRequest) -> None:
-        """A worker was lost under an attempt. Raises Unavailable when the request is taken to have ended it."""
+        """A worker was lost during an attempt. Raises Unavailable when the request is judged to have crashed it."""
         if self._registry.port(key) is not None:
             # It is back already, the same process.
             self.refused(run, key)
@@ -74,8 +77,8 @@ class ChoiceHealthReporter:
         if not self._registry.went_in_order(key):
             self._health.lost(self._name, key, request, still=self._beside(run))
 
-    def mourn(self, run: Hashable, request: RoutedRequest) -> None:
-        """Those that failed earlier may have been about to die: a peer can hear of it first. Raises as `lost`."""
+    def recheck_failed_workers(self, run: Hashable, request: RoutedRequest) -> None:
+        """Report failed workers that are gone by now as lost: peers may notice a crash first. Raises as `lost`."""
         for key in [key for key in self._failed if self._registry.port(key) is None]:
             self._failed.discard(key)
             if not self._registry.went_in_order(key):
@@ -83,7 +86,7 @@ class ChoiceHealthReporter:
                 self._health.lost(self._name, key, request, still=still)
 
     def left(self, run: Hashable, taken_back: Workers = (), *, was_taken: bool = False) -> None:
-        """A run has ended; `taken_back`: of these workers, which had not answered."""
+        """A run has ended; `taken_back`: workers it was cancelled on before they answered."""
         self.was_taken |= was_taken
         self._workers.pop(run, None)
         if still := self._beside(run):

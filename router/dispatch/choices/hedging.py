@@ -2,7 +2,7 @@
 
 "The Tail at Scale" (Dean and Barroso, CACM 2013): a second request is sent once the first has been out longer than a
 high quantile of what is usual, so that few are sent. Here a budget bounds them as well: a cluster that is slow as a
-whole must not be asked twice for everything.
+whole must not be sent everything twice.
 """
 
 from collections import deque

@@ -1,4 +1,4 @@
-"""Who is told what dispatch decides: the router's metrics, or nobody."""
+"""The observer of dispatch's decisions: the router's metrics, or none."""
 
 from typing import Protocol
 
@@ -16,7 +16,7 @@ class DispatchObserver(Protocol):
 
 
 class SilentObserver:
-    """Counts nothing: probes are no requests of clients."""
+    """Counts nothing: probes are not clients' requests."""
 
     def placed(self, mode: str) -> None: ...
 

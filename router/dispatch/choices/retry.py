@@ -1,4 +1,4 @@
-"""One choice across its attempts: which tokens its client has, and what follows upon a failure.
+"""One choice across its attempts: which tokens its client has, and what follows a failure.
 
 The ladder: a refusal or a lost worker is answered by another worker, which continues after the tokens that the
 client already has (sampling noise depends on seed, choice and position only, so the text is the one of an
@@ -33,7 +33,7 @@ MAX_REROUTES = 2
 LEAST_WAIT_S = 0.1
 MAX_WAIT_DOUBLINGS = 3
 _OF_GRAMMAR = "grammar: "
-"""How workers begin what they say of what an answer must follow; sessions carry no name of a field."""
+"""The prefix of workers' errors about a grammar: sessions do not carry the name of the client's field."""
 
 
 class RetryReason(Enum):
@@ -63,7 +63,7 @@ class RetryBudget:
         self._left = most
 
     def earn(self) -> None:
-        """A request was accepted."""
+        """Add the share that an accepted request earns."""
         self._left = min(self._most, self._left + self._share)
 
     def spend(self) -> bool:
@@ -80,12 +80,12 @@ def is_full(error: ServingError) -> bool:
 
 
 def is_final(error: ServingError) -> bool:
-    """Whether no other worker would answer differently: the request is wrong, late, or nobody's here."""
+    """Whether no other worker would answer differently: the request is invalid, late, or its stream was taken over."""
     return isinstance(error, (InvalidRequest, DeadlineExceeded, StreamTaken)) and not isinstance(error, RequestTooLarge)
 
 
 def in_clients_field(error: ServingError, grammar_param: str | None) -> ServingError:
-    """What a worker says of a grammar, said of the client's field that it was made of."""
+    """A worker's error about a grammar, reworded to name the client's field that the grammar was made from."""
     if grammar_param is None or not isinstance(error, InvalidRequest) or not error.message.startswith(_OF_GRAMMAR):
         return error
     return type(error)(f"{grammar_param}: {error.message.removeprefix(_OF_GRAMMAR)}", param=grammar_param)
@@ -93,7 +93,7 @@ def in_clients_field(error: ServingError, grammar_param: str | None) -> ServingE
 
 @dataclass(slots=True, kw_only=True)
 class ChoiceProgress:
-    """What one choice has come to."""
+    """The progress of one choice."""
 
     prompt_length: int
     max_tokens: int
@@ -106,13 +106,13 @@ class ChoiceProgress:
     excluded: dict[WorkerKey, WorkerPort] = field(default_factory=dict)
     """Workers tried in vain since the last progress, by the session in which that was."""
     full: set[WorkerKey] = field(default_factory=set)
-    """Those of the excluded that said when to come back."""
+    """Excluded workers that were only full and gave a retry-after time."""
     num_waits: int = 0
     """Waits for room since the last progress."""
     pool_tokens_above: int = 0
     last_error: ServingError | None = None
     clock: Callable[[], float] = lambda: 0.0
-    """For what attempts took; without one nobody asks."""
+    """Measures how long attempts take; by default they take no time."""
     arrived_s: float | None = None
     read_by: WorkerRole | None = None
     """The pool whose worker computed the prompt for the first attempt that began."""
@@ -133,15 +133,15 @@ class ChoiceProgress:
 
     @property
     def was_taken(self) -> bool:
-        """Whether a worker took an attempt, or may have; who refused one has computed nothing for it."""
+        """Whether a worker accepted an attempt, or may have; one that refused has computed nothing for it."""
         return self._num_taken > 0
 
     def was_read(self, by: WorkerRole | None) -> None:
-        """An attempt has begun; `by`: see `ChoiceFinish.read_by`."""
+        """Record the pool that computed the prompt; `by`: see `ChoiceFinish.read_by`."""
         self.read_by = self.read_by or by
 
     def was_refused(self) -> None:
-        """The attempt was not taken."""
+        """Count the attempt as not accepted."""
         self.ledger.refused()
         self._num_taken -= 1
 
@@ -177,26 +177,26 @@ class ChoiceProgress:
         return reason is RetryReason.WORKER_LOST or budget.spend()
 
     def was_full(self, worker: WorkerKey, error: ServingError) -> None:
-        """The worker has no room now: no fault of anybody, so it costs no attempt."""
+        """Record that the worker has no room now: that is no failure, so it costs no attempt."""
         self.was_refused()
         self.last_error = error
         self.full.add(worker)
 
     def wait_for_room_s(self, rng: Random) -> float:
-        """How long to stay away when all are full: as asked, twice as long each time, and not in step with others."""
-        asked_s = None if self.last_error is None else self.last_error.retry_after_s
+        """Seconds to back off when all workers are full: their retry-after, doubled each time, with jitter."""
+        retry_after_s = None if self.last_error is None else self.last_error.retry_after_s
         self.num_waits += 1
         growth = 2.0 ** min(self.num_waits - 1, MAX_WAIT_DOUBLINGS)
-        return max(LEAST_WAIT_S, asked_s or 0.0) * growth * rng.uniform(1.0, 1.5)
+        return max(LEAST_WAIT_S, retry_after_s or 0.0) * growth * rng.uniform(1.0, 1.5)
 
     def try_full_again(self) -> None:
-        """The wait is over."""
+        """Admit the full workers again: the wait for room is over."""
         for worker in self.full:
             self.excluded.pop(worker, None)
         self.full.clear()
 
     def still_excluded(self, port_of: Callable[[WorkerKey], WorkerPort | None]) -> set[WorkerKey]:
-        """Those that are not to be asked: a worker that was lost and has come back may be."""
+        """Workers not to try: one that was lost and has come back in a new session may be tried."""
         return {worker for worker, port in self.excluded.items() if port_of(worker) is port}
 
     def may_reroute(self) -> bool:
@@ -206,14 +206,14 @@ class ChoiceProgress:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all tokens are there and only the word that it ended was lost."""
+        """Whether all tokens are there and only the end of the attempt was lost."""
         return len(self.token_ids) >= self.max_tokens
 
     def finish(self, finished: AttemptFinished) -> ChoiceFinish:
-        """The end, as a worker told it. Of a continued choice: the first attempt's cached count, all attempts' times.
+        """End as a worker reported it. A continued choice has the first attempt's cached count and all attempts' times.
 
-        The cached count is what the client's prompt found when it came; what a later attempt finds of prompt and
-        output is our own doing.
+        The cached count is what the client's prompt hit when it arrived; later attempts also hit what earlier ones
+        computed.
         """
         if self.ledger.first is None:
             self.ledger.heard(AttemptStarted(cached_tokens=finished.cached_tokens, times=finished.times))
@@ -221,7 +221,7 @@ class ChoiceProgress:
         return self._finish(finished.reason)
 
     def finish_early(self, reason: FinishReason) -> ChoiceFinish:
-        """The end, as decided here: with what is known since the first token."""
+        """End by the router's decision, with the figures known since the first token."""
         self.ledger.ended(len(self.token_ids))
         return self._finish(reason)
 
@@ -239,7 +239,7 @@ class ChoiceProgress:
 
 
 def final_error(last: ServingError | None, *, retry_after_s: float) -> ServingError:
-    """What the client is told when the ladder has ended: the worker's own words where they help."""
+    """The error for the client when no attempt is left: the worker's own where it helps."""
     if last is None:
         return Unavailable("no decode worker is available", retry_after_s=retry_after_s)
     if last.retryable:

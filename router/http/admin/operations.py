@@ -19,9 +19,9 @@ _DISTRIBUTION = "tandem-serve"
 
 
 class SharedScrape:
-    """One reading for all who ask at once: what takes milliseconds of the event loop is made once, however many ask.
+    """One reading for concurrent callers: what takes milliseconds of the event loop is made once for all of them.
 
-    Nobody gets what was read before it asked: a call that comes while a reading is under way shares the next one. For
+    No caller gets a reading from before its call: one that comes while a reading is under way shares the next. For
     use on one event loop.
     """
 
@@ -33,7 +33,7 @@ class SharedScrape:
         """It has not begun yet."""
 
     async def __call__(self) -> bytes:
-        """Read, or have part in what is about to be read. One who gives up waiting takes it from nobody else."""
+        """Read, or share the reading that is about to begin. A cancelled caller does not cancel it for others."""
         if self._next is None:
             self._next = asyncio.get_running_loop().create_task(self._make(self._under_way))
         return await asyncio.shield(self._next)

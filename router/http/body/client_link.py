@@ -1,4 +1,4 @@
-"""What a handler wants of its client's connection beyond ASGI: to write without waiting, and to hear when it is gone.
+"""A client's connection, beyond what ASGI offers: writing without waiting, and noticing when the client leaves.
 
 Our own server offers both (`EXTENSION` in the scope). Under any other one `send` and `receive` have to do.
 """
@@ -16,7 +16,7 @@ EXTENSION = "tandem.link"
 
 
 class ClientLeft(Cancelled):
-    """Nobody is there to be answered."""
+    """The client has left."""
 
 
 class Link(Protocol):

@@ -81,7 +81,7 @@ class SseAnswerStream:
         return self._cursor.id_of(ended=ended, usage_sent=not choices)
 
     def _opening(self) -> list[bytes]:
-        """The last one alone has an id: whoever has not all of them begins anew."""
+        """Only the last event has an id: a client without all of them starts again."""
         chunks = self._answer.opening()
         return [event(c | self._fields, self._id_of(c) if c is chunks[-1] else None) for c in chunks]
 

@@ -13,7 +13,7 @@ from tandem.errors import InvariantError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerHead:
-    """What every chunk of one answer repeats, and what the client asked to see."""
+    """The fields that every chunk of one answer repeats, and what the client requested."""
 
     id: str
     created_s: int

@@ -48,7 +48,7 @@ _UPLOAD_BODY = {"requestBody": {"required": True, "content": {"multipart/form-da
 _LINES = {"content": {_JSONL: {"schema": {"type": "string", "contentMediaType": _JSONL}}}}
 _Id = Annotated[str, AfterValidator(unquote)]
 _FULL_S = 30.0
-"""A full disk is looked after by somebody, or by time."""
+"""Retry-After when the disk is full, in seconds: an operator or a sweep makes room."""
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T", StoredBatch, StoredFile)
 
@@ -213,7 +213,7 @@ class BatchRoutes:
 
 @contextlib.asynccontextmanager
 async def _writing() -> AsyncIterator[None]:
-    """Where nothing can be written, as on a full disk, the client is asked to come again."""
+    """Answer with Retry-After where files cannot be written, as on a full disk."""
     try:
         yield
     except OSError as error:

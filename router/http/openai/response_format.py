@@ -31,7 +31,7 @@ class ResponseFormat(StrictBody):
     json_schema: NamedSchema | None = None
 
     def structures(self) -> Iterator[StructuredOutput]:
-        """What is asked for. Raises InvalidRequest."""
+        """The requested structure. Raises InvalidRequest."""
         if (self.type == Shape.JSON_SCHEMA.value) != (self.json_schema is not None):
             raise InvalidRequest(f"{_FORMAT}: json_schema stands with type json_schema, and only there", param=_FORMAT)
         if self.json_schema is not None:
@@ -59,7 +59,7 @@ class StructuredOutputs(StrictBody):
     grammar: str | None = None
 
     def structures(self) -> Iterator[StructuredOutput]:
-        """What is asked for."""
+        """The structure that the client requested."""
         given = [
             StructuredOutput(shape=shape, value=value, param=_OUTPUTS)
             for shape, value in (

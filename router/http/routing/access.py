@@ -68,7 +68,7 @@ class AccessGuard:
 
 
 class ClientAccess(SecurityBase):
-    """Dependency of routes for clients: whoever has a key, where there are keys."""
+    """Dependency of routes for clients: requires an API key where keys are configured."""
 
     page: OperatorPage | None = None
 

@@ -34,7 +34,7 @@ class ErrorAnswers:
             if isinstance(error, InternalError):
                 _log.error("internal error shown to a client: %s", error.message)
             await error_response(error, error_shape(scope))(scope, receive, send)
-        except Exception:  # noqa: BLE001  # the one interceptor for what nobody foresaw
+        except Exception:  # noqa: BLE001  # the one handler for unexpected errors
             _log.exception("a request failed")
             await error_response(InternalError("internal error"), error_shape(scope))(scope, receive, send)
 

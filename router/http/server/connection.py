@@ -34,6 +34,9 @@ _HUNG_UP = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
 _MAX_CHECK_S = 1.0
 _WARN_EVERY_S = 60.0
 _log = logging.getLogger(__name__)
+_protocol_log = logging.getLogger(f"{__name__}.protocol")
+"""uvicorn's, but for its warnings: each of any stranger's requests makes one. `ConnectionWatch.refused` counts them."""
+_protocol_log.setLevel(logging.ERROR)
 
 
 def _refusal(error: ServingError, *headers: str) -> bytes:
@@ -54,6 +57,8 @@ class ConnectionWatch:
         least_s = min(limits.head_timeout_s, limits.keep_alive_s, limits.write_timeout_s)
         self._check_s = min(_MAX_CHECK_S, least_s / 4)
         self._warned_s = -_WARN_EVERY_S
+        self._told_s = -_WARN_EVERY_S
+        self._num_untold = 0
         self._timer = loop.call_later(self._check_s, self._check)
 
     def now_s(self) -> float:
@@ -71,6 +76,15 @@ class ConnectionWatch:
         if gone is not connection:
             gone.give_up()
         return gone is not connection
+
+    def refused(self, error: ServingError) -> None:
+        """Log what was no HTTP request, once in a while: anybody can send another, and fill a disk with their lines."""
+        if self.now_s() - self._told_s < _WARN_EVERY_S:
+            self._num_untold += 1
+            return
+        more = f"; {self._num_untold} more were refused since the last such line" if self._num_untold else ""
+        self._told_s, self._num_untold = self.now_s(), 0
+        _log.warning("refused what is no HTTP request: %s%s", error, more)
 
     def close_idle(self, least_s: float) -> None:
         """Close the connections without a request for so long."""
@@ -112,6 +126,7 @@ class Connection(HttpToolsProtocol):
     def __init__(self, watch: ConnectionWatch, **others: Any) -> None:
         """`others`: what uvicorn hands over."""
         super().__init__(**others)
+        self.logger = _protocol_log
         self._watch = watch
         self._table = watch.table
 
@@ -166,6 +181,7 @@ class Connection(HttpToolsProtocol):
         if is_next or not (self._is_in_head or self.pipeline or cycle.response_started):
             self.transport.write(_refusal(self._refused or InvalidRequest(msg)))
         self._refused = self._refused or InvalidRequest(msg)
+        self._watch.refused(self._refused)
         self._lose_clients()
         self._end_when_read(_MOST_BEHIND_HEAD)
 
@@ -191,8 +207,8 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
     def notice_leave(self) -> None:
-        """Nobody reads from a paused connection, such as one with a next request behind the one under way, and so
-        nobody hears of its end."""
+        """A paused connection is not read, such as one with a next request behind the one under way, and so its
+        end goes unnoticed."""
         if self.flow.read_paused and _has_hung_up(self.transport):
             self.transport.abort()
 
@@ -290,7 +306,7 @@ class Connection(HttpToolsProtocol):
 
 
 def _has_hung_up(transport: asyncio.Transport) -> bool:
-    """Asked of the kernel, which knows it before all that was sent is read."""
+    """Queried from the kernel, which knows it before all data is read."""
     poll = select.poll()
     poll.register(transport.get_extra_info("socket").fileno(), _HUNG_UP)
     return bool(poll.poll(0))
@@ -354,7 +370,7 @@ class _DirectLink:
         self._on_leave = callback
         if callback is None:
             return
-        # Nobody hears of an end behind a body that is too large to be read on.
+        # The end of a connection goes unnoticed behind a body that is too large to be read.
         self._flow.resume_reading()
         if self._cycle is None or self._cycle.disconnected:
             callback()
@@ -366,7 +382,7 @@ class _DirectLink:
         return self._cycle is None
 
     def client_left(self) -> None:
-        """Note that nobody is left: uvicorn notifies the newest request alone."""
+        """Record that the client left: uvicorn notifies the newest request alone."""
         cycle, self._cycle = self._cycle, None
         if cycle is None or cycle.response_complete:
             return

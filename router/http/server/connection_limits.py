@@ -42,7 +42,7 @@ class ConnectionLimits:
 
 
 class ConnectionTable(Generic[ConnectionT]):
-    """The open connections by what they wait for. Whoever closes one says so (`closed`)."""
+    """The open connections by what they wait for. Call `closed` for each that ends."""
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits

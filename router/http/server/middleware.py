@@ -17,7 +17,7 @@ from tandem.errors import InvalidRequest, Unavailable
 from tandem.telemetry.logs import REQUEST_ID, X_REQUEST_ID
 
 _CLIENT_LEFT = 499
-"""Status that is counted where nobody was left to answer."""
+"""Status that is counted when the client left before its answer."""
 _AGAIN_S = 1.0
 _log = logging.getLogger(__name__)
 _PARAMETER = re.compile(r"\{[^}]*\}")

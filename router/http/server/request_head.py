@@ -1,7 +1,7 @@
 """What is wrong with a request's head before anybody answers it: its size, and how it is framed. Pure.
 
 Of two readings of where a request ends or whom it is for, a proxy before us may have taken the other one, and take the
-rest for somebody else's request: what RFC 9112 calls faulty is refused, not guessed at.
+rest for another client's request: what RFC 9112 calls invalid is refused, not guessed at.
 """
 
 import re

@@ -2,7 +2,7 @@
 
 Until a process closes its socket the kernel gives it its share of what is new; what is in the socket's queue by then is
 reset. So the queue is emptied in the same breath. Who is connected already is served, and asked to come back over
-another connection, which one of the others will have; who asks nothing for a while is parted with. A client whose
+another connection, which one of the others will have; an idle connection is closed after a while. A client whose
 handshake falls between the last look into the queue and the close, some microseconds, is reset all the same.
 """
 

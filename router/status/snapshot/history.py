@@ -1,7 +1,7 @@
 """What was counted in each of the last steps of time: rings of differences, from totals that only grow. Pure.
 
 Steps are numbered by the clock, so the histories of processes that share a clock can be added up step by step. Nothing
-is counted for this alone: whoever looks at the totals often enough has the history.
+is counted for this alone: the history follows from sampling the totals often enough.
 """
 
 from collections import deque

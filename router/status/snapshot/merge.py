@@ -1,4 +1,4 @@
-"""The parts of all router processes that share a door, as one status. Pure.
+"""The parts of all router processes that share ports, as one status. Pure.
 
 What each process did itself is added up. What workers say of themselves every process has heard, one a moment before
 the other: there the latest stands. All of them run on one host, and so on one clock.
@@ -19,7 +19,7 @@ MOST_DECISIONS = 12
 """Of one tenant."""
 TENANT = "tenant"
 _OF_WORKERS = frozenset({"moved_bytes", "moves"})
-"""Counted by workers, and told to every process."""
+"""Counted by workers, which report to every process."""
 _RECENT_STEPS = 2
 _MINUTE_STEPS = 12
 _LATENCIES = ("ttft", "itl")
@@ -106,9 +106,9 @@ def _oldest(handoffs: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(handoffs, key=lambda each: -float(each["age_s"]))[:MOST_HANDOFFS]
 
 
-def _prefixes(told: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def _prefixes(parts: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
-    for prefix in told:
+    for prefix in parts:
         known = found.get(prefix["name"])
         if known is None:
             found[prefix["name"]] = dict(prefix)

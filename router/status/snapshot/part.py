@@ -26,7 +26,7 @@ _STUCK_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatusSources:
-    """Whom a router asks of itself."""
+    """The parts of a router that its status is read from."""
 
     model: ModelInfo
     placer: Placer

@@ -1,4 +1,4 @@
-"""Whether the served model thinks before it answers, and how that is told: one per router, every door shares it."""
+"""Whether the served model thinks before it answers, and how that shows: one per router, shared by its servers."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""How the served model is made to call functions, and how its calls are read: one per router, every door shares it."""
+"""How the served model is made to call functions, and how its calls are read: one per router, shared by its servers."""
 
 from router.text.grammars.structured_output import Shape, StructuredOutput
 from router.text.grammars.tool_calls import CallGrammar, strict_tools
@@ -21,7 +21,7 @@ class ToolCallSupport:
         if template is not None and template.form is not None:
             self._family = family_of(template.source, forced)
         elif template is not None:
-            # It is told in our words how to call.
+            # The prompt explains in our words how to call.
             self._family = HERMES if forced is None else family_of("", forced)
         self._tokenizer = tokenizer
         self._thinks_from = thinks_from
@@ -36,18 +36,18 @@ class ToolCallSupport:
             has_short_ids=family.has_short_ids,
         )
 
-    def structure(self, use: ToolUse, asked: StructuredOutput | None) -> StructuredOutput | None:
-        """What answers must be that call as `use` says and are otherwise as `asked`. None: anything."""
+    def structure(self, use: ToolUse, requested: StructuredOutput | None) -> StructuredOutput | None:
+        """What answers must be that call as `use` says and are otherwise as `requested`. None: anything."""
         family = self._known()
         ids = self._tokenizer.added_ids
         markers = {mark: ids[mark] for mark in family.markers if mark in ids}
         grammar = CallGrammar(family.form, markers, self._thinks_from)
-        if asked is not None and asked.shape not in _JSON_SHAPES:
-            raise InvalidRequest(f"{asked.param}: not together with tools", param=asked.param)
+        if requested is not None and requested.shape not in _JSON_SHAPES:
+            raise InvalidRequest(f"{requested.param}: not together with tools", param=requested.param)
         if use.must_call:
             text = grammar.calls_only(use)
-        elif asked is not None:
-            text = grammar.calls_only(use, asked.schema)
+        elif requested is not None:
+            text = grammar.calls_only(use, requested.schema)
         elif not strict_tools(use.callable_tools):
             return None
         elif not family.is_own_form:

@@ -30,7 +30,7 @@ ToolEvent: TypeAlias = TextContent | CallBegan | CallArguments
 class ToolParser(Protocol):
     """Reads one answer as it grows.
 
-    What it has told after some text depends on that text alone, never on how it came in pieces: a stream that goes on
+    What it has reported after some text depends on that text alone, never on how it was split: a stream that goes on
     elsewhere is parsed again from its beginning.
     """
 

@@ -1,4 +1,4 @@
-"""How families of models write calls, told by their chat templates or by the configuration."""
+"""How families of models write calls, recognised by their chat templates or by the configuration."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -11,7 +11,7 @@ _OPENING, _CLOSING = "([{", ")]}"
 
 
 class PythonicCalls(TextMachine):
-    """A call is told when it is whole: Python's values become JSON."""
+    """A call is reported when it is whole: Python's values become JSON."""
 
     def __init__(self, tools: Sequence[ToolDefinition]) -> None:
         super().__init__(tools, ())

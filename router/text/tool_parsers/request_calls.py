@@ -1,4 +1,4 @@
-"""How one request's answers are read for calls: in `Prepared`, for the doors."""
+"""How one request's answers are parsed for tool calls."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -23,7 +23,7 @@ class TaggedCalls(TextMachine):
         bare = (_FUNCTION,) if has_bare_functions else ()
         super().__init__(tools, (OPEN, *bare), (CLOSE,))
         self._name, self._written = "", 0
-        """The function whose arguments are being told, and how many of them."""
+        """The function whose arguments are being reported, and how many were."""
 
     def marked(self, marker: str) -> None:
         if marker == _FUNCTION:

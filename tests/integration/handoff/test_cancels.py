@@ -76,7 +76,7 @@ async def test_a_full_pool_of_destinations_is_cleaned_up_though_nobody_asks_for_
         transfer = begin(hub, owner, make_job("a", owner.pool.num_blocks * BLOCK), worker.route(1))
         await wait_for(lambda: not owner.pool.free)
         with pytest.raises(Unavailable):
-            owner.pool.take(1)
+            owner.pool.allocate(1)
         await wait_for(lambda: all_free(owner.pool))
         assert owner.records[transfer].errors
         await hub.drain()

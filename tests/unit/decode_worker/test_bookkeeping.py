@@ -19,7 +19,7 @@ def blocks(*ids: int) -> tuple[BlockId, ...]:
     return tuple(BlockId(i) for i in ids)
 
 
-def test_a_reservation_is_settled_when_its_last_destination_is_back() -> None:
+def test_reservation_last_destination_returned_is_settled() -> None:
     out = Destinations()
     out.bind(A, blocks(1, 2, 3))
     out.bind(B, blocks(4))
@@ -31,7 +31,7 @@ def test_a_reservation_is_settled_when_its_last_destination_is_back() -> None:
     assert out.settle(blocks(1)) == [B]
 
 
-def test_a_destination_is_never_out_twice_nor_back_twice() -> None:
+def test_destination_taken_or_returned_twice_is_refused() -> None:
     out = Destinations()
     out.bind(A, blocks(1))
     with pytest.raises(InvariantError):
@@ -55,7 +55,7 @@ def task(port: SessionPort, name: str, *, attempt: int = 1, transfer: TransferId
     )
 
 
-def test_a_task_is_found_by_every_name_until_it_is_removed() -> None:
+def test_task_table_until_removal_finds_task_by_every_name() -> None:
     emptied = []
     book = TaskIndex(lambda: emptied.append(True))
     port, other = SessionPort(Incarnation(1)), SessionPort(Incarnation(2))
@@ -79,7 +79,7 @@ def test_a_task_is_found_by_every_name_until_it_is_removed() -> None:
     assert emptied == [True]
 
 
-def test_the_same_attempt_or_transfer_twice_is_refused() -> None:
+def test_task_table_duplicate_attempt_or_transfer_is_refused() -> None:
     book = TaskIndex(lambda: None)
     port = SessionPort(Incarnation(1))
     book.add(task(port, "r", transfer=A))
@@ -92,7 +92,7 @@ def test_the_same_attempt_or_transfer_twice_is_refused() -> None:
     assert len(book) == 3
 
 
-def test_every_reservation_has_its_own_key() -> None:
+def test_reservation_new_has_its_own_key() -> None:
     one = task(SessionPort(Incarnation(1)), "r")
     first, second = one.next_reservation(), one.next_reservation()
     assert first != second
@@ -110,7 +110,7 @@ def submit(**changes: object) -> pb.Submit:
     return pb.Submit(**{**fields, **changes})  # type: ignore[arg-type]
 
 
-def test_an_order_becomes_a_request() -> None:
+def test_order_valid_becomes_request() -> None:
     order = submit(generated_token_ids=[4, 5], choice_index=2, priority=-3)
     request = request_from_pb(order, RequestId("7:r"), parts(), 12.0)
     assert request.request_id == "7:r"
@@ -135,13 +135,13 @@ def test_an_order_becomes_a_request() -> None:
         ({"sampling": common.SamplingParams(logit_bias={ledger.VOCAB: 1.0})}, "logit_bias"),
     ],
 )
-def test_a_bad_order_is_refused_by_the_name_of_its_field(changes: dict[str, object], param: str) -> None:
+def test_order_invalid_is_refused_naming_field(changes: dict[str, object], param: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         request_from_pb(submit(**changes), RequestId("1:r"), parts(), 0.0)
     assert refused.value.param == param
 
 
-def test_a_route_names_a_worker_a_place_and_a_transfer() -> None:
+def test_route_parsed_names_worker_address_and_transfer() -> None:
     whole = pb.PrefillRoute(worker_id="p", incarnation=9, address="127.0.0.1:1", transfer_id="t", attempt=2)
     transfer_id, route = route_from_pb(whole)
     assert transfer_id == "t"

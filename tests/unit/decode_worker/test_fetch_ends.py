@@ -48,7 +48,7 @@ async def bench() -> AsyncIterator[Bench]:
     assert not faults
 
 
-async def test_its_fetch_is_abandoned(bench: Bench) -> None:
+async def test_decode_worker_cancelled_prompt_abandons_its_fetch(bench: Bench) -> None:
     fetcher = Fetcher()
     bench.worker.use(SimpleNamespace(receiver_hub=bench.hub, transports=(), finish=bench.hub.drain, fetcher=fetcher))
     order = pb.Submit(request_id="r", attempt=1, hash_root=bytes(16), prompt_token_ids=range(40))

@@ -73,7 +73,7 @@ async def test_a_prompt_computed_here(traced: tuple[Bench, Kept]) -> None:
     assert task.start_s <= prefill.start_s <= prefill.end_s < step.end_s <= task.end_s
 
 
-async def test_a_hand_off_carries_the_trace_on(traced: tuple[Bench, Kept]) -> None:
+async def test_span_handoff_propagates_trace(traced: tuple[Bench, Kept]) -> None:
     bench, kept = traced
     bench.submit(trace=TRACE)
     job = await bench.started()
@@ -90,7 +90,7 @@ async def test_a_hand_off_carries_the_trace_on(traced: tuple[Bench, Kept]) -> No
 
 
 @pytest.mark.parametrize("trace", ["", "nonsense", TRACE[:-1] + "0", TRACE + " " + "a=" * MAX_TEXT_CHARS, "\x00" * 9])
-async def test_what_is_no_context_is_no_reason_to_refuse(traced: tuple[Bench, Kept], trace: str) -> None:
+async def test_span_invalid_context_is_ignored(traced: tuple[Bench, Kept], trace: str) -> None:
     bench, kept = traced
     bench.submit(prefill=False, trace=trace)
     tokens, _ = await bench.answer()
@@ -116,7 +116,7 @@ async def test_refused_and_failed_tasks_say_why(traced: tuple[Bench, Kept]) -> N
 
 
 @pytest.mark.parametrize("trace", [None, TRACE])
-async def test_a_token_costs_a_trace_nothing(traced: tuple[Bench, Kept], trace: str | None) -> None:
+async def test_span_token_adds_no_work(traced: tuple[Bench, Kept], trace: str | None) -> None:
     bench, kept = traced
     bench.submit(prefill=False, max_tokens=60, **({} if trace is None else {"trace": trace}))
     await rest(bench, 60)
@@ -128,7 +128,7 @@ async def test_a_token_costs_a_trace_nothing(traced: tuple[Bench, Kept], trace: 
     assert bool(kept.spans) == (trace is not None)
 
 
-async def test_a_rerouted_hand_off_belongs_to_the_same_task(traced: tuple[Bench, Kept]) -> None:
+async def test_span_rerouted_handoff_keeps_task(traced: tuple[Bench, Kept]) -> None:
     bench, kept = traced
     bench.submit(trace=TRACE)
     blocks = await bench.bound(await bench.started())

@@ -103,7 +103,7 @@ async def test_another_router_gets_every_token_from_the_first() -> None:
         assert delta.finish.reason == common.FINISH_REASON_LENGTH
 
 
-async def test_an_answer_that_ended_meanwhile_is_kept_with_its_end() -> None:
+async def test_takeover_answer_ended_meanwhile_keeps_its_end() -> None:
     async with worker() as bench:
         bench.submit(prefill=False)
         await bench.heard("tokens")
@@ -135,7 +135,7 @@ def orphan(router: int) -> DecodeTask:
     return task(SessionPort(Incarnation(router)), "r")
 
 
-def test_two_routers_of_one_choice_have_gone_and_neither_of_its_tasks_stays() -> None:
+def test_orphans_lapsed_choice_drops_all_its_tasks() -> None:
     first, second = orphan(1), orphan(2)
     orphans = OrphanedStreams(keep_s=10.0)
     orphans.add(first, now_s=0.0)
@@ -147,7 +147,7 @@ def test_two_routers_of_one_choice_have_gone_and_neither_of_its_tasks_stays() ->
     assert len(orphans) == 0
 
 
-def test_of_two_tasks_of_a_choice_the_latest_good_one_is_given_away() -> None:
+def test_takeover_two_tasks_of_one_choice_yields_latest_good() -> None:
     orphans, tasks = OrphanedStreams(keep_s=10.0), [orphan(router) for router in range(1, 4)]
     for each in tasks:
         orphans.add(each, now_s=0.0)
@@ -183,7 +183,7 @@ async def test_without_a_time_it_ends_at_once() -> None:
         assert bench.worker._idle.is_set()
 
 
-async def test_a_router_that_is_back_has_gone_on_elsewhere() -> None:
+async def test_takeover_returned_router_has_continued_elsewhere() -> None:
     async with worker() as bench:
         bench.submit(prefill=False, max_tokens=100)
         await bench.heard("tokens")
@@ -194,7 +194,7 @@ async def test_a_router_that_is_back_has_gone_on_elsewhere() -> None:
         assert bench.worker._idle.is_set()
 
 
-async def test_a_router_that_is_back_before_its_former_session_is_missed_has_gone_on_elsewhere() -> None:
+async def test_takeover_router_returned_before_loss_noticed_has_continued_elsewhere() -> None:
     async with worker() as bench:
         bench.submit(prefill=False, max_tokens=100)
         await bench.heard("tokens")
@@ -222,7 +222,7 @@ async def test_whoever_has_it_is_told_that_it_was_taken() -> None:
         await until_finished(bench)
 
 
-async def test_the_same_router_may_go_on_under_another_attempt() -> None:
+async def test_takeover_same_router_continues_under_another_attempt() -> None:
     async with worker() as bench:
         bench.submit(prefill=False, max_tokens=100)
         await bench.heard("tokens")
@@ -236,7 +236,7 @@ async def test_the_same_router_may_go_on_under_another_attempt() -> None:
         assert tokens == expected(100)
 
 
-async def test_a_prompt_under_way_arrives_for_the_next_router() -> None:
+async def test_takeover_prompt_in_transfer_arrives_for_next_router() -> None:
     async with worker(num_steps=PLENTY) as bench:
         bench.submit()
         blocks = await bench.bound(await bench.started())

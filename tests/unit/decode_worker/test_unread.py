@@ -23,7 +23,7 @@ async def deltas(bench: Bench) -> list[pb.TokenDelta]:  # noqa: F811
 
 
 @pytest.mark.parametrize("length", [1, 2, TOGETHER, TOGETHER + 1, 2 * TOGETHER + 1, 2 * TOGETHER + 2])
-async def test_the_first_token_comes_alone_and_the_others_together(bench: Bench, length: int) -> None:  # noqa: F811
+async def test_unread_tokens_first_sent_alone_others_together(bench: Bench, length: int) -> None:  # noqa: F811
     bench.submit(prefill=False, max_tokens=length, tokens_per_message=TOGETHER)
     told = await deltas(bench)
     whole, rest = divmod(length - 1, TOGETHER)
@@ -35,7 +35,7 @@ async def test_the_first_token_comes_alone_and_the_others_together(bench: Bench,
     await bench.assert_empty()
 
 
-async def test_each_has_its_logprobs() -> None:
+async def test_unread_tokens_together_keep_their_logprobs() -> None:
     port = SessionPort(Incarnation(1))
     one = task(port, "r")
     one.tokens_per_message = TOGETHER
@@ -66,7 +66,7 @@ async def test_who_takes_it_over_gets_what_was_held_back_once() -> None:
         assert [*so_far.token_ids, *rest.token_ids] == expected(LONG)
 
 
-async def test_a_failure_brings_what_was_held_back() -> None:
+async def test_unread_tokens_failure_sends_held_tokens() -> None:
     async with worker(num_steps=3) as paced:
         paced.submit(prefill=False, max_tokens=LONG, tokens_per_message=PLENTY, timeout_s=0.5)
         told = [*(await paced.heard("tokens")).deltas, *(await paced.heard("tokens")).deltas]

@@ -168,7 +168,7 @@ async def test_a_prompt_computed_here(bench: Bench) -> None:
     await bench.assert_empty()
 
 
-async def test_a_hand_off_from_reservation_to_last_token(bench: Bench) -> None:
+async def test_decode_worker_handoff_runs_from_reservation_to_last_token(bench: Bench) -> None:
     bench.submit()
     job = await bench.started()
     assert (job.token_ids, job.held_tokens, job.resume) == (tuple(PROMPT), 0, False)
@@ -184,7 +184,7 @@ async def test_a_hand_off_from_reservation_to_last_token(bench: Bench) -> None:
     await bench.assert_empty()
 
 
-async def test_what_landed_is_kept_although_the_rest_is_released_in_the_same_breath(bench: Bench) -> None:
+async def test_decode_worker_landed_blocks_are_kept_when_rest_is_released(bench: Bench) -> None:
     """tcp proves at once that a lost writer is quiet: the hub says `released` before `failed` has had its turn."""
     bench.submit()
     blocks = await bench.bound(await bench.started())
@@ -220,7 +220,7 @@ async def test_a_quarantine_lasts_until_the_writer_is_quiet(bench: Bench) -> Non
     await bench.assert_empty()
 
 
-async def test_a_second_prefill_worker_gets_only_what_is_missing(bench: Bench) -> None:
+async def test_decode_worker_second_attempt_requests_only_missing_tokens(bench: Bench) -> None:
     bench.submit()
     blocks = await bench.bound(await bench.started())
     bench.write(blocks, 0, 1)
@@ -276,7 +276,7 @@ async def test_cancelled_at_every_stage(bench: Bench, phase: str) -> None:
     await bench.assert_empty()
 
 
-async def test_a_request_of_one_token_ends_with_the_first(bench: Bench) -> None:
+async def test_decode_worker_one_token_request_ends_with_first_token(bench: Bench) -> None:
     bench.submit(max_tokens=1)
     blocks = await bench.bound(await bench.started())
     bench.owner.first_token(TRANSFER, told(expected()[0]))
@@ -289,7 +289,7 @@ async def test_a_request_of_one_token_ends_with_the_first(bench: Bench) -> None:
     assert bench.hub.cancelled == [TRANSFER]
 
 
-async def test_a_full_pool_refuses_a_hand_off_with_a_time_to_come_back(bench: Bench) -> None:
+async def test_decode_worker_full_pool_refuses_handoff_with_retry_time(bench: Bench) -> None:
     """24 blocks: hand-offs of 8 blocks each, of which none has ended, leave no room for a fourth."""
     for i in range(3):
         bench.submit(f"{i}", prompt=[i, *PROMPT, *PROMPT], transfer_id=f"t{i}")
@@ -302,14 +302,14 @@ async def test_a_full_pool_refuses_a_hand_off_with_a_time_to_come_back(bench: Be
     await bench.assert_empty()
 
 
-async def test_a_hub_that_refuses_gives_the_reservation_back(bench: Bench) -> None:
+async def test_decode_worker_hub_refusal_releases_reservation(bench: Bench) -> None:
     bench.hub.refusal = TransferError("too many")
     bench.submit()
     assert (await bench.heard("refused")).failure.code == "TransferError"
     await bench.assert_empty()
 
 
-async def test_a_router_that_leaves_takes_its_requests_along(bench: Bench) -> None:
+async def test_decode_worker_router_lost_ends_its_requests(bench: Bench) -> None:
     bench.submit("a", prefill=False, max_tokens=100)
     bench.submit("b")
     await bench.started()
@@ -331,7 +331,7 @@ async def test_time_that_runs_out(bench: Bench, monkeypatch: pytest.MonkeyPatch,
     await bench.assert_empty()
 
 
-async def test_a_draining_worker_refuses_and_stale_orders_do_nothing(bench: Bench) -> None:
+async def test_decode_worker_draining_refuses_and_ignores_stale_orders(bench: Bench) -> None:
     await bench.worker.finish()
     bench.submit()
     assert (await bench.heard("refused")).failure.code == "Unavailable"
@@ -340,7 +340,9 @@ async def test_a_draining_worker_refuses_and_stale_orders_do_nothing(bench: Benc
     await bench.assert_empty()
 
 
-async def test_what_a_failed_hand_off_brought_is_no_cache_hit(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_decode_worker_failed_handoff_blocks_are_no_cache_hit(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not even when the pool has no room for another reservation, and the landed blocks are found as a prefix."""
     bench.submit()
     blocks = await bench.bound(await bench.started())
@@ -361,7 +363,7 @@ async def test_what_a_failed_hand_off_brought_is_no_cache_hit(bench: Bench, monk
     await bench.assert_empty()
 
 
-async def test_the_time_line_keeps_both_workers_shares(bench: Bench) -> None:
+async def test_decode_worker_timeline_keeps_both_workers_shares(bench: Bench) -> None:
     bench.submit()
     blocks = await bench.bound(await bench.started())
     bench.owner.first_token(TRANSFER, told(expected()[0]))
@@ -376,7 +378,7 @@ async def test_the_time_line_keeps_both_workers_shares(bench: Bench) -> None:
     assert finish.times.decode_queue_s >= started.times.decode_queue_s > 0, "the wait for the engine may come to it"
 
 
-async def test_the_deadline_travels_to_the_prefill_worker(bench: Bench) -> None:
+async def test_decode_worker_deadline_is_sent_to_prefill_worker(bench: Bench) -> None:
     bench.submit(timeout_s=60.0)
     timeout_s = (await bench.started()).timeout_s
     assert timeout_s is not None
@@ -385,7 +387,7 @@ async def test_the_deadline_travels_to_the_prefill_worker(bench: Bench) -> None:
     await bench.worker.finish()
 
 
-async def test_a_step_whose_news_cannot_be_told_ends_the_process() -> None:
+async def test_decode_worker_unreportable_step_ends_process() -> None:
     def fails(_output: object) -> None:
         raise ValueError("a bug")
 

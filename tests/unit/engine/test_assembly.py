@@ -41,17 +41,17 @@ SPEC = EngineSpec(
 )
 
 
-def test_the_scheduler_hears_how_long_a_step_may_take() -> None:
+def test_assembly_step_time_bound_reaches_scheduler() -> None:
     assert _engine_config(SPEC, 64, 8, frozenset()).max_step_s is None
     assert _engine_config(replace(SPEC, max_step_s=0.2), 64, 8, frozenset()).max_step_s == 0.2
 
 
-def test_a_pool_that_was_sized_by_hand_has_that_size() -> None:
+def test_assembly_configured_pool_size_is_used() -> None:
     parts = assemble(SPEC)
     assert parts.facts()["num_blocks"] == parts.runner.kv_cache.num_blocks == 8
 
 
-def test_a_pool_beyond_the_memory_is_refused_before_it_is_made() -> None:
+def test_assembly_pool_beyond_memory_is_refused_before_allocation() -> None:
     with pytest.raises(ConfigError, match=r"engine\.num_blocks is 100000000; memory holds"):
         assemble(replace(SPEC, num_blocks=100_000_000))
 
@@ -86,7 +86,7 @@ def test_memory_that_others_have_taken_is_not_promised_to_the_pool(monkeypatch: 
     assert assemble(SPEC).budget.num_blocks == 8
 
 
-def test_the_rank_with_the_least_memory_decides_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_assembly_smallest_rank_sizes_pool_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     class Told(SoloRanks):
         def wait_loaded(self, own: RankFacts) -> RankFacts:
             return replace(own, limit_bytes=160 << 20)
@@ -95,7 +95,7 @@ def test_the_rank_with_the_least_memory_decides_for_all(monkeypatch: pytest.Monk
     assert assemble(replace(SPEC, memory_bytes=None)).budget.limit_bytes == 160 << 20
 
 
-def test_a_rank_on_another_machine_refuses_more_than_is_free_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_assembly_remote_rank_without_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     options = BackendOptions(device=torch.device("cpu"), dtype="float32")
     setup = RankSetup(
         rank=1, size=2, model_path=SPEC.model_path, backend=options, log_level="INFO", timeout_s=1.0, num_nodes=2
@@ -117,7 +117,7 @@ def test_who_states_no_limit_gets_a_share_of_what_may_still_be_taken(monkeypatch
         assemble(replace(SPEC, offload_bytes=2 << 30))
 
 
-def test_the_first_of_several_nodes_has_room_for_the_kv_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_assembly_first_node_has_room_for_kv_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(assembly, "_workspace_bytes", lambda *_: 1 << 20)
     monkeypatch.setattr(assembly, "open_ranks", lambda *_: SoloRanks())
     here = assemble(replace(SPEC, num_blocks=None)).budget.num_blocks
@@ -125,19 +125,19 @@ def test_the_first_of_several_nodes_has_room_for_the_kv_of_all(monkeypatch: pyte
     assert spread == here // 4 > 0
 
 
-def test_a_context_beyond_the_models_is_refused() -> None:
+def test_assembly_context_beyond_models_is_refused() -> None:
     with pytest.raises(ConfigError, match="max_model_len is 4096; the model's own context is 2048"):
         assemble(replace(SPEC, max_model_len=4096))
 
 
 @pytest.mark.parametrize("wish", [{"deterministic": True}, {"quantization": "int8"}])
-def test_what_plain_torch_cannot_do_is_refused_by_name(wish: dict[str, object]) -> None:
+def test_assembly_unsupported_by_torch_backend_is_refused_by_name(wish: dict[str, object]) -> None:
     (field,) = wish
     with pytest.raises(ConfigError, match=rf"engine\.{field} needs compiled kernels.*engine\.kernels is torch"):
         assemble(replace(SPEC, **wish))
 
 
-def test_the_workspace_is_what_the_largest_steps_took() -> None:
+def test_assembly_workspace_is_measured_from_largest_steps() -> None:
     small = assemble(SPEC).budget.workspace_bytes
     large = assemble(replace(SPEC, max_batched_tokens=4096, prefill_chunk_tokens=1024)).budget.workspace_bytes
     assert 0 < small < large < 256 << 20
@@ -154,7 +154,7 @@ def test_steps_are_pipelined_on_request_and_never_over_several_ranks(caplog: pyt
     assert "several ranks" in caplog.text
 
 
-def test_a_model_that_makes_nothing_but_nan_still_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_assembly_model_of_nan_still_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its requests fail one by one; the dry run samples for nobody."""
     logits = Decoder.logits
     monkeypatch.setattr(Decoder, "logits", lambda self, hidden: logits(self, hidden) * float("nan"))

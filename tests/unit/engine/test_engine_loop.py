@@ -109,7 +109,7 @@ def test_wakes_from_idle_for_every_call() -> None:
             assert len(harness.tokens(1)[request.request_id]) == 8
 
 
-def test_a_refusal_is_only_its_callers() -> None:
+def test_engine_refused_call_fails_its_caller_only() -> None:
     with running() as harness:
         with pytest.raises(InvalidRequest):
             harness.engine.call(lambda s: s.add(ledger.request([]))).result(WAIT_S)
@@ -131,7 +131,7 @@ def test_abort_during_a_step_takes_effect_after_it() -> None:
         assert len(harness.tokens(1)[request.request_id]) == 1
 
 
-def test_an_admission_is_told_before_its_step_is_executed() -> None:
+def test_engine_admission_is_reported_before_its_step() -> None:
     runner = GatedRunner()
     with running(runner) as harness:
         request = ledger.request(range(10), prefill_only=True)
@@ -149,7 +149,7 @@ def test_an_admission_is_told_before_its_step_is_executed() -> None:
         harness.engine.call(lambda s: s.release_held(request.request_id)).result(WAIT_S)
 
 
-def test_an_abort_with_nothing_to_run_is_still_told() -> None:
+def test_engine_abort_without_work_is_reported() -> None:
     with running() as harness:
 
         def add_and_abort(sched: Scheduler) -> None:
@@ -163,7 +163,7 @@ def test_an_abort_with_nothing_to_run_is_still_told() -> None:
         assert output.timings is None
 
 
-def test_a_broken_runner_ends_the_engine_loudly() -> None:
+def test_engine_runner_failure_ends_engine() -> None:
     runner = BrokenRunner()
     with running(runner) as harness:
         harness.engine.call(lambda s: s.add(ledger.request([1]))).result(WAIT_S)
@@ -186,7 +186,7 @@ class ShortRunner(LedgerRunner):
 
 
 @pytest.mark.parametrize("how", ["call", "runner"])
-def test_a_broken_invariant_ends_the_engine_loudly(how: str) -> None:
+def test_engine_broken_invariant_ends_engine(how: str) -> None:
     def damage(sched: Scheduler) -> None:
         sched.blocks.unpromise(1)
 

@@ -111,7 +111,7 @@ class GatedSteps(DelayedRunner):
         super().run_until(wanted)
 
 
-def test_a_step_is_launched_before_the_tokens_of_the_one_before_are_there():
+def test_pipelined_step_is_launched_before_previous_tokens_arrive():
     runner = GatedSteps()
     with running(runner, pipelined=True) as harness:
         request = ledger.request(range(10), params=SamplingParams(max_tokens=3, ignore_eos=True))
@@ -126,7 +126,7 @@ def test_a_step_is_launched_before_the_tokens_of_the_one_before_are_there():
     assert runner.num_computed == 12  # no row after the last token, whose place was known
 
 
-def test_an_abort_with_a_step_under_way_keeps_the_blocks_until_it_is_over():
+def test_pipelined_abort_keeps_blocks_until_step_ends():
     runner = GatedSteps()
     with running(runner, pipelined=True) as harness:
         request = ledger.request(range(40), params=SamplingParams(max_tokens=50, ignore_eos=True))
@@ -177,7 +177,7 @@ class TimedRunner(DelayedRunner):
 
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("pipelined", [False, True])
-def test_a_step_is_said_to_take_what_it_took_wherever_it_is_computed(pipelined, is_late):
+def test_pipelined_step_duration_on_any_device_is_its_own(pipelined, is_late):
     """Rates are learnt from these: a prompt's step told with the time of the token's step after it would be a lie."""
     runner, outputs = TimedRunner(is_late=is_late), []
     scheduler = ledger.scheduler(prefill_chunk_tokens=48)

@@ -49,7 +49,7 @@ def lasts(
     return float("inf")
 
 
-def test_the_bound_is_wider_for_a_step_that_is_expected_to_take_long() -> None:
+def test_stall_bound_is_wider_for_long_step() -> None:
     known = rates(token_s=0.05, decode_s=0.1)
     assert lasts(EngineTurn(1), known) == pytest.approx(30.0, abs=1.0), "what is done between steps takes no time"
     assert lasts(EngineTurn(1, 4), known) == pytest.approx(30.0, abs=1.0)
@@ -115,7 +115,7 @@ class HangsInWaiting(DelayedRunner):
 
 
 @pytest.mark.parametrize("runner", [HangsInExecute(), HangsInWaiting()], ids=["execute", "pipelined"])
-async def test_a_thread_that_hangs_in_a_step_is_told_once_and_its_age_before(
+async def test_stall_hung_step_is_reported_once_with_age(
     runner: HangsInExecute | HangsInWaiting,
 ) -> None:
     is_pipelined, faults = isinstance(runner, HangsInWaiting), []
@@ -135,7 +135,7 @@ async def test_a_thread_that_hangs_in_a_step_is_told_once_and_its_age_before(
     assert [type(fault) for fault in faults] == [EngineStalled]
 
 
-async def test_an_engine_without_work_does_not_hang() -> None:
+async def test_stall_idle_engine_is_not_reported() -> None:
     faults: list[BaseException] = []
     host = EngineHost(replace(parts(), stall_s=0.001), on_fatal=faults.append)
     host.start(on_output=lambda _: None, ports=tuple)

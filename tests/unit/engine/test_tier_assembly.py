@@ -21,7 +21,7 @@ def test_blocks_are_counted_over_all_ranks() -> None:
     assert slots == HostSlots(num_offload=8, num_cache=4)
 
 
-def test_each_machine_has_its_ranks_parts_alone() -> None:
+def test_tier_assembly_machine_holds_only_its_ranks_parts() -> None:
     half = HostRoom(6 * BLOCK + 1)
     assert host_slots(SIZES, LAYOUT, [half, half], num_nodes=2).num_slots == 12
     with pytest.raises(ConfigError, match=rf"host_cache_bytes is {4 * BLOCK + 1}; {4 * BLOCK} bytes of memory are"):

@@ -125,7 +125,7 @@ async def bench() -> AsyncIterator[Bench]:
     assert not faults
 
 
-async def test_a_prompt_is_told_piece_by_piece_and_held_until_its_release(bench: Bench) -> None:
+async def test_prefill_worker_prompt_is_reported_in_chunks_and_held_until_release(bench: Bench) -> None:
     one = job()
     await bench.worker.submit(one)
     await bench.finished()
@@ -151,7 +151,7 @@ async def test_a_prompt_is_told_piece_by_piece_and_held_until_its_release(bench:
     await bench.assert_empty()
 
 
-async def test_a_resumed_prompt_samples_nothing_that_is_told(bench: Bench) -> None:
+async def test_prefill_worker_resumed_prompt_reports_no_token(bench: Bench) -> None:
     await bench.worker.submit(job(resume=True))
     await bench.finished()
     assert bench.hub.tokens == []
@@ -159,7 +159,7 @@ async def test_a_resumed_prompt_samples_nothing_that_is_told(bench: Bench) -> No
     await bench.assert_empty()
 
 
-async def test_an_aborted_prompt_keeps_its_blocks_until_the_release(bench: Bench) -> None:
+async def test_prefill_worker_aborted_prompt_keeps_blocks_until_release(bench: Bench) -> None:
     one = job()
     await bench.worker.submit(one)
     await bench.finished()
@@ -195,7 +195,7 @@ async def test_released_before_it_was_computed(bench: Bench) -> None:
         ({"num_prompt_tokens": 0}, InvalidRequest),
     ],
 )
-async def test_what_can_never_run_is_refused_and_leaves_nothing(
+async def test_prefill_worker_impossible_prompt_is_refused_and_leaves_nothing(
     bench: Bench, changes: dict[str, Any], error: type[ServingError]
 ) -> None:
     with pytest.raises(error):
@@ -207,7 +207,7 @@ async def test_what_can_never_run_is_refused_and_leaves_nothing(
     bench.worker.release(TransferId("t"))
 
 
-async def test_a_prompt_larger_than_the_pool_is_refused() -> None:
+async def test_prefill_worker_prompt_larger_than_pool_is_refused() -> None:
     host = EngineHost(parts(num_blocks=4), on_fatal=lambda _: None)
     worker = PrefillWorker(IDENTITY, host)
     host.start(on_output=worker.on_output, ports=tuple)
@@ -218,7 +218,7 @@ async def test_a_prompt_larger_than_the_pool_is_refused() -> None:
         await host.stop()
 
 
-async def test_a_router_that_submits_here_is_told_where_to_go(bench: Bench) -> None:
+async def test_prefill_worker_submitted_request_is_refused_with_reason(bench: Bench) -> None:
     port = SessionPort(Incarnation(3))
     bench.worker.order(port, pb.RouterMessage(submit=pb.Submit(request_id="r", attempt=4)))
     message = await port.next()
@@ -228,7 +228,7 @@ async def test_a_router_that_submits_here_is_told_where_to_go(bench: Bench) -> N
     bench.worker.order(port, pb.RouterMessage(cancel=pb.Cancel(request_id="r", attempt=4)))
 
 
-async def test_a_jobs_time_and_priority_are_the_engines(bench: Bench) -> None:
+async def test_prefill_worker_job_passes_deadline_and_priority_to_engine(bench: Bench) -> None:
     """Its time is up when it comes: it never runs, and the decode worker is told why."""
     late = job("late", timeout_s=0.0, priority=3)
     await bench.worker.submit(late)
@@ -241,7 +241,7 @@ async def test_a_jobs_time_and_priority_are_the_engines(bench: Bench) -> None:
     await bench.assert_empty()
 
 
-async def test_a_router_that_asks_is_told_all_that_is_cached(bench: Bench) -> None:
+async def test_prefill_worker_snapshot_request_reports_all_cached_blocks(bench: Bench) -> None:
     await bench.worker.submit(job())
     await bench.finished()
     port = SessionPort(Incarnation(3))
@@ -254,7 +254,7 @@ async def test_a_router_that_asks_is_told_all_that_is_cached(bench: Bench) -> No
     bench.worker.release(TransferId("t"))
 
 
-async def test_a_prompt_that_nobody_wants_costs_no_step_after_the_one_under_way(bench: Bench) -> None:
+async def test_prefill_worker_cancelled_prompt_costs_no_step_after_current(bench: Bench) -> None:
     """75 tokens are four steps. The cancel comes during the first one; one more may have been planned by then."""
     runner: Any = bench.host.parts.runner
     under_way, go_on, execute = threading.Event(), threading.Event(), runner.execute

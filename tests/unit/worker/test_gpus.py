@@ -59,7 +59,7 @@ def test_eight_workers_of_a_host_take_a_gpu_each_and_put_it_first() -> None:
     assert taken == [(index,) for index in range(8)]
 
 
-def test_a_worker_takes_what_it_was_given_and_its_engine_hears_of_it() -> None:
+def test_gpus_assigned_are_taken_and_passed_to_engine() -> None:
     for role in (PREFILL, DECODE):
         host = FakeHost(8)
         seat = take_gpus(cluster(), role, WorkerPlace(gpus=(6,), gpu_sharers=2), host)
@@ -70,7 +70,7 @@ def test_a_worker_takes_what_it_was_given_and_its_engine_hears_of_it() -> None:
 
 
 @pytest.mark.parametrize("module", [prefill_worker.__main__, decode_worker.__main__])
-async def test_a_worker_takes_its_gpus_before_it_loads_the_model(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_gpus_are_taken_before_model_loads(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     class Loading(Exception):
         """So far it came."""
 
@@ -101,7 +101,7 @@ def test_gpus_that_are_not_there_are_refused(settings: dict[str, Any], place: di
     assert host.first is None
 
 
-def test_a_worker_on_the_cpu_takes_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_on_cpu_worker_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     host = FakeHost(8)
     assert take_gpus(cluster(engine__device="cpu", decode__gpus=[9]), DECODE, WorkerPlace(), host) is None
     assert take_gpus(cluster(decode__gpus=[9]), DECODE, WorkerPlace(), FakeHost(0)) is None

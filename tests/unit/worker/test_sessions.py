@@ -52,7 +52,7 @@ class StuckRouter:
         self.written.append(message)
 
 
-async def test_a_router_that_does_not_read_loses_its_session() -> None:
+async def test_session_of_router_that_does_not_read_ends() -> None:
     handler, router = Handler(), StuckRouter()
     session = asyncio.create_task(WorkerSessions(handler).Session(None, router))
     port = await handler.port
@@ -74,7 +74,7 @@ class ReturningRouter(StuckRouter):
 
 
 @pytest.mark.parametrize(("incarnation", "ends"), [(7, True), (8, False)])
-async def test_a_new_session_ends_the_routers_former_one_which_still_looks_open(incarnation: int, ends: bool) -> None:
+async def test_session_new_one_ends_routers_former_one(incarnation: int, ends: bool) -> None:
     handler = Handler()
     sessions = WorkerSessions(handler)
     former = asyncio.create_task(sessions.Session(None, StuckRouter()))
@@ -114,7 +114,7 @@ class BrokenRouter(StuckRouter):
 
 
 @pytest.mark.parametrize(("reads", "fault"), [(True, "nobody reads"), (False, "nothing was ordered")])
-async def test_what_broke_a_session_is_told(reads: bool, fault: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_session_broken_reports_reason(reads: bool, fault: str, caplog: pytest.LogCaptureFixture) -> None:
     handler = Handler()
     await WorkerSessions(handler).Session(None, BrokenRouter(reads=reads))
     assert [port.closed for port in handler.gone] == [True]
@@ -123,7 +123,7 @@ async def test_what_broke_a_session_is_told(reads: bool, fault: str, caplog: pyt
     assert fault in str(record.exc_info[1])
 
 
-async def test_a_router_may_leave_in_the_middle_of_a_message(caplog: pytest.LogCaptureFixture) -> None:
+async def test_session_router_leaving_mid_message_ends_cleanly(caplog: pytest.LogCaptureFixture) -> None:
     handler, router = Handler(), BrokenRouter(reads=True, fault=grpc.aio.InternalError("execute_batch"))
     await WorkerSessions(handler).Session(None, router)
     assert [port.closed for port in handler.gone] == [True]
@@ -154,14 +154,14 @@ async def test_events_that_the_snapshot_had_are_not_told_again() -> None:
     assert (second.first_sequence, [e.block_hash for e in second.events]) == (6, [b"newer"])
 
 
-async def test_a_gap_is_noticed() -> None:
+async def test_session_gap_is_detected() -> None:
     port = SessionPort(Incarnation(1))
     port.send_snapshot(5, [])
     assert not port.send_events(7, stored(b"a"))
 
 
 @pytest.mark.parametrize("end", ["finish", "close"])
-async def test_what_is_queued_is_written_before_a_finish_and_not_before_a_close(end: str) -> None:
+async def test_session_queue_is_flushed_on_finish_not_on_close(end: str) -> None:
     port = SessionPort(Incarnation(1))
     port.send(pb.WorkerMessage(draining=pb.Draining(reason="x")))
     getattr(port, end)()

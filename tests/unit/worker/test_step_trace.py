@@ -117,7 +117,7 @@ async def test_who_leaves_while_it_begins_leaves_no_recorder_behind():
         assert host.runners[-1] is runner
 
 
-async def test_a_recorder_that_cannot_begin_is_told_and_the_engine_goes_on():
+async def test_step_trace_recorder_failure_is_reported_and_engine_continues():
     runner = LedgerRunner()
     with running(runner) as harness:
         host, trace = Host(harness), Counted(broken=True)

@@ -33,7 +33,7 @@ def test_steps_are_told_apart_by_what_they_computed() -> None:
     assert meter.sizes[-1] == 1
 
 
-def test_what_a_worker_reports_is_shown_under_its_name() -> None:
+def test_work_meter_report_is_exported_under_worker_name() -> None:
     told = pb.LoadSnapshot(
         work=pb.WorkReport(
             decode=pb.StepTotals(steps=3, seconds=1.5, tokens=9, requests=9),
@@ -60,7 +60,7 @@ def test_what_a_worker_reports_is_shown_under_its_name() -> None:
     assert value("tandem_worker_flops_per_token", labels) is None
 
 
-def test_what_is_reserved_is_told_apart_from_what_waits_for_the_worker() -> None:
+def test_work_meter_reserved_and_waiting_are_separate() -> None:
     fields = dict.fromkeys(Load._fields, 0) | {"num_running": 1, "num_waiting": 2, "num_reservations": 3}
     load = Load(**fields | {"tiers": (), "pins": PinTotals()})
     told = load_to_pb(load, prefill_tokens_per_s=0.0, decode_step_s=0.0, kv_bytes_per_s=0.0)

@@ -56,7 +56,7 @@ def test_open_and_unencrypted_doors_are_warned_of() -> None:
     assert warned() == warned(api_keys=[digest]) == []
     assert "holds keys themselves" in warned(api_keys=["plain"])[0]
     assert "everybody who can reach 0.0.0.0" in warned(host="0.0.0.0", allow_open=True)[0]
-    assert "unencrypted" in warned(host="10.0.0.1", api_keys=[digest])[0]
+    assert "is not encrypted" in warned(host="10.0.0.1", api_keys=[digest])[0]
     assert warned(host="10.0.0.1", api_keys=[digest], tls={"cert": "c", "key": "k"}) == []
     assert warned(host="::1") == warned(host="localhost") == []
 

@@ -204,7 +204,7 @@ def test_nothing_is_added_or_retired_but_in_a_cluster_that_runs():
         supervisor.add(plan("decode-1"), 0)
     with pytest.raises(InvariantError, match="starting"):
         supervisor.retire("decode-0", 0)
-    with pytest.raises(InvariantError, match="there is a decode-0 already"):
+    with pytest.raises(InvariantError, match="there is already a process decode-0"):
         running().add(plan("decode-0"), 0)
 
 

@@ -58,13 +58,13 @@ def test_in_fixed_order_an_element_does_not_feel_its_neighbours() -> None:
         assert torch.equal(whole, ordered)
 
 
-def test_only_rank_0_gathers() -> None:
+def test_torch_group_gather_returns_on_rank_0_only() -> None:
     results = run_ranks(3, lambda group: group.gather(values(group.rank, 4, 2)))
     assert all(torch.equal(part, values(rank, 4, 2)) for rank, part in enumerate(results[0]))
     assert (len(results[0]), results[1:]) == (3, [[], []])
 
 
-def test_a_rank_alone_is_not_waited_for_for_ever() -> None:
+def test_torch_group_missing_rank_times_out() -> None:
     fd = os.memfd_create("alone")
     with pytest.raises(RankLost, match="rank 0 did not join the group"):
         TorchGroup(fd, rank=0, size=2, device=torch.device("cpu"), timeout_s=0.2)
@@ -75,7 +75,7 @@ def test_a_rank_that_leaves_is_noticed_and_a_closed_group_is_of_no_use() -> None
     def work(group):
         if group.rank == 1:
             return None
-        with pytest.raises(RankLost, match="rank 0 lost the others"):
+        with pytest.raises(RankLost, match="rank 0 lost the other ranks"):
             group.all_reduce_(torch.ones(3))
         group.close()
         with pytest.raises(RankLost, match="closed"):
@@ -85,7 +85,7 @@ def test_a_rank_that_leaves_is_noticed_and_a_closed_group_is_of_no_use() -> None
     run_ranks(2, work)
 
 
-def test_a_group_of_one_changes_nothing() -> None:
+def test_torch_group_of_one_is_identity() -> None:
     tensor = torch.ones(3)
     assert SoloGroup().all_reduce_(tensor) is tensor
     assert SoloGroup().gather(tensor) == [tensor]

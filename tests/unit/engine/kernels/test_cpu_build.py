@@ -58,7 +58,7 @@ def slow_compiler(tmp_path: Path) -> Path:
 
 
 @needs_compiler
-def test_a_second_build_finds_the_first(sources, tmp_path):
+def test_cpu_build_second_finds_first(sources, tmp_path):
     cache = tmp_path / "cache"
     first = build(cache, sources=sources)
     stamp = first.stat().st_mtime_ns
@@ -70,7 +70,7 @@ def test_a_second_build_finds_the_first(sources, tmp_path):
 
 
 @needs_compiler
-def test_the_cache_is_private(sources, tmp_path):
+def test_cpu_build_cache_is_private(sources, tmp_path):
     cache = tmp_path / "cache"
     cache.mkdir(mode=0o777)
     cache.chmod(0o777)
@@ -80,14 +80,14 @@ def test_the_cache_is_private(sources, tmp_path):
 
 
 @needs_compiler
-def test_a_change_of_source_is_another_library(sources, tmp_path):
+def test_cpu_build_changed_source_makes_another_library(sources, tmp_path):
     before = plan_build(recipe(sources)).key
     (sources / "one.h").write_text("// a header counts too\n")
     assert plan_build(recipe(sources)).key != before
 
 
 @needs_compiler
-def test_two_processes_build_once(sources, tmp_path):
+def test_cpu_build_two_processes_build_once(sources, tmp_path):
     cache = tmp_path / "cache"
     children = [child(cache, sources) for _ in range(2)]
     results = [process.communicate(timeout=120) for process in children]
@@ -97,7 +97,7 @@ def test_two_processes_build_once(sources, tmp_path):
 
 
 @needs_compiler
-def test_a_killed_builder_holds_up_nobody(sources, tmp_path):
+def test_cpu_build_killed_builder_leaves_no_lock(sources, tmp_path):
     cache = tmp_path / "cache"
     builder_process = child(cache, sources, PATH=f"{slow_compiler(tmp_path)}:{os.environ['PATH']}")
     deadline = time.monotonic() + 60
@@ -169,7 +169,7 @@ def test_without_a_compiler_it_says_so(sources, tmp_path, monkeypatch):
 
 
 @needs_compiler
-def test_a_compile_error_is_quoted(sources, tmp_path):
+def test_cpu_build_compile_error_is_quoted(sources, tmp_path):
     (sources / "two.cpp").write_text("int broken( {\n")
     with pytest.raises(KernelsUnavailable, match=r"do not compile here: two\.cpp:1"):
         build(tmp_path / "cache", sources=sources)
@@ -177,33 +177,33 @@ def test_a_compile_error_is_quoted(sources, tmp_path):
 
 
 @needs_compiler
-def test_a_directory_of_somebody_else_is_refused(sources, tmp_path, monkeypatch):
+def test_cpu_build_directory_of_another_user_is_refused(sources, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)
     with pytest.raises(KernelsUnavailable, match="belongs to another user"):
         build(tmp_path, sources=sources)
 
 
 @needs_compiler
-def test_a_directory_that_cannot_be_made_is_reported(sources, tmp_path):
+def test_cpu_build_uncreatable_directory_is_reported(sources, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(KernelsUnavailable, match="could not be built"):
         build(tmp_path / "file" / "cache", sources=sources)
 
 
-def test_the_cache_follows_the_xdg_specification(tmp_path, monkeypatch):
+def test_cpu_build_cache_follows_xdg_specification(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_root_of(recipe()) == tmp_path / "tandem" / "kernels"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     assert cache_root_of(recipe()) == Path.home() / ".cache" / "tandem" / "kernels"
 
 
-def test_a_file_that_is_no_library_is_refused(tmp_path):
+def test_cpu_build_invalid_library_is_refused(tmp_path):
     (tmp_path / "kernels.so").write_bytes(b"not a library")
     with pytest.raises(KernelsUnavailable, match="does not load"):
         KernelLibrary(tmp_path / "kernels.so")
 
 
-def test_the_kernels_share_the_threads_of_torch():
+def test_cpu_build_kernels_share_threads_of_torch():
     torch.ones(4096, 64).sum()
     try:
         library = load_kernels()

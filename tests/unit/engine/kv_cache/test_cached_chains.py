@@ -53,7 +53,7 @@ def number_of(of: BlockHash) -> int:
     return int.from_bytes(of, "big")
 
 
-def test_the_last_used_comes_first_and_shared_blocks_once() -> None:
+def test_cached_chains_last_used_comes_first_shared_blocks_once() -> None:
     cache = Cache()
     cache.store(1, 2, 3)
     cache.end(1, 2, 3)
@@ -69,7 +69,7 @@ def test_the_last_used_comes_first_and_shared_blocks_once() -> None:
     assert cache.told(0) == []
 
 
-def test_what_is_in_use_is_hottest_of_all() -> None:
+def test_cached_chains_referenced_blocks_come_first() -> None:
     cache = Cache()
     cache.store(1, 2)
     cache.store(11)
@@ -77,12 +77,12 @@ def test_what_is_in_use_is_hottest_of_all() -> None:
     assert cache.told() == [(None, [1, 2]), (None, [11])]
 
 
-def test_an_empty_cache_has_nothing_to_tell() -> None:
+def test_cached_chains_of_empty_cache_are_none() -> None:
     assert Cache().told() == []
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_what_is_told_last_is_what_would_be_evicted_first(policy: str) -> None:
+def test_cached_chains_last_is_evicted_first(policy: str) -> None:
     cache = Cache(policy)
     for first in range(0, 60, 3):
         cache.store(first + 1, first + 2, first + 3)

@@ -93,7 +93,7 @@ def test_prefix_keeps_what_is_near_the_root_and_shared() -> None:
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_a_scheduler_under_pressure_says_the_same_under_every_policy(policy: str) -> None:
+def test_eviction_any_policy_yields_the_same_tokens(policy: str) -> None:
     sched, runner = ledger.scheduler(num_blocks=16, eviction=policy), ledger.LedgerRunner()
     for k in range(40):
         prompt = [*([k % 3] * 40), *([k % 7] * 30)]
@@ -106,16 +106,16 @@ def test_a_scheduler_under_pressure_says_the_same_under_every_policy(policy: str
     assert sched.load().num_evictable_blocks == 0
 
 
-def test_every_policy_that_may_be_configured_can_be_made() -> None:
+def test_eviction_every_configurable_policy_can_be_created() -> None:
     assert tuple(POLICIES) == EVICTION_POLICIES
 
 
-def test_an_unknown_policy_is_refused_by_name() -> None:
+def test_eviction_unknown_policy_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="one of lru, lfu, prefix, not 'fifo'"):
         eviction_policy("fifo")
 
 
-def test_the_audit_finds_a_leaf_that_could_never_go() -> None:
+def test_eviction_audit_finds_unevictable_leaf() -> None:
     cache = Cache("lfu")
     cache.touch("ab")
     cache.index._policy.clear()

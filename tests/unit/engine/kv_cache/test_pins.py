@@ -60,7 +60,7 @@ def first(number: int, num_blocks: int = 3) -> range:
     return range(1000 * number, 1000 * number + num_blocks * BLOCK + 1)
 
 
-def test_a_pinned_prefix_outlives_the_eviction_that_takes_another() -> None:
+def test_pin_prefix_survives_eviction() -> None:
     world = World()
     for number in (1, 2):
         world.compute(first(number))
@@ -71,7 +71,7 @@ def test_a_pinned_prefix_outlives_the_eviction_that_takes_another() -> None:
     world.sched.check_invariants()
 
 
-def test_a_pin_ends_with_its_time_and_is_renewed_by_use() -> None:
+def test_pin_expires_unless_renewed() -> None:
     world = World()
     world.compute(first(1))
     assert world.pin(first(1), 3, ttl_s=10.0, now=0.0) is PinOutcome.HELD
@@ -85,7 +85,7 @@ def test_a_pin_ends_with_its_time_and_is_renewed_by_use() -> None:
     assert world.compute(first(1)) == 0
 
 
-def test_what_is_over_takes_no_place_also_where_no_step_has_looked_at_the_time() -> None:
+def test_pin_expired_on_idle_engine_takes_no_room() -> None:
     world = World()
     for number in (1, 2):
         world.compute(first(number, 5))
@@ -96,7 +96,7 @@ def test_what_is_over_takes_no_place_also_where_no_step_has_looked_at_the_time()
     world.sched.check_invariants()
 
 
-def test_a_pin_may_be_shortened_and_taken_back() -> None:
+def test_pin_can_be_shortened_and_removed() -> None:
     world = World()
     world.compute(first(1))
     world.pin(first(1), 3, ttl_s=100.0)
@@ -110,21 +110,21 @@ def test_a_pin_may_be_shortened_and_taken_back() -> None:
     assert_empty(world.sched)
 
 
-def test_what_is_not_here_cannot_be_pinned() -> None:
+def test_pin_absent_prefix_is_refused() -> None:
     world = World()
     assert world.pin(first(1), 3) is PinOutcome.NOT_HERE
     assert world.sched.load().pins.refused == 1
 
 
 @pytest.mark.parametrize("ttl_s", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_pin_without_an_end_is_refused(ttl_s: float) -> None:
+def test_pin_without_end_is_refused(ttl_s: float) -> None:
     world = World()
     world.compute(first(1))
     with pytest.raises(InvalidRequest):
         world.pin(first(1), 3, ttl_s=ttl_s)
 
 
-def test_a_tenants_new_pin_takes_the_place_of_its_own_least_recently_used() -> None:
+def test_pin_beyond_tenant_share_replaces_own_least_recently_used() -> None:
     world = World()
     for number in (1, 2, 3):
         world.compute(first(number, 2))
@@ -138,7 +138,7 @@ def test_a_tenants_new_pin_takes_the_place_of_its_own_least_recently_used() -> N
     assert [world.compute(first(number, 2)) for number in (1, 2, 3)] == [32, 0, 32]
 
 
-def test_one_tenant_never_takes_anothers_place() -> None:
+def test_pin_never_replaces_pins_of_another_tenant() -> None:
     world = World()
     for number in (1, 2):
         world.compute(first(number, 5))
@@ -149,7 +149,7 @@ def test_one_tenant_never_takes_anothers_place() -> None:
     assert world.sched.drain().lost_pins == ()
 
 
-def test_a_pin_larger_than_its_tenants_share_disturbs_no_other() -> None:
+def test_pin_larger_than_tenant_share_disturbs_no_other() -> None:
     world = World()
     world.compute(first(1, 2))
     world.compute(first(2, 6))
@@ -192,7 +192,7 @@ def test_whoever_fits_in_the_rest_touches_no_pin_and_a_larger_request_makes_just
     assert world.compute(first(2, 4)) == 64
 
 
-def test_a_sequence_that_grows_beyond_the_rest_makes_way_for_itself() -> None:
+def test_pin_gives_way_to_growing_sequence() -> None:
     world = World()
     world.compute(first(1, 5))
     world.pin(first(1, 5), 5)
@@ -200,7 +200,7 @@ def test_a_sequence_that_grows_beyond_the_rest_makes_way_for_itself() -> None:
     assert world.sched.load().pins.gave_way == 1
 
 
-def test_its_own_pinned_prefix_costs_a_large_request_nothing() -> None:
+def test_pin_of_own_prefix_is_kept_for_large_request() -> None:
     world = World()
     world.compute(first(1, 5))
     world.pin(first(1, 5), 5)
@@ -208,7 +208,7 @@ def test_its_own_pinned_prefix_costs_a_large_request_nothing() -> None:
     assert world.sched.load().pins.num_pins == 1
 
 
-def test_a_reservation_larger_than_the_rest_makes_way_and_a_smaller_one_waits() -> None:
+def test_pin_gives_way_to_large_reservation_only() -> None:
     world = World()
     world.compute(first(1, 5))
     world.pin(first(1, 5), 5)
@@ -224,7 +224,7 @@ def test_a_reservation_larger_than_the_rest_makes_way_and_a_smaller_one_waits() 
     assert len(world.sched.drain().lost_pins) == 1
 
 
-def test_what_cannot_be_trusted_is_not_kept() -> None:
+def test_pin_of_invalid_blocks_is_dropped() -> None:
     world = World()
     world.compute(first(1, 2))
     world.pin(first(1, 2), 2)
@@ -248,7 +248,7 @@ def test_without_bounds_nothing_is_pinned() -> None:
     assert sched.pins.pin(replace(order, last_block=BlockHash(b"?")), 0.0).outcome is PinOutcome.NOT_HERE
 
 
-def test_a_pin_is_weighed_once_however_many_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pin_many_giving_way_weighs_each_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once for each of thousands it holds every stream of the worker up."""
     looks = 0
 

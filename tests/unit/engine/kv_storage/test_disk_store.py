@@ -68,7 +68,7 @@ def rig(tmp_path):
     made.store.close()
 
 
-def test_a_block_goes_and_comes_back(rig):
+def test_disk_store_block_round_trips(rig):
     content = bytes(rig.place(0))
     wrote = rig.write(NAMES[1])
     assert (wrote.job, wrote.verdict, wrote.num_bytes) == (DiskJob.WRITE, DiskVerdict.DONE, BLOCK_BYTES)
@@ -82,14 +82,14 @@ def test_a_block_goes_and_comes_back(rig):
     assert rig.read(NAMES[1]).verdict is DiskVerdict.GONE
 
 
-def test_only_the_owner_can_look(rig):
+def test_disk_store_files_are_private(rig):
     rig.write(NAMES[1])
     for folder in (rig.store.folder, rig.path(NAMES[1]).parent):
         assert folder.stat().st_mode & 0o777 == 0o700
     assert rig.path(NAMES[1]).stat().st_mode & 0o777 == 0o600
 
 
-def test_a_folder_that_others_can_open_is_refused(tmp_path):
+def test_disk_store_folder_open_to_others_is_refused(tmp_path):
     (tmp_path / "0").mkdir(mode=0o755)
     with pytest.raises(ConfigError, match="only its owner"):
         Rig(tmp_path)
@@ -163,7 +163,7 @@ def test_a_later_process_finds_what_was_written_in_order_of_use(tmp_path):
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_a_flipped_bit_anywhere_is_noticed(rig, seed):
+def test_disk_store_flipped_bit_is_detected(rig, seed):
     draw = random.Random(seed)
     rig.write(NAMES[1])
     data = bytearray(rig.path(NAMES[1]).read_bytes())
@@ -177,7 +177,7 @@ def test_a_flipped_bit_anywhere_is_noticed(rig, seed):
 @pytest.mark.parametrize(
     "length", [0, 10, HEADER_BYTES, HEADER_BYTES + BLOCK_BYTES - 1, HEADER_BYTES + BLOCK_BYTES + 1]
 )
-def test_a_file_of_another_length_is_not_used(tmp_path, length):
+def test_disk_store_file_of_another_length_is_ignored(tmp_path, length):
     rig = Rig(tmp_path)
     rig.write(NAMES[1])
     with rig.path(NAMES[1]).open("r+b") as file:
@@ -190,7 +190,7 @@ def test_a_file_of_another_length_is_not_used(tmp_path, length):
     later.store.close()
 
 
-def test_what_another_cache_wrote_is_not_used(tmp_path):
+def test_disk_store_file_of_another_cache_is_ignored(tmp_path):
     rig = Rig(tmp_path)
     rig.write(NAMES[1])
     rig.write(NAMES[2])
@@ -220,7 +220,7 @@ def test_half_written_files_go_and_foreign_ones_stay(tmp_path):
     later.store.close()
 
 
-def test_a_full_disk_refuses_and_leaves_nothing_behind(rig, monkeypatch):
+def test_disk_store_full_disk_refuses_and_leaves_nothing(rig, monkeypatch):
     room = [HEADER_BYTES + 100]
 
     def write(fd, view):
@@ -276,7 +276,7 @@ def test_names_are_the_same_in_a_later_process_and_say_nothing_without_the_secre
     assert len({*chains}) == 3
 
 
-def test_the_index_is_bounded_and_notices_misuse():
+def test_disk_store_index_is_bounded_and_detects_misuse():
     index = DiskIndex(3, NAMES[:3])
     assert index.begin(NAMES[3]) == [NAMES[0]]
     assert index.begin(NAMES[3]) is None

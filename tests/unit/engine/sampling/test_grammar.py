@@ -117,7 +117,7 @@ def test_another_worker_goes_on_wherever_the_answer_broke_off(model, guides, tem
             assert rest.reason is FinishReason.STOP
 
 
-def test_what_a_grammar_forbids_is_never_drawn_and_logprobs_are_the_models(model, guides):
+def test_grammar_forbidden_token_is_never_sampled_and_logprobs_are_the_models(model, guides):
     vocab_size = model.config.vocab_size
     logits = torch.randn((3, vocab_size), generator=torch.Generator().manual_seed(1))
     before = logits.clone()
@@ -134,7 +134,7 @@ def test_what_a_grammar_forbids_is_never_drawn_and_logprobs_are_the_models(model
     assert torch.equal(chosen.logprobs[0].sampled, expected)
 
 
-def test_an_answer_that_the_grammar_refuses_fails_alone(model, guides):
+def test_grammar_refused_answer_fails_alone(model, guides):
     """As after damage: the tokens that another worker told are none of this grammar's."""
     with serve(model, pipelined=False) as engine:
         spoilt, sound = engine.run([ask(guides, "schema", output=[700, 701]), ask(guides, "schema", seed=1)])
@@ -154,12 +154,12 @@ def test_a_guide_follows_what_it_has_not_accepted_yet(guides):
 
 
 @pytest.mark.parametrize("grammar", ["nothing that it reads", LLMatcher.grammar_from_regex("(a")])
-def test_what_cannot_be_compiled_is_refused(guides, grammar):
+def test_grammar_invalid_is_refused(guides, grammar):
     with pytest.raises(InvalidRequest, match="grammar: it cannot be compiled"):
         guides.guide(grammar)
 
 
-def test_a_worker_without_the_library_or_a_tokenizer_refuses(tmp_path, monkeypatch):
+def test_grammar_without_library_or_tokenizer_is_refused(tmp_path, monkeypatch):
     lost = LlGuides(tmp_path / "tokenizer.json", vocab_size=2048, eos_token_ids=[0], cache_bytes=1 << 30)
     with pytest.raises(InvalidRequest, match="tokenizer"):
         lost.guide(GRAMMARS["choice"])

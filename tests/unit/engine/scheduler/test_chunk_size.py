@@ -51,7 +51,7 @@ class Paced:
         return self
 
 
-def test_nothing_is_bounded_before_the_first_measurement_or_without_a_bound() -> None:
+def test_chunk_size_before_measurement_or_without_bound_is_maximum() -> None:
     paced = Paced(Machine(slowness=10.0))
     assert paced.pace.chunk_tokens() == FULL
     paced.observe(0)
@@ -63,7 +63,7 @@ def test_nothing_is_bounded_before_the_first_measurement_or_without_a_bound() ->
 
 @pytest.mark.parametrize("num_readers", [0, NUM_READERS])
 @pytest.mark.parametrize("slowness", [0.5, 1.0, 1.3, 2.0, 3.0])
-def test_a_known_machine_fills_its_time_and_keeps_within_it(slowness: float, num_readers: int) -> None:
+def test_chunk_size_known_rate_fills_time_bound(slowness: float, num_readers: int) -> None:
     """Whether its rate was seen beside decodes or on a prompt alone."""
     paced = Paced(Machine(slowness=slowness))
     for _ in range(12):
@@ -78,13 +78,13 @@ def test_a_known_machine_fills_its_time_and_keeps_within_it(slowness: float, num
         assert slowness <= 1.0
 
 
-def test_a_prompt_always_advances_and_never_by_more_than_it_may() -> None:
+def test_chunk_size_stays_between_minimum_and_maximum() -> None:
     assert Paced(Machine(slowness=50.0)).warm().pace.chunk_tokens() == MIN_CHUNK_TOKENS
     assert Paced(Machine(slowness=50.0), max_tokens=20).warm().pace.chunk_tokens() == 20
     assert Paced(Machine(slowness=0.01), max_tokens=500).warm().pace.chunk_tokens() == 500
 
 
-def test_one_slow_step_says_nothing_and_two_shorten_chunks_until_three_were_faster() -> None:
+def test_chunk_size_two_slow_steps_shorten_until_three_faster_ones() -> None:
     """A machine whose speed is uneven would otherwise pay, step by step, for the slowest it has just seen."""
     paced = Paced(Machine()).warm()
     for num_slow, num_shorter in ((1, 0), (2, 3)):
@@ -101,7 +101,7 @@ def test_one_slow_step_says_nothing_and_two_shorten_chunks_until_three_were_fast
 
 
 @pytest.mark.parametrize("stall_s", [0.5, 1.0, 2.0, 10.0])
-def test_one_stalled_decode_is_no_reason_for_short_chunks(stall_s: float) -> None:
+def test_chunk_size_one_stalled_decode_is_ignored(stall_s: float) -> None:
     """A machine that stood still for once; no pure decode follows, since prompts keep coming."""
     served = Served(Machine()).with_readers()
     served.step()
@@ -114,7 +114,7 @@ def test_one_stalled_decode_is_no_reason_for_short_chunks(stall_s: float) -> Non
     assert [chunk_of(served.step()[0]) for _ in range(10)] == [FULL] * 10
 
 
-def test_a_cold_start_is_overcome() -> None:
+def test_chunk_size_after_cold_start_recovers() -> None:
     """Every kind of step took seconds when it was made first; again, prompts keep coming."""
     paced = Paced(Machine(slowness=50.0))
     paced.observe(0)
@@ -141,7 +141,7 @@ def test_chunks_settle_where_they_fill_the_time(decode_s: float, token_s: float,
     assert chunk > 0.9 * ideal - 32 or chunk == FULL
 
 
-def test_what_says_nothing_about_a_prompt_is_passed_over() -> None:
+def test_chunk_size_uninformative_step_is_ignored() -> None:
     """Beside decodes a short chunk pays little of the step's fixed cost, alone it pays all of it."""
     paced = Paced(Machine()).warm()
     paced.machine.slowness = 4.0
@@ -163,7 +163,7 @@ def test_more_rows_to_decode_leave_less_for_a_chunk() -> None:
     assert paced.machine.step_s(chunk, is_read=True) <= BOUND_S
 
 
-def test_what_counts_as_a_decode() -> None:
+def test_has_decodes_counts_newest_tokens_only() -> None:
     fresh, resumed = ledger.request(range(50)), ledger.request(range(50), output=range(5))
     handed_off = ledger.request(range(50), output=range(5), prefill_only=True)
     assert has_decodes([BatchItem(fresh, 0, 40, False), BatchItem(resumed, 54, 1, True)])
@@ -239,7 +239,7 @@ def chunk_of(batch: Batch) -> int:
     return sum(item.num_tokens for item in batch.items if item.start < item.request.num_prompt_tokens)
 
 
-def test_only_a_step_with_decodes_gets_the_smaller_chunk() -> None:
+def test_chunk_size_only_steps_with_decodes_are_bounded() -> None:
     served = Served(Machine(slowness=2.0)).with_readers()
     served.add(5000, 10)
     beside, _ = served.step()
@@ -260,7 +260,7 @@ def test_newcomers_and_those_in_the_middle_share_the_smaller_chunk() -> None:
     assert took <= BOUND_S
 
 
-def test_a_prefill_worker_is_never_bounded() -> None:
+def test_chunk_size_prefill_worker_is_not_bounded() -> None:
     served = Served(Machine(slowness=5.0), prefill_only=True)
     for _ in range(6):
         served.add(900, 10)

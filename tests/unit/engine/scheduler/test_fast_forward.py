@@ -120,14 +120,14 @@ def test_nobody_ends_within_a_run() -> None:
     worker = Worker([(1, 10, 20, 0)], at_once=False, num_blocks=40, rows=4, block_size=16)
     worker.run(3)
     left = worker.sched.steady_run().num_steps
-    with pytest.raises(InvariantError, match="ends within a run"):
+    with pytest.raises(InvariantError, match="would end within a run"):
         worker.sched.fast_forward(left + 1, TOKEN)
 
 
-def test_no_run_while_a_step_is_under_way() -> None:
+def test_fast_forward_with_step_in_flight_has_no_run() -> None:
     worker = Worker([(1, 10, 20, 0)], at_once=False, num_blocks=40, rows=4, block_size=16)
     worker.run(3)
     assert worker.sched.schedule(4.0) is not None
     assert worker.sched.steady_run().num_steps == 0
-    with pytest.raises(InvariantError, match="under way"):
+    with pytest.raises(InvariantError, match="step is in flight"):
         worker.sched.fast_forward(1, TOKEN)

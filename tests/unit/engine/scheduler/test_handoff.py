@@ -179,7 +179,7 @@ def test_credit_is_hard_and_growth_preempts_growth_instead() -> None:
     assert_empty(sched)
 
 
-def test_a_prefill_under_hand_off_is_never_preempted() -> None:
+def test_handoff_prefill_is_never_preempted() -> None:
     sched, runner = ledger.scheduler(num_blocks=8, max_model_len=128, prefill_chunk_tokens=1), LedgerRunner()
     grower = ledger.request([1] * 14, params=SamplingParams(max_tokens=60, ignore_eos=True))
     sched.add(grower)
@@ -214,7 +214,7 @@ def test_reservations_do_not_overtake_whoever_was_preempted() -> None:
         sched.reservations.reserve(T1, ledger.request([1]))
 
 
-def test_the_oldest_prefill_advances_beside_more_decodes_than_rows() -> None:
+def test_handoff_oldest_prefill_advances_beside_full_decodes() -> None:
     sched, runner = ledger.scheduler(max_running_requests=2, prefill_chunk_tokens=1), LedgerRunner()
     oldest = ledger.request(range(40))
     sched.add(oldest)
@@ -234,7 +234,7 @@ def test_the_oldest_prefill_advances_beside_more_decodes_than_rows() -> None:
     assert oldest.num_computed_tokens == 21
 
 
-def test_a_held_prefill_that_ended_tells_no_second_end() -> None:
+def test_handoff_held_prefill_reports_one_end() -> None:
     sched, runner = ledger.scheduler(), LedgerRunner()
     request = ledger.request(PROMPT, prefill_only=True, params=SamplingParams(max_tokens=1))
     sched.add(request)
@@ -245,7 +245,7 @@ def test_a_held_prefill_that_ended_tells_no_second_end() -> None:
     assert_empty(sched)
 
 
-def test_what_an_earlier_attempt_brought_is_no_cache_hit_for_the_next() -> None:
+def test_handoff_blocks_of_earlier_attempt_are_no_cache_hit() -> None:
     sched, runner = ledger.scheduler(), LedgerRunner()
     request = ledger.request(PROMPT)
     sched.reservations.reserve(T1, request)
@@ -257,7 +257,7 @@ def test_what_an_earlier_attempt_brought_is_no_cache_hit_for_the_next() -> None:
     assert_empty(sched)
 
 
-def test_a_second_attempt_takes_no_more_than_its_peer_was_told() -> None:
+def test_handoff_second_attempt_holds_no_more_than_announced() -> None:
     sched, runner = ledger.scheduler(), LedgerRunner()
     sched.add(ledger.request(PROMPT))  # all of it is cached here by now
     run(sched, runner)
@@ -267,7 +267,7 @@ def test_a_second_attempt_takes_no_more_than_its_peer_was_told() -> None:
     assert_empty(sched)
 
 
-def test_a_prompt_for_another_worker_is_never_preempted_so_its_blocks_are_told_once() -> None:
+def test_handoff_prompt_blocks_are_reported_once() -> None:
     """What `StepEventCollector` counts as told would be wrong after a preemption: there is none, whoever crowds it."""
     sched, runner = ledger.scheduler(num_blocks=13, max_batched_tokens=24, max_overtakes=0), LedgerRunner()
     urgent = [ledger.request(range(40 * i, 40 * i + 30), priority=-1, arrival_s=float(i)) for i in range(3)]

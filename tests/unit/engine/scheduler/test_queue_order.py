@@ -58,7 +58,7 @@ def test_impossible_policies_are_refused(change: dict[str, object]) -> None:
         ledger.config(**change)
 
 
-def test_what_is_cached_goes_first() -> None:
+def test_queue_order_cached_prefix_goes_first() -> None:
     sched, runner = warmed()
     for name, prompt in (("new", range(30, 90)), ("half", LONG[:33]), ("whole", LONG)):
         sched.add(ledger.request(prompt, request_id=name, arrival_s=1.0, params=ONE))
@@ -66,7 +66,7 @@ def test_what_is_cached_goes_first() -> None:
     assert_empty(sched)
 
 
-def test_a_level_is_never_overtaken_from_below() -> None:
+def test_queue_order_lower_priority_never_overtakes() -> None:
     sched, runner = warmed()
     sched.add(ledger.request(LONG, request_id="cached", arrival_s=1.0, priority=1, params=ONE))
     sched.add(ledger.request(range(30, 90), request_id="new", arrival_s=2.0, params=ONE))
@@ -85,14 +85,14 @@ def test_nobody_is_overtaken_more_often_than_allowed(bound: int) -> None:
     assert not sched._planner._order._overtakes
 
 
-def test_the_earliest_deadline_goes_first() -> None:
+def test_queue_order_earliest_deadline_goes_first() -> None:
     sched, runner = ledger.scheduler(max_running_requests=1), LedgerRunner()
     for name, deadline_s in (("none", None), ("later", 9.0), ("sooner", 8.0)):
         sched.add(ledger.request([*range(20)], request_id=name, deadline_s=deadline_s, params=ONE))
     assert admissions(sched, runner) == ["sooner", "later", "none"]
 
 
-def test_a_deadline_that_passes_in_the_queue_ends_the_request() -> None:
+def test_queue_order_deadline_passed_while_waiting_ends_request() -> None:
     sched, runner = ledger.scheduler(max_running_requests=1), LedgerRunner()
     running = ledger.request(range(20), deadline_s=1.0)
     waiting = ledger.request(range(40, 60), arrival_s=0.5, deadline_s=2.0)
@@ -118,7 +118,7 @@ def shares(batch: Batch | None, *requests: Request) -> list[int]:
     return [sum(item.num_tokens for item in batch.items if item.request is request) for request in requests]
 
 
-def test_one_chunk_a_step_goes_to_prompts_in_order() -> None:
+def test_queue_order_chunk_of_a_step_goes_to_prompts_in_order() -> None:
     """A later prompt's chunk never makes an earlier prompt's step longer than one chunk."""
     sched, runner = ledger.scheduler(prefill_chunk_tokens=20, max_batched_tokens=100, num_blocks=64), LedgerRunner()
     first, second, third = (ledger.request([k] * 30, arrival_s=float(k)) for k in range(3))
@@ -135,7 +135,7 @@ def test_one_chunk_a_step_goes_to_prompts_in_order() -> None:
     assert_empty(sched)
 
 
-def test_an_earlier_rank_takes_over_the_chunk_from_a_long_prompt() -> None:
+def test_queue_order_earlier_rank_takes_chunk_from_long_prompt() -> None:
     sched, runner = ledger.scheduler(prefill_chunk_tokens=20, max_batched_tokens=100, num_blocks=64), LedgerRunner()
     long = ledger.request([1] * 150, priority=1)
     sched.add(long)
@@ -153,7 +153,7 @@ def test_an_earlier_rank_takes_over_the_chunk_from_a_long_prompt() -> None:
     assert_empty(sched)
 
 
-def test_a_request_that_waits_no_longer_is_not_kept_for_its_deadline() -> None:
+def test_deadlines_request_no_longer_waiting_is_not_kept() -> None:
     deadlines = Deadlines()
     requests = [ledger.request([1], deadline_s=600.0 + k) for k in range(500)]
     for request in requests:
@@ -168,7 +168,7 @@ def test_a_request_that_waits_no_longer_is_not_kept_for_its_deadline() -> None:
     assert deadlines.expired(2000.0) == []
 
 
-def test_a_name_that_comes_again_has_its_own_deadline() -> None:
+def test_deadlines_reused_id_has_its_own_deadline() -> None:
     deadlines = Deadlines()
     first, again = (ledger.request([1], request_id="same", deadline_s=due) for due in (5.0, 9.0))
     deadlines.watch(first)

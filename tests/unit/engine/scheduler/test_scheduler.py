@@ -131,7 +131,7 @@ def test_end_token_of_the_model_stops_unless_ignored() -> None:
     assert request.finish_reason is FinishReason.STOP
 
 
-def test_what_can_never_run_is_refused_at_once() -> None:
+def test_scheduler_impossible_request_is_refused_at_once() -> None:
     sched = ledger.scheduler(num_blocks=4, max_model_len=100)
     with pytest.raises(InvalidRequest, match="empty"):
         sched.add(ledger.request([]))
@@ -195,7 +195,7 @@ def test_abort_in_every_state_ends_once() -> None:
     assert_empty(sched)
 
 
-def test_a_thousand_requests_a_third_aborted_leave_nothing_behind() -> None:
+def test_scheduler_many_requests_a_third_aborted_leave_nothing() -> None:
     rng = random.Random(7)
     sched, runner = ledger.scheduler(num_blocks=40), LedgerRunner()
     alive: dict[RequestId, list[int]] = {}

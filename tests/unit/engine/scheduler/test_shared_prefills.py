@@ -57,7 +57,7 @@ def test_choices_share_every_block_that_is_full_and_copy_the_one_that_is_not() -
     assert_empty(sched)
 
 
-def test_an_aborted_leader_is_followed_by_the_next() -> None:
+def test_shared_prefill_aborted_leader_is_replaced() -> None:
     sched, runner = ledger.scheduler(num_blocks=64, max_running_requests=8), LedgerRunner()
     eight = choices(range(75))
     for request in eight:
@@ -75,7 +75,7 @@ def test_an_aborted_leader_is_followed_by_the_next() -> None:
     assert_empty(sched)
 
 
-def test_a_common_beginning_is_waited_for_and_the_rest_is_each_ones_own() -> None:
+def test_shared_prefill_common_prefix_is_computed_once() -> None:
     sched, runner = ledger.scheduler(num_blocks=64, max_running_requests=8, prefill_chunk_tokens=20), LedgerRunner()
     prompts = [[*range(64), 90 + k, *range(5)] for k in range(3)]
     requests = [ledger.request(prompt, params=PARAMS, arrival_s=float(k)) for k, prompt in enumerate(prompts)]
@@ -99,7 +99,7 @@ def test_others_go_on_while_choices_wait() -> None:
     assert_empty(sched)
 
 
-def test_a_leader_that_stands_still_is_not_waited_for_for_ever() -> None:
+def test_shared_prefill_stalled_leader_is_not_awaited_for_ever() -> None:
     """Progress buys patience, and only progress."""
     sched, runner = ledger.scheduler(num_blocks=64, max_batched_tokens=2, prefill_chunk_tokens=2), LedgerRunner()
     leader = ledger.request(range(60), params=PARAMS)
@@ -120,7 +120,7 @@ def test_a_leader_that_stands_still_is_not_waited_for_for_ever() -> None:
     assert_empty(sched)
 
 
-def test_a_lower_priority_is_not_waited_for() -> None:
+def test_shared_prefill_lower_priority_leader_is_not_awaited() -> None:
     sched, runner = ledger.scheduler(num_blocks=64, prefill_chunk_tokens=20), LedgerRunner()
     low = ledger.request(range(60), params=PARAMS, priority=3)
     sched.add(low)
@@ -153,7 +153,7 @@ def test_prefills_of_all_choices_share_blocks_under_pins() -> None:
     assert_empty(sched)
 
 
-def test_a_copied_block_is_not_kept_longer_than_what_comes_before_it() -> None:
+def test_shared_prefill_copied_block_is_evicted_before_its_prefix() -> None:
     """Its owner ends and fills it, and who copies it is aborted, while the copy is still under way.
 
     Then all of it becomes cache at once, and what a block stands on must be evicted after it.

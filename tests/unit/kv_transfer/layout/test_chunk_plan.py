@@ -27,14 +27,14 @@ def cell_range(layers: tuple[int, int], units: tuple[int, int]) -> CellRange:
     )
 
 
-def test_what_is_there_in_all_layers_goes_by_units() -> None:
+def test_chunk_plan_units_complete_in_all_layers_are_sent_by_units() -> None:
     plan = planner(120)
     assert plan.plan(5) == [cell_range((0, 6), (0, 2)), cell_range((0, 6), (2, 4)), cell_range((0, 6), (4, 5))]
     assert plan.plan(5) == []
     assert plan.plan(6) == [cell_range((0, 6), (5, 6))]
 
 
-def test_a_step_under_way_goes_by_groups_of_layers() -> None:
+def test_chunk_plan_step_in_flight_is_sent_by_layer_groups() -> None:
     plan = planner(100)
     assert plan.plan(0, coming=5, num_layers=1) == []
     assert plan.plan(0, coming=5, num_layers=2) == [cell_range((0, 2), (0, 5))]
@@ -45,7 +45,7 @@ def test_a_step_under_way_goes_by_groups_of_layers() -> None:
     assert plan.plan(7) == [cell_range((5, 6), (5, 7))]
 
 
-def test_a_layer_too_large_for_a_chunk_is_cut_by_units() -> None:
+def test_chunk_plan_oversized_layer_is_split_by_units() -> None:
     plan = planner(25)
     assert plan.plan(0, coming=5, num_layers=1) == [
         cell_range((0, 1), (0, 2)),
@@ -54,12 +54,12 @@ def test_a_layer_too_large_for_a_chunk_is_cut_by_units() -> None:
     ]
 
 
-def test_a_unit_too_large_for_a_chunk_is_cut_by_layers() -> None:
+def test_chunk_plan_oversized_unit_is_split_by_layers() -> None:
     assert planner(25).plan(1) == [cell_range((0, 2), (0, 1)), cell_range((2, 4), (0, 1)), cell_range((4, 6), (0, 1))]
     assert len(planner(1).plan(2)) == 12
 
 
-def test_a_step_whose_layers_were_told_is_waited_for() -> None:
+def test_chunk_plan_step_with_reported_layers_is_awaited() -> None:
     plan = planner(100)
     assert plan.plan(0, coming=5, num_layers=2)
     assert plan.plan(3) == [], "it computes five units or nothing"
@@ -75,7 +75,7 @@ def test_a_step_whose_layers_were_told_is_waited_for() -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_every_cell_is_planned_once_and_within_the_bound(seed: int) -> None:
+def test_chunk_plan_any_order_covers_every_cell_once_within_bound(seed: int) -> None:
     rng = random.Random(seed)
     shape = HandoffSize(num_layers=rng.randint(1, 8), num_heads=rng.randint(1, 3), unit_layer_bytes=rng.randint(1, 50))
     chunk_bytes, total = rng.randint(1, 600), rng.randint(1, 30)

@@ -151,7 +151,7 @@ def moved(kv, tables, pools, ranges, head_scales, wire):
 @pytest.mark.parametrize(("target", "early"), list(product(QUANTISED_DTYPES, (True, False))))
 @pytest.mark.parametrize("source", PLAIN)
 @pytest.mark.parametrize("batch", [1, 700, 1 << 16])
-def test_a_converted_prompt_is_what_the_engine_would_have_written(source, target, early, batch, monkeypatch):
+def test_conversion_prompt_equals_engine_output(source, target, early, batch, monkeypatch):
     monkeypatch.setattr(dtype_conversion, "BATCH_VALUES", batch)
     rng = torch.Generator().manual_seed(3)
     for (tp_source, tp_target), sizes, heads in (
@@ -211,7 +211,7 @@ def test_equal_dtypes_copy_bytes():
         assert np.array_equal(converted(data, dtype, dtype, num_vectors=32, head_dim=4), data)
 
 
-def test_every_conversion_that_is_promised_exists():
+def test_conversion_every_declared_pair_exists():
     for source, target in CONVERSIONS:
         size = 32 * (CACHE_DTYPES[source].itemsize * 4 + 4 * (source == "int8"))
         assert not converted(np.zeros(size, np.uint8), source, target, num_vectors=32, head_dim=4).any()

@@ -62,13 +62,13 @@ def test_what_is_put_into_place_and_what_is_forgotten_is_under_the_lock(watched)
     assert landing.told == [("settle 0", True), ("settle 1", True), ("settle 2", True), ("intact", True)]
 
 
-def test_a_damaged_chunk_is_forgotten_under_the_lock_too(watched) -> None:
+def test_landing_damaged_chunk_is_dropped_under_lock(watched) -> None:
     table, landing, _ = watched
     assert not table.verify(KEY, cells(), 8)
     assert landing.told == [("damaged", True)]
 
 
-def test_a_revocation_waits_for_one_piece_and_no_more(watched) -> None:
+def test_landing_revocation_waits_for_one_piece_only(watched) -> None:
     table, landing, grant = watched
     revoking = threading.Thread(target=table.revoke, args=(KEY,))
 
@@ -106,7 +106,7 @@ def test_a_revocation_does_not_wait_for_a_device_and_hears_when_it_has_ended(wat
     assert told == [KEY]
 
 
-def test_of_several_chunks_on_a_device_the_last_one_ends_it(watched) -> None:
+def test_landing_several_device_chunks_end_with_last(watched) -> None:
     table, landing, grant = watched
     landing.is_on_device = True
     told: list[TransferKey] = []
@@ -122,7 +122,7 @@ def test_of_several_chunks_on_a_device_the_last_one_ends_it(watched) -> None:
     assert told == [KEY]
 
 
-def test_what_ends_before_the_revocation_is_not_told(watched) -> None:
+def test_landing_ended_before_revocation_is_not_reported(watched) -> None:
     table, landing, _ = watched
     landing.is_on_device = True
     told: list[TransferKey] = []
@@ -159,7 +159,7 @@ def test_chunks_land_from_several_threads_while_others_are_put_into_place() -> N
     assert table.revoke(KEY) is grant
 
 
-def test_nothing_is_in_place_after_a_revocation_whatever_was_landing() -> None:
+def test_landing_after_revocation_nothing_is_placed() -> None:
     pairing = Pairing.from_layouts(layout("bfloat16"), layout("bfloat16"), wire_dtype="int8")
     for round_ in range(20):
         target = region(pairing.destination, 0)

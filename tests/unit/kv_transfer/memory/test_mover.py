@@ -118,7 +118,7 @@ def test_random_runs_move_exactly_and_touch_nothing_else(mover: Mover, seed: int
     assert all(a + size != b for (a, size), (b, _) in pairwise(runs))
 
 
-def test_nothing_beyond_the_ends_is_read_or_written(mover: Mover) -> None:
+def test_mover_any_run_touches_nothing_beyond_its_ends(mover: Mover) -> None:
     """Guard pages on both sides of both regions: an access to one ends the process."""
     page, pages = mmap.PAGESIZE, 5
     memory = [mmap.mmap(-1, (pages + 2) * page) for _ in range(2)]
@@ -158,7 +158,7 @@ def test_sides_of_different_sizes_are_a_bug(mover: Mover) -> None:
             mover.move(Somewhere(data, here), Somewhere(data, there), WHOLE, open_gate())
 
 
-def test_a_wanted_lock_is_given_up_after_each_burst(mover: Mover, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mover_contended_lock_is_released_after_each_burst(mover: Mover, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BURST_BYTES", 1000)
     source = np.random.default_rng(3).integers(0, 256, 10_500, dtype=np.uint8)
     reads = [(5000, 5500), (0, 333), (400, 4600), (333, 67)]
@@ -173,7 +173,7 @@ def test_a_wanted_lock_is_given_up_after_each_burst(mover: Mover, monkeypatch: p
         assert len(passed) == passes
 
 
-def test_a_closed_gate_stops_after_the_piece_under_way(mover: Mover, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mover_closed_gate_stops_after_current_piece(mover: Mover, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BURST_BYTES", 4096)
     source, lock, left = np.full(20_000, 7, np.uint8), BurstLock(), [3]
     target = np.zeros(20_000, np.uint8)
@@ -257,7 +257,7 @@ def test_unequal_workers_as_numpy_moves_them(mover: Mover, pair: tuple[KVLayout,
         assert b"".join(bytes(target.buffer[at : at + size]) for at, size in mover.runs(there, cells)) == payload
 
 
-def test_what_is_not_there_is_refused_before_anything_moves(mover: Mover) -> None:
+def test_mover_missing_cells_are_refused_before_any_move(mover: Mover) -> None:
     kv = layout(1, 8)
     pairing = Pairing.from_layouts(kv, kv, wire_dtype=kv.dtype)
     source, target = pool(kv, 6, seed=1), pool(kv, 6)
@@ -302,11 +302,11 @@ def test_addresses_of_held_tokens_within_a_unit_are_refused() -> None:
         CellAddresses(pool(kv, 6), pairing.at_source(4, 0, (BlockId(1),), 6), is_source=True)
 
 
-def test_it_can_be_built_ahead(capsys: pytest.CaptureFixture[str]) -> None:
+def test_mover_library_can_be_built_ahead(capsys: pytest.CaptureFixture[str]) -> None:
     assert main() == 0
     assert "KV mover ready" in capsys.readouterr().out
 
 
-def test_one_mover_serves_the_process() -> None:
+def test_mover_is_shared_by_the_process() -> None:
     assert load_mover() is load_mover()
     assert isinstance(load_mover(), Mover)

@@ -78,7 +78,7 @@ def test_nothing_waits_for_the_engine(cuda: FakeCuda, work: str) -> None:
 
 
 @pytest.mark.parametrize("work", [work for work in WORK if work != "blank"])
-def test_a_thread_does_not_wait_for_another(cuda: FakeCuda, work: str) -> None:
+def test_side_stream_thread_does_not_wait_for_another(cuda: FakeCuda, work: str) -> None:
     """One of them is held up on the device until all the others have done the same work."""
     pool = a_pool(cuda)
     held_up, go_on = threading.Event(), threading.Event()
@@ -119,7 +119,7 @@ def test_streams_are_used_again_and_bounded(cuda: FakeCuda) -> None:
     assert len(cuda.made) == 2
 
 
-def test_what_fails_is_awaited_before_its_memory_goes_back(cuda: FakeCuda) -> None:
+def test_side_stream_failure_is_awaited_before_memory_is_freed(cuda: FakeCuda) -> None:
     pool = a_pool(cuda)
     with pytest.raises(TransferError, match="payload"):
         pool.unpack_summed(READS, torch.zeros(4, dtype=torch.uint8))

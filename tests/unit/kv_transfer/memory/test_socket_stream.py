@@ -111,7 +111,7 @@ def test_more_runs_than_one_call_takes(mover: Mover, sockets: tuple[socket.socke
     assert not target[1::2].any()
 
 
-def test_a_wanted_lock_is_given_up_after_each_burst(
+def test_socket_stream_contended_lock_is_released_after_each_burst(
     mover: Mover, sockets: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "BURST_BYTES", 1000)
@@ -127,7 +127,7 @@ def test_a_wanted_lock_is_given_up_after_each_burst(
     assert target.all()
 
 
-def test_it_never_waits(mover: Mover, sockets: tuple[socket.socket, socket.socket]) -> None:
+def test_socket_stream_full_buffer_never_blocks(mover: Mover, sockets: tuple[socket.socket, socket.socket]) -> None:
     size = 32 << 20  # more than both sockets hold
     source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)
     going, coming = open_pair(

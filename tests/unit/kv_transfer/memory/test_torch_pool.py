@@ -23,7 +23,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("source_layout", "target_layout"), PAIRS)
-def test_a_device_pool_moves_the_same_bytes(source_layout, target_layout) -> None:
+def test_device_pool_moves_the_same_bytes_as_host_pool(source_layout, target_layout) -> None:
     rng = np.random.default_rng(3)
     source = PlainWorker(source_layout, pool_blocks=9, num_tokens=TOKENS, rng=rng)
     target = PlainWorker(target_layout, pool_blocks=8, num_tokens=TOKENS, rng=rng)
@@ -83,7 +83,7 @@ def test_the_sum_is_what_it_is_said_to_be_and_shows_every_change_of_a_word() -> 
     assert plain_sum(swapped[4:] + swapped[:4]) != plain_sum(swapped), "places count"
 
 
-def test_what_is_no_pool_is_refused() -> None:
+def test_torch_pool_invalid_memory_is_refused() -> None:
     with pytest.raises(ValueError, match="not a pool"):
         TorchPool(torch.zeros(100, dtype=torch.uint8), layout())
     kv = layout()

@@ -62,7 +62,7 @@ def test_many_threads_exclude_each_other() -> None:
 
 
 @pytest.mark.parametrize("with_other", [False, True])
-def test_a_closed_gate_leaves_its_locks_free(with_other: bool) -> None:
+def test_write_stop_lock_closed_gate_leaves_locks_free(with_other: bool) -> None:
     lock, other = BurstLock(), BurstLock() if with_other else None
 
     def refuse() -> None:
@@ -77,7 +77,7 @@ def test_a_closed_gate_leaves_its_locks_free(with_other: bool) -> None:
     assert bool(gate.also_wanted) is with_other
 
 
-def test_the_check_is_made_under_both_locks() -> None:
+def test_write_stop_lock_check_runs_under_both_locks() -> None:
     lock, other = BurstLock(), BurstLock()
     held = []
     with WriteStopLock(lambda: held.append((lock._lock.locked(), other._lock.locked())), lock, other):

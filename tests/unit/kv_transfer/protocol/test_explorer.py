@@ -94,7 +94,7 @@ def test_a_block_that_passes_between_requests_too_early_is_seen(monkeypatch: pyt
         Pairs(lives, SAME).explore()
 
 
-def test_a_thawed_machine_is_the_frozen_one() -> None:
+def test_explorer_thawed_machine_equals_frozen_one() -> None:
     lives = Lives(Environment(Scope(max_faults=1, only=frozenset({"damage"})))).explore()
     images = lives.environment.names.machines.images.values
     assert len(images) > 50
@@ -113,7 +113,7 @@ def test_lives_are_numbered_by_the_faults_they_need() -> None:
 
 
 @pytest.mark.parametrize("name", REMOVALS)
-def test_a_missing_guard_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explorer_missing_guard_is_detected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     replacement, scope = REMOVALS[name]
     monkeypatch.setattr(guards, name, replacement)
     with pytest.raises(Broken) as broken:
@@ -127,13 +127,13 @@ def test_the_worlds_of_the_missing_guards_are_whole_with_them() -> None:
         explore(scope)
 
 
-def test_every_guard_is_removed_or_explained() -> None:
+def test_explorer_every_guard_is_removed_or_explained() -> None:
     named = {name for name, value in vars(guards).items() if callable(value) and value.__module__ == guards.__name__}
     assert named == set(REMOVALS) | set(REDUNDANT)
     assert not set(REMOVALS) & set(REDUNDANT)
 
 
-def test_a_trace_is_the_shortest_and_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explorer_trace_is_shortest_and_readable(monkeypatch: pytest.MonkeyPatch) -> None:
     replacement, scope = REMOVALS["not_granted"]
     monkeypatch.setattr(guards, "not_granted", replacement)
     with pytest.raises(Broken) as broken:

@@ -55,7 +55,7 @@ REMOVED = {
 
 
 @pytest.mark.parametrize("name", REMOVED)
-def test_the_walks_notice_a_missing_guard(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_walks_missing_guard_is_detected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guards, name, REMOVED[name])
     with pytest.raises((AssertionError, InvariantError)):
         walk_all()

@@ -5,7 +5,7 @@ import pytest
 from kv_transfer.protocol.leases import Lease, LeaseClock
 
 
-def test_a_lease_counts_from_its_last_renewal() -> None:
+def test_lease_renewed_counts_from_last_renewal() -> None:
     lease = Lease(2.0, 10.0)
     lease.renew(11.0)
     lease.renew(5.0)
@@ -13,7 +13,7 @@ def test_a_lease_counts_from_its_last_renewal() -> None:
     assert lease.expired(13.0)
 
 
-def test_the_lease_clock_does_not_count_a_pause_of_its_own_process() -> None:
+def test_lease_clock_own_pause_is_not_counted() -> None:
     clock = LeaseClock(100.0, max_step_s=0.5)
     assert clock.tick(100.4) == pytest.approx(100.4)
     assert clock.read(100.6) == pytest.approx(100.6)

@@ -67,14 +67,14 @@ def assert_over(half: Half, actions: act.Actions) -> None:
 
 @STAGES
 @pytest.mark.parametrize("end", [Abort(reason="no room"), ev.LinkLost(reason="gone")], ids=["refused", "dead"])
-def test_a_refused_or_dead_hold_ends_without_a_timer(stage: Callable[[], Half], end: object) -> None:
+def test_hold_refused_or_dead_ends_without_timer(stage: Callable[[], Half], end: object) -> None:
     half = stage()
     assert half.now == 0.0
     assert_over(half, half.hear(end) if isinstance(end, Abort) else half.see(end))
 
 
 @STAGES
-def test_a_hold_of_somebody_silent_ends_with_its_lease(stage: Callable[[], Half]) -> None:
+def test_hold_of_silent_peer_ends_with_lease(stage: Callable[[], Half]) -> None:
     half = stage()
     half.machine.renew(1.0)
     assert half.machine.on_timer(1.0 + DEFAULT.lease_s - MARGIN_S) == ()

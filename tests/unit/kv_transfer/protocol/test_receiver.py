@@ -70,7 +70,7 @@ def verify(half: Half, seq: int, *, intact: bool = True, rewrite: int = 0) -> ac
     return half.see(ev.Verified(seq=seq, rewrite=rewrite, intact=intact))
 
 
-def test_a_hand_off_in_the_designed_order() -> None:
+def test_receiver_messages_in_order_commits() -> None:
     half = receiving()
     assert kinds(half.machine.start(LAYOUT.block_size)) == ["Prefill"]
     assert half.hear(offer(3, queue_s=0.5)) == (act.BindBlocks(num_blocks=3),)
@@ -92,7 +92,7 @@ def test_a_hand_off_in_the_designed_order() -> None:
 
 
 @pytest.mark.parametrize("missing", ["token", "seal", "chunk"])
-def test_no_commit_before_everything_is_there(missing: str) -> None:
+def test_receiver_incomplete_handoff_never_commits(missing: str) -> None:
     half = reserved()
     for seq in range(2 if missing == "chunk" else 3):
         half.hear(chunk(seq))
@@ -147,7 +147,7 @@ def test_repeated_messages_do_nothing() -> None:
         Abort(reason="no"),
     ],
 )
-def test_what_breaks_the_protocol_ends_the_attempt_and_keeps_what_landed(bad: Body) -> None:
+def test_receiver_protocol_violation_ends_attempt_and_keeps_landed_blocks(bad: Body) -> None:
     half = reserved()
     half.hear(chunk(2, cell_range(0, 1)))
     verify(half, 2)
@@ -170,7 +170,7 @@ def test_other_tokens_are_refused_before_anything_is_bound(tail_hash: BlockHash 
     assert half.state is HandoffState.CLOSED
 
 
-def test_a_block_is_kept_only_when_all_its_units_have_landed() -> None:
+def test_receiver_failed_attempt_keeps_only_blocks_with_all_units() -> None:
     """The peer's blocks are half as large: cells are counted in those."""
     half = receiving()
     half.machine.start(LAYOUT.block_size // 2)
@@ -195,13 +195,13 @@ def test_blocks_of_other_tokens_are_not_kept() -> None:
     assert half.see(ev.Quiet()) == (act.ReleaseBlocks(blocks=BLOCKS),)
 
 
-def test_a_contradicting_seal_is_refused() -> None:
+def test_receiver_contradicting_seal_is_refused() -> None:
     half = reserved()
     half.hear(seal(3))
     assert "ReportFailed" in kinds(half.hear(seal(2)))
 
 
-def test_a_damaged_chunk_is_asked_for_again_and_only_its_rewrite_counts() -> None:
+def test_receiver_damaged_chunk_is_requested_again_and_only_rewrite_counts() -> None:
     half = reserved()
     half.hear(chunk(0))
     assert verify(half, 0, intact=False) == (act.SendMessage(body=Nack(seq=0, rewrite=0)),)
@@ -211,7 +211,7 @@ def test_a_damaged_chunk_is_asked_for_again_and_only_its_rewrite_counts() -> Non
     assert "ReportFailed" in kinds(verify(half, 0, intact=False, rewrite=1))
 
 
-def test_a_rewrite_must_not_change_its_range() -> None:
+def test_receiver_rewrite_with_another_range_is_refused() -> None:
     half = reserved()
     half.hear(chunk(0))
     verify(half, 0, intact=False)
@@ -244,7 +244,7 @@ def test_where_bytes_may_be_on_the_way_a_drained_sender_is_no_proof() -> None:
     assert half.see(ev.Quiet()) == (act.ReleaseBlocks(blocks=BLOCKS),)
 
 
-def test_an_unproven_writer_means_quarantine() -> None:
+def test_receiver_unproven_writer_quarantines_blocks() -> None:
     half = reserved()
     half.see(ev.LinkLost(reason="gone"))
     assert half.machine.on_timer(0.5) == ()
@@ -254,7 +254,7 @@ def test_an_unproven_writer_means_quarantine() -> None:
     assert half.hear(Drained()) == (act.ReleaseBlocks(blocks=BLOCKS),)
 
 
-def test_a_cancel_while_binding_gives_the_blocks_back() -> None:
+def test_receiver_cancel_while_binding_releases_blocks() -> None:
     half = receiving()
     half.hear(offer(3, queue_s=0.0))
     assert kinds(half.see(ev.HandoffCancelled(reason="left"))) == ["Abort"]
@@ -276,7 +276,7 @@ def test_silence_and_standstill_both_end_a_hand_off() -> None:
     assert "ReportFailed" in kinds(half.machine.on_timer(30.5))
 
 
-def test_the_ladder_keeps_what_landed_and_what_was_sampled() -> None:
+def test_handoff_retry_keeps_landed_blocks_and_first_token() -> None:
     ladder = HandoffRetry(JOB, own=OWN, layout=LAYOUT, settings=SETTINGS)
     ladder.begin(1, PEER, 0.0)
     with pytest.raises(TransferError):
@@ -300,7 +300,7 @@ def test_never_everything_is_held() -> None:
     assert job.num_keepable_blocks(4) == 1
 
 
-def test_a_later_attempt_has_less_time() -> None:
+def test_handoff_retry_later_attempt_has_less_time() -> None:
     ladder = HandoffRetry(replace(JOB, timeout_s=10.0), own=OWN, layout=LAYOUT, settings=SETTINGS)
     for attempt, now, left_s in ((1, 5.0, 10.0), (2, 9.0, 6.0), (3, 50.0, 0.0)):
         [ask] = ladder.begin(attempt, PEER, now).start(LAYOUT.block_size)
@@ -308,7 +308,7 @@ def test_a_later_attempt_has_less_time() -> None:
         ladder.failed(0, now)
 
 
-def test_a_fetch_takes_what_is_offered_if_it_is_whole_and_named() -> None:
+def test_receiver_fetch_accepts_whole_named_offer() -> None:
     half = receiving(FETCH)
     [ask] = half.machine.start(LAYOUT.block_size)
     assert (ask.body.job.token_ids, ask.body.job.num_tokens) == ((), 48)
@@ -328,7 +328,7 @@ def test_a_fetch_takes_what_is_offered_if_it_is_whole_and_named() -> None:
     [(13, FETCH.names[2], 4), (8, FETCH.names[2], 4), (8, None, 4), (3, FETCH.names[0], 2)],
     ids=["more than asked for", "another prefix", "no name", "half a block"],
 )
-def test_an_impossible_offer_ends_a_fetch(num_units: int, tail_hash: BlockHash | None, unit_tokens: int) -> None:
+def test_receiver_impossible_offer_ends_fetch(num_units: int, tail_hash: BlockHash | None, unit_tokens: int) -> None:
     half = receiving(FETCH)
     half.machine.start(unit_tokens)
     assert kinds(half.hear(offer(num_units, tail_hash=tail_hash))) == ["Abort", "ReportFailed"]

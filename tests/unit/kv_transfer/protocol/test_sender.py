@@ -101,7 +101,7 @@ def test_layers_of_a_step_under_way_are_written_before_it_ends() -> None:
     assert kinds(half.see(FINISHED)) == ["Seal"]
 
 
-def test_a_partly_filled_block_waits_for_its_step() -> None:
+def test_sender_partly_filled_block_waits_for_its_step() -> None:
     half = offered(window=8, chunk_bytes=10)
     half.hear(RESERVE)
     [only] = half.see(coming(0, 6, 1))
@@ -118,7 +118,7 @@ def test_cells_are_counted_in_the_smaller_block_of_the_two() -> None:
     assert (second.cells.first_unit, second.first_block, second.sources) == (1, 2, BLOCKS[2:])
 
 
-def test_a_late_reservation_finds_everything_computed() -> None:
+def test_sender_late_reservation_sends_everything_computed() -> None:
     half = offered(window=8)
     half.see(progress(10))
     half.see(FINISHED)
@@ -126,7 +126,7 @@ def test_a_late_reservation_finds_everything_computed() -> None:
     assert half.hear(RESERVE) == ()
 
 
-def test_only_blocks_beyond_the_held_prefix_travel() -> None:
+def test_sender_held_prefix_is_not_sent() -> None:
     half = offered(job=replace(JOB, held_tokens=8))
     half.see(progress(10))
     [write] = half.hear(replace(RESERVE, num_units=1))
@@ -141,7 +141,7 @@ def test_blocks_told_first_are_the_ones_that_are_read() -> None:
     assert [w.sources for w in writes] == [BLOCKS[:1], (BlockId(91),)]
 
 
-def test_a_nack_is_answered_once_and_bounded() -> None:
+def test_sender_nack_is_answered_once_and_bounded() -> None:
     half = offered(window=8)
     half.see(progress(10))
     half.hear(RESERVE)
@@ -155,7 +155,7 @@ def test_a_nack_is_answered_once_and_bounded() -> None:
 
 
 @pytest.mark.parametrize("bad", [Nack(seq=7, rewrite=0), CommitAck(), Offer(num_units=1, queue_s=0.0, tail_hash=None)])
-def test_a_decode_worker_that_breaks_the_protocol_is_aborted(bad: Body) -> None:
+def test_sender_protocol_violation_aborts_attempt(bad: Body) -> None:
     half = offered()
     half.hear(RESERVE)
     assert kinds(half.hear(bad)) == ["Abort", "AbortPrefill", "CancelWrites"]
@@ -173,7 +173,7 @@ def test_sources_stay_while_they_are_read() -> None:
     assert half.see(ev.WriteFailed(seq=0, rewrite=0, reason="cancelled")) == ()
 
 
-def test_an_abort_that_overtakes_the_engine_waits_for_it() -> None:
+def test_sender_abort_before_engine_answer_waits_for_it() -> None:
     half = sending()
     assert half.hear(Abort(reason="left")) == ()
     assert kinds(half.see(ev.Submitted())) == ["AbortPrefill", "Drained", "ReleaseSources"]
@@ -184,20 +184,20 @@ def test_an_abort_that_overtakes_the_engine_waits_for_it() -> None:
     assert kinds(sending().see(refused)) == ["Reject"]
 
 
-def test_a_silent_decode_worker_loses_its_hold() -> None:
+def test_sender_silent_receiver_loses_its_hold() -> None:
     half = offered()
     half.machine.renew(1.0)
     assert half.machine.on_timer(2.5) == ()
     assert kinds(half.machine.on_timer(3.1)) == ["Abort", "AbortPrefill", "Drained", "ReleaseSources"]
 
 
-def test_an_engine_that_gives_up_is_reported_with_its_own_error() -> None:
+def test_sender_engine_abort_is_reported_with_its_error() -> None:
     half = offered()
     failed = ev.PrefillFailed(failure=ev.Failure(kind=TransferError, message="no"))
     assert kinds(half.see(failed)) == ["Reject", "Drained", "ReleaseSources"]
 
 
-def test_a_prompt_that_takes_too_long_is_given_up() -> None:
+def test_sender_prompt_past_its_deadline_is_given_up() -> None:
     half = offered(job=replace(JOB, timeout_s=1.0))
     half.machine.renew(0.9)
     assert half.machine.on_timer(0.9) == ()
@@ -210,7 +210,7 @@ def test_a_prompt_that_takes_too_long_is_given_up() -> None:
     assert offered().machine.on_timer(1.0) == ()
 
 
-def test_a_chunk_says_how_long_its_write_took() -> None:
+def test_sender_chunk_reports_write_duration() -> None:
     half = offered()
     half.see(progress(4))
     half.hear(RESERVE)
@@ -228,7 +228,7 @@ def test_sources_stay_until_reads_that_nobody_can_stop_have_ended() -> None:
     assert kinds(half.see(ev.Written(seq=0, rewrite=0, checksum=0, seconds=0.1))) == ["Drained", "ReleaseSources"]
 
 
-def test_a_fetch_is_answered_with_what_is_held_in_whole_blocks_of_both() -> None:
+def test_sender_fetch_sends_whole_blocks_of_both_workers() -> None:
     half = sending(job=replace(FETCH, held_tokens=8), window=8, unit_tokens=2, chunk_bytes=1000)
     half.see(ev.Submitted())
     [offer] = half.see(ev.PrefillScheduled(queue_s=0.0, tail_hash=FETCH.names[0], num_tokens=19))
@@ -241,7 +241,7 @@ def test_a_fetch_is_answered_with_what_is_held_in_whole_blocks_of_both() -> None
     assert seal.body.num_chunks == 1
 
 
-def test_a_fetch_of_nothing_more_is_refused() -> None:
+def test_sender_fetch_of_nothing_new_is_refused() -> None:
     half = sending(job=replace(FETCH, held_tokens=16))
     half.see(ev.Submitted())
     actions = half.see(ev.PrefillScheduled(queue_s=0.0, tail_hash=None, num_tokens=16))

@@ -77,7 +77,7 @@ BODIES = [
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: type(body).__name__)
-def test_every_message_survives_the_wire(body: Body) -> None:
+def test_wire_every_message_round_trips(body: Body) -> None:
     key = None if isinstance(body, Hello | Renew) else KEY
     envelope = HandoffEnvelope(incarnation=Incarnation(2**62), addressee=Incarnation(2**61), key=key, body=body)
     data = wire.encode(envelope).SerializeToString()
@@ -117,7 +117,7 @@ def fetch(**changes: object) -> pb.Prefill:
         pb.HandoffMessage(renew=pb.Renew(transfer_ids=["x"] * 5000)),
     ],
 )
-def test_what_is_out_of_bounds_is_refused(message: pb.HandoffMessage) -> None:
+def test_wire_value_out_of_bounds_is_refused(message: pb.HandoffMessage) -> None:
     with pytest.raises(wire.WireError):
         wire.decode(message)
 

@@ -31,7 +31,7 @@ def world() -> World:
     return World()
 
 
-def test_each_peer_has_its_own_rate(world: World) -> None:
+def test_peer_rates_are_kept_per_peer(world: World) -> None:
     assert world.of("a", "tcp") == 0.0
     for _ in range(100):
         world.observe("a", "tcp", 1000, 1.0)
@@ -44,7 +44,7 @@ def test_each_peer_has_its_own_rate(world: World) -> None:
     assert 1000 < world.of("c") < 9000
 
 
-def test_a_write_of_unknown_time_says_nothing(world: World) -> None:
+def test_peer_rates_write_of_unknown_time_is_ignored(world: World) -> None:
     world.observe("a", "tcp", 1000, 0.0)
     assert world.of("a", "tcp") == 0.0
     world.observe("b", "tcp", 500, 1.0)
@@ -59,7 +59,7 @@ def test_peers_that_sent_nothing_for_long_are_forgotten(world: World) -> None:
     assert round(world.of("often", "none")) == 77
 
 
-def test_one_stall_says_little_and_many_say_all(world: World) -> None:
+def test_peer_rates_one_stall_counts_little_several_fully(world: World) -> None:
     world.observe("a", "tcp", 1_000_000, 1e-3, times=200)
     world.observe("a", "tcp", 1_000_000, 6.0)
     assert world.of("a") > 0.6e9
@@ -68,13 +68,13 @@ def test_one_stall_says_little_and_many_say_all(world: World) -> None:
     assert world.of("a") == pytest.approx(1e6 / 6, rel=0.05)
 
 
-def test_a_new_peers_first_chunk_is_judged_by_its_transport(world: World) -> None:
+def test_peer_rates_first_chunk_is_compared_with_transport_rate(world: World) -> None:
     world.observe("a", "tcp", 1_000_000, 1e-3, times=200)
     world.observe("b", "tcp", 1_000_000, 6.0)
     assert world.of("b") == pytest.approx(1e9 / 8)
 
 
-def test_with_time_a_peer_is_asked_again_and_once_at_a_time(world: World) -> None:
+def test_peer_rates_slow_peer_is_tried_again_one_request_at_a_time(world: World) -> None:
     for peer in ("other", "slow"):
         world.observe(peer, "tcp", 1_000_000, 1e-3, times=200)
     world.observe("slow", "tcp", 1_000_000, 10.0, times=100)
@@ -96,7 +96,7 @@ def test_with_time_a_peer_is_asked_again_and_once_at_a_time(world: World) -> Non
     assert world.of("slow") < 1e6
 
 
-def test_a_rate_leans_towards_that_of_its_transport(world: World) -> None:
+def test_peer_rates_idle_peer_leans_towards_transport_rate(world: World) -> None:
     world.observe("slow", "tcp", 1000, 1.0, times=100)
     world.now += 5 * MINUTES
     world.observe("other", "tcp", 1_000_000, 1.0, times=200)
@@ -105,7 +105,7 @@ def test_a_rate_leans_towards_that_of_its_transport(world: World) -> None:
     assert world.of("slow") == world.of("other") == pytest.approx(PRIOR_BYTES_PER_S)
 
 
-def test_a_restarted_peer_is_another(world: World) -> None:
+def test_peer_rates_restarted_peer_starts_anew(world: World) -> None:
     world.observe("b", "tcp", 1_000_000, 1e-3, times=200)
     world.observe("a", "shm", 1000, 1.0, times=100)
     again = Incarnation(2)

@@ -5,7 +5,7 @@ import pytest
 from kv_transfer.session.stats import AttemptOutcome, AttemptTally, EndKey, TransferStats, TransferTotals
 
 
-def test_no_rate_before_the_first_chunk() -> None:
+def test_stats_before_first_chunk_have_no_rate() -> None:
     stats = TransferStats()
     assert stats.bytes_per_s == 0.0
     stats.count_chunk(100, 0.0)
@@ -13,7 +13,7 @@ def test_no_rate_before_the_first_chunk() -> None:
     assert (stats.chunks, stats.num_bytes, stats.seconds) == (1, 100, 0.0)
 
 
-def test_the_rate_follows_the_link_and_big_chunks_count_more() -> None:
+def test_stats_rate_follows_link_weighted_by_chunk_size() -> None:
     stats = TransferStats()
     stats.count_chunk(1000, 0.5)
     assert stats.bytes_per_s == pytest.approx(2000.0)
@@ -26,7 +26,7 @@ def test_the_rate_follows_the_link_and_big_chunks_count_more() -> None:
     assert stats.bytes_per_s == pytest.approx(100.0, rel=0.01)
 
 
-def test_each_attempt_ends_once_and_late_chunks_count_to_its_end() -> None:
+def test_stats_attempt_ends_once_and_counts_late_chunks() -> None:
     stats = TransferStats()
     first, second = AttemptTally(stats, is_fetch=False), AttemptTally(stats, is_fetch=True)
     first.chunk(100, 0.5)

@@ -95,13 +95,13 @@ def offered(monkeypatch, region, prefill: Side, decode: Side, *, where: str) -> 
         ("other host", replace(PLAIN, choice="torch_dist"), replace(FABRIC, choice="torch_dist"), None),
     ],
 )
-def test_the_best_that_both_can_do_is_taken(monkeypatch, region, where, prefill, decode, expected) -> None:
+def test_catalogue_best_common_transport_is_chosen(monkeypatch, region, where, prefill, decode, expected) -> None:
     names = offered(monkeypatch, region, prefill, decode, where=where)
     assert (names[0] if names else None) == expected
 
 
 @pytest.mark.parametrize("choice", ["memory", "carrier-pigeon"])
-def test_a_forced_transport_that_cannot_work_is_a_config_error(region: KVRegion, choice: str) -> None:
+def test_catalogue_impossible_forced_transport_is_config_error(region: KVRegion, choice: str) -> None:
     with pytest.raises(ConfigError, match=choice):
         open_senders(region, choice=choice)
     with pytest.raises(ConfigError, match=choice):
@@ -114,7 +114,7 @@ def test_shm_needs_shared_memory(region: KVRegion) -> None:
 
 
 @pytest.mark.parametrize("choice", ["nixl", "torch_dist"])
-def test_a_forced_transport_is_looked_at_before_there_is_a_pool(monkeypatch: pytest.MonkeyPatch, choice: str) -> None:
+def test_catalogue_forced_transport_is_checked_before_pool_exists(monkeypatch: pytest.MonkeyPatch, choice: str) -> None:
     for module in (nixl_agent, communicator):
         monkeypatch.setattr(module, "problem", lambda: None)
     check_choice(choice, host="127.0.0.1", isolated_network=False)

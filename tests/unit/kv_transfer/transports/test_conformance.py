@@ -184,7 +184,7 @@ def test_concurrent_transfers_do_not_mix(pair: Pair) -> None:
     assert block_bytes(pair.target, blocks) == block_bytes(pair.source, [i % 20 for i in range(24)])
 
 
-def test_what_changed_on_its_way_is_not_verified(pair: Pair) -> None:
+def test_transport_changed_bytes_are_not_verified(pair: Pair) -> None:
     grant = pair.receiver.open_grant(KEY, landing(pair.lands_in, 3, 1))
     for cells, sources in ((cell_range(0, 1), [5]), (cell_range(1, 1), [6])):
         result = pair.writer.write(order(KEY, grant, cells, sources)).result(WAIT_S)
@@ -194,7 +194,7 @@ def test_what_changed_on_its_way_is_not_verified(pair: Pair) -> None:
     assert block_bytes(pair.target, [3, 1]) == block_bytes(pair.source, [5, 6])
 
 
-def test_nothing_lands_after_a_revocation(pair: Pair) -> None:
+def test_transport_after_revocation_nothing_lands(pair: Pair) -> None:
     grant = pair.receiver.open_grant(KEY, landing(pair.lands_in, 1, 2))
     pair.writer.write(order(KEY, grant, cell_range(0, 1), [5])).result(WAIT_S)
     if not pair.receiver.revoke(KEY):
@@ -254,7 +254,7 @@ def test_cancel_stops_reading_sources(pair: Pair) -> None:
     assert block_bytes(pair.target, [4]) == block_bytes(pair.source, [7])
 
 
-def test_a_wrong_token_is_refused(pair: Pair) -> None:
+def test_transport_wrong_token_is_refused(pair: Pair) -> None:
     grant = pair.receiver.open_grant(KEY, landing(pair.lands_in, 1))
     forged = bytes([grant[0] ^ 1]) + grant[1:]
     assert_refused(pair, KEY, forged, cell_range(0, 1), [5])
@@ -279,14 +279,14 @@ def test_sources_outside_the_pool_are_refused(pair: Pair) -> None:
     assert_refused(pair, KEY, grant, cell_range(0, 1), [NUM_BLOCKS])
 
 
-def test_the_death_of_the_receiver_fails_writes(pair: Pair) -> None:
+def test_transport_receiver_death_fails_writes(pair: Pair) -> None:
     grant = pair.receiver.open_grant(KEY, landing(pair.lands_in, 1))
     pair.writer.write(order(KEY, grant, cell_range(0, 1), [5])).result(WAIT_S)
     pair.receiver.close()
     assert_refused(pair, KEY, grant, cell_range(0, 1), [5])
 
 
-def test_the_end_of_the_sender_is_a_proof(pair: Pair) -> None:
+def test_transport_sender_end_proves_quiet(pair: Pair) -> None:
     grant = pair.receiver.open_grant(KEY, landing(pair.lands_in, 1))
     pair.writer.write(order(KEY, grant, cell_range(0, 1), [5])).result(WAIT_S)
     pair.writer.close()

@@ -140,7 +140,7 @@ def test_what_is_damaged_on_the_way_is_not_put_into_place_and_comes_again(ends: 
     assert np.array_equal(ends.target.array(), ends.expected(cells()))
 
 
-def test_nothing_staged_is_put_into_place_after_a_revocation(ends: Ends) -> None:
+def test_conversion_after_revocation_nothing_staged_is_placed(ends: Ends) -> None:
     token = ends.receiver.open_grant(KEY, ends.landing())
     checksum = ends.writer.write(ends.order(token, cells())).result(WAIT_S).checksum
     assert ends.receiver.revoke(KEY)
@@ -151,7 +151,7 @@ def test_nothing_staged_is_put_into_place_after_a_revocation(ends: Ends) -> None
     assert not ends.target.array().any()
 
 
-def test_no_more_is_staged_than_was_reserved(ends: Ends) -> None:
+def test_conversion_staging_stays_within_reservation(ends: Ends) -> None:
     landing = ends.landing()
     token = ends.receiver.open_grant(KEY, landing)
     ends.writer.write(ends.order(token, cells())).result(WAIT_S)
@@ -167,7 +167,7 @@ def test_no_more_is_staged_than_was_reserved(ends: Ends) -> None:
     assert sum(staged.nbytes for staged in landing._staged.values()) == landing.num_bytes(cells())
 
 
-def test_a_cancelled_conversion_leaves_the_connection_in_step(ends: Ends) -> None:
+def test_conversion_cancelled_leaves_connection_in_step(ends: Ends) -> None:
     token = ends.receiver.open_grant(KEY, ends.landing())
     for _ in range(10):
         future = ends.writer.write(ends.order(token, cells()))

@@ -99,7 +99,7 @@ def test_orders_are_taken_while_the_device_reads(from_device: tuple[Pair, Busy],
     assert block_bytes(pair.target, [1, 2]) == block_bytes(pair.source, [5, 6])
 
 
-def test_a_cancel_is_proven_when_the_device_has_read(from_device: tuple[Pair, Busy], loop) -> None:
+def test_device_cancel_is_proven_after_device_read(from_device: tuple[Pair, Busy], loop) -> None:
     pair, busy = from_device
     under_way, grant = begin(pair, busy)
     queued = pair.writer.write(order(KEY, grant, cell_range(1, 1), [6]))
@@ -130,7 +130,7 @@ def test_who_closes_waits_for_the_device(from_device: tuple[Pair, Busy]) -> None
 
 
 @pytest.mark.parametrize("mode", LANDING_ON_DEVICE)
-def test_a_revocation_is_proven_when_the_device_has_written(mode: str, loop) -> None:
+def test_device_revocation_is_proven_after_device_write(mode: str, loop) -> None:
     with opened(mode) as pair, ThreadPoolExecutor(1) as thread:
         busy = Busy(pool_of(pair.lands_in))
         try:
@@ -155,7 +155,7 @@ def test_a_revocation_is_proven_when_the_device_has_written(mode: str, loop) -> 
             busy.let_go()
 
 
-def test_of_a_writer_and_the_own_device_the_last_one_ends_a_grant() -> None:
+def test_device_grant_ends_with_last_of_writer_and_own_device() -> None:
     with opened("cuda_ipc") as pair:
         receiver = pair.receiver
         assert isinstance(receiver, ClaimReceiver)
@@ -184,7 +184,7 @@ def test_of_a_writer_and_the_own_device_the_last_one_ends_a_grant() -> None:
                 receiver._writers.discard(writer)
 
 
-def test_a_receiver_that_ends_sees_the_end_when_the_device_has_written() -> None:
+def test_device_receiver_end_waits_for_device_write() -> None:
     """Its memory is given back then: the end of the socket says that nothing is written there."""
     with opened("cuda_ipc") as pair:
         busy = Busy(pool_of(pair.sender._region))

@@ -74,7 +74,7 @@ def dial(receiver: TcpReceiver, *, greet: bool) -> socket.socket:
     return sock
 
 
-def test_a_hello_in_drops_does_not_hold_a_connection(tcp) -> None:
+def test_hostile_peer_slow_hello_is_dropped(tcp) -> None:
     _target, receiver = tcp
     hello = tcp_frames.FrameHeader(
         kind=tcp_frames.FrameKind.HELLO, write_id=0, token=receiver._secret, cells=tcp_frames.NO_CELLS, payload_bytes=0
@@ -90,7 +90,7 @@ def test_a_hello_in_drops_does_not_hold_a_connection(tcp) -> None:
             assert sock.recv(1) == b"", "each drop came in time, the whole did not"
 
 
-def test_a_crowd_of_strangers_does_not_close_the_door() -> None:
+def test_hostile_peers_in_numbers_do_not_block_known_sender() -> None:
     target, source = make_region(seed=0), make_region(seed=3)
     receiver = TcpReceiver(settings=TcpSettings(stall_s=WAIT_S))
     strangers = [dial(receiver, greet=False) for _ in range(MAX_CONNECTIONS)]
@@ -170,7 +170,7 @@ def test_strangers_are_logged_at_a_bounded_rate(
     assert told[0].startswith("tcp: a connection was dropped before it was served: ")
 
 
-def test_a_known_sender_that_is_dropped_is_always_logged(tcp, caplog: pytest.LogCaptureFixture) -> None:
+def test_stranger_log_known_sender_dropped_is_always_logged(tcp, caplog: pytest.LogCaptureFixture) -> None:
     _target, receiver = tcp
     caplog.set_level(logging.INFO)
     for _ in range(2 * stranger_log.BURST):
@@ -183,13 +183,13 @@ def test_a_known_sender_that_is_dropped_is_always_logged(tcp, caplog: pytest.Log
     assert len(told) == 2 * stranger_log.BURST
 
 
-def test_what_was_left_out_is_told_with_the_next_line() -> None:
+def test_stranger_log_suppressed_lines_are_counted_in_next_line() -> None:
     budget = stranger_log.LineBudget(burst=2, every_s=10.0)
     assert [budget.spend(now_s) for now_s in (0.0, 0.0, 1.0, 2.0, 9.9, 10.0, 10.0)] == [0, 0, None, None, None, 3, None]
     assert [budget.spend(1000.0) for _ in range(4)] == [1, 0, None, None], "silence saves up no more than the burst"
 
 
-def test_a_frame_for_a_revoked_grant_is_read_past(tcp) -> None:
+def test_receiver_frame_for_revoked_grant_is_skipped(tcp) -> None:
     target, receiver = tcp
     grant = receiver.open_grant(KEY, landing(target, 1))
     size = LAYOUT.layer_block_bytes
@@ -205,7 +205,7 @@ def test_a_frame_for_a_revoked_grant_is_read_past(tcp) -> None:
         assert not any(target.buffer)
 
 
-def test_a_receiver_that_stops_reading_fails_the_connection() -> None:
+def test_sender_receiver_that_stops_reading_fails_connection() -> None:
     source = make_region(seed=0, num_blocks=4096)
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(WAIT_S)

@@ -136,7 +136,7 @@ def test_unequal_workers_hand_over_what_numpy_would(ends: Ends, source_kv: KVLay
     assert np.array_equal(target.array(), expected)
 
 
-def test_nothing_lands_or_is_read_after_a_proof_in_a_storm(ends: Ends) -> None:
+def test_mapped_pool_under_load_nothing_moves_after_proof(ends: Ends) -> None:
     """Two hand-offs at a time, one revoked and one cancelled at any moment; their blocks are then somebody else's."""
     kv, rng = layout(1, 16, head_dim=128), random.Random(4)
     pairing = Pairing.from_layouts(kv, kv, wire_dtype=kv.dtype)
@@ -172,7 +172,7 @@ def test_nothing_lands_or_is_read_after_a_proof_in_a_storm(ends: Ends) -> None:
         assert not target.array().any(), "bytes landed after the proof"
 
 
-def test_a_cancel_does_not_wait_for_all_that_is_queued(ends: Ends) -> None:
+def test_mapped_pool_cancel_does_not_wait_for_whole_queue(ends: Ends) -> None:
     kv, rng = layout(1, 16), random.Random(5)
     pairing = Pairing.from_layouts(kv, kv, wire_dtype=kv.dtype)
     source, target, receiver, writer = ends(pairing)

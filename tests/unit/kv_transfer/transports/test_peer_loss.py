@@ -68,7 +68,7 @@ def victim(name: str) -> Iterator[Victim]:
 
 
 @pytest.mark.parametrize("name", ["shm", "nixl", "torch_dist", "tcp"])
-def test_a_killed_receiver_fails_what_is_under_way_and_what_comes(name: str) -> None:
+def test_peer_loss_killed_receiver_fails_present_and_later_writes(name: str) -> None:
     with victim(name) as peer:
         peer.write().result(WAIT_S)
         futures = [peer.write() for _ in range(80)]
@@ -88,7 +88,7 @@ def test_a_killed_receiver_fails_what_is_under_way_and_what_comes(name: str) -> 
 
 
 @pytest.mark.parametrize("name", ["nixl", "torch_dist"])
-def test_a_frozen_receiver_holds_sources_only_until_the_connection_ends(
+def test_peer_loss_frozen_receiver_holds_sources_until_connection_ends(
     name: str,
 ) -> None:
     with victim(name) as peer:
@@ -106,7 +106,7 @@ def test_a_frozen_receiver_holds_sources_only_until_the_connection_ends(
 
 
 @pytest.mark.parametrize("place", [lambda region: region, on_device])
-def test_a_broken_communicator_is_replaced(place: Callable[[KVRegion], KVRegion]) -> None:
+def test_peer_loss_broken_communicator_is_replaced(place: Callable[[KVRegion], KVRegion]) -> None:
     source, target = make_region(seed=1, num_blocks=MANY), make_region(seed=0, num_blocks=MANY)
     lands_in = place(target)
     receiver = TorchDistReceiver(lands_in, stall_s=STALL_S)

@@ -20,7 +20,7 @@ TOKEN = bytes(range(16))
 
 
 @pytest.mark.parametrize("kind", ClaimKind)
-def test_no_flipped_bit_makes_another_claim(kind: ClaimKind) -> None:
+def test_claim_flipped_bit_is_refused(kind: ClaimKind) -> None:
     data = one_sided_wire.pack(kind, TOKEN)
     assert one_sided_wire.unpack(data) == (kind, TOKEN)
     for bit in range(8 * len(data)):
@@ -30,7 +30,7 @@ def test_no_flipped_bit_makes_another_claim(kind: ClaimKind) -> None:
             one_sided_wire.unpack(bytes(damaged))
 
 
-def test_no_flipped_bit_makes_another_pool() -> None:
+def test_pool_message_flipped_bit_is_refused() -> None:
     target = make_region(seed=0)
     for bit in range(0, 8 * shm_wire.REGION_BYTES, 3):
         before = open_files()
@@ -61,7 +61,7 @@ def test_a_receiver_that_goes_while_it_passes_its_memory_leaves_no_descriptor() 
     os.close(target.fd)
 
 
-def test_no_flipped_bit_makes_another_blob() -> None:
+def test_blob_flipped_bit_is_refused() -> None:
     blob = b"how large, and where"
     for at in range(one_sided_wire.MESSAGE_BYTES + 8 + len(blob)):
         ours, theirs = socket.socketpair(socket.AF_UNIX)
@@ -76,7 +76,7 @@ def test_no_flipped_bit_makes_another_blob() -> None:
 
 
 @pytest.mark.parametrize("echo", [torch_dist_wire.MessageKind.WRITE, torch_dist_wire.MessageKind.RENEW])
-def test_a_header_out_of_turn_ends_a_torch_dist_connection(echo: torch_dist_wire.MessageKind) -> None:
+def test_torch_dist_header_out_of_turn_ends_connection(echo: torch_dist_wire.MessageKind) -> None:
     """gloo ends the process whose posted receive is smaller than what is sent to it."""
     target = make_region(seed=0)
     [receiver] = open_receivers(target, choice="torch_dist")

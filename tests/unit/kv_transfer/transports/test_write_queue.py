@@ -14,7 +14,7 @@ ORDER = order(TransferKey(transfer_id=TransferId("t"), attempt=1), b"", cell_ran
 WAIT_S = 20.0
 
 
-def test_a_bug_in_a_write_fails_it_and_everything_queued(caplog: pytest.LogCaptureFixture) -> None:
+def test_write_queue_exception_in_write_fails_it_and_all_queued(caplog: pytest.LogCaptureFixture) -> None:
     go = threading.Event()
 
     def perform(_job: WriteJob) -> None:

@@ -259,7 +259,7 @@ async def test_a_hedged_request_is_not_given_a_third_worker_to_end_either() -> N
         worker.script = deadly_once_hedged(worker)
     async with cluster(*workers, settings=HEDGED) as router, asyncio.timeout(20.0):
         await warm(router)
-        with pytest.raises(Unavailable, match="ended"):
+        with pytest.raises(Unavailable, match="crashed"):
             await collect(router.generate(routed(max_tokens=9)))
         await router.registry.until_live(3)
         assert router.dispatcher.health.poison.num_condemned == 1
@@ -293,7 +293,7 @@ async def test_prefill_workers_whose_failure_is_heard_of_before_their_end() -> N
             await dying.crash()
             await router.registry.until_live(6 - num_dead)
         submission.fail_transfer(route.transfer_id)
-        with pytest.raises(Unavailable, match="ended"):
+        with pytest.raises(Unavailable, match="crashed"):
             await asking
         assert router.dispatcher.health.poison.check(())
 
@@ -311,7 +311,7 @@ async def test_a_run_that_was_continued_elsewhere_takes_no_standing_along() -> N
         for _ in range(2):
             await worker.submissions.get()
         await former.aclose()
-        (standing,) = router.dispatcher.health.poison._standings.values()
-        assert [key.worker_id for key in standing.workers] == ["d0"]
+        (tracked,) = router.dispatcher.health.poison._choices.values()
+        assert [key.worker_id for key in tracked.workers] == ["d0"]
         going_on.cancel()
         await asyncio.gather(going_on, return_exceptions=True)

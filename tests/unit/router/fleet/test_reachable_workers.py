@@ -54,29 +54,31 @@ class Canary:
         return key in self.alive
 
 
-def reached_workers(registry, canary, told):
+def reached_workers(registry, canary, published):
     def addresses():
         return {key: f"{key.worker_id}:1" for key in registry.workers}
 
-    return ReachableWorkers(registry, canary, addresses=addresses, tell=lambda news: told.put_nowait(news["reaches"]))
+    return ReachableWorkers(
+        registry, canary, addresses=addresses, publish=lambda news: published.put_nowait(news["reaches"])
+    )
 
 
 async def test_a_decode_worker_that_joins_is_reached_when_it_has_given_a_token(monkeypatch):
     monkeypatch.setattr(reachable_workers, "_AGAIN_S", 0.0)
     old, new = worker("d0"), worker("d1")
-    registry, canary, told = Registry(old), Canary(), asyncio.Queue()
-    async with reached_workers(registry, canary, told):
+    registry, canary, published = Registry(old), Canary(), asyncio.Queue()
+    async with reached_workers(registry, canary, published):
         registry.put(new)
         for _ in range(2):  # it is asked again and again
             assert await canary.asked.get() == new.info.key
-        assert told.get_nowait() == ["d0:1"]
-        assert told.empty()
+        assert published.get_nowait() == ["d0:1"]
+        assert published.empty()
         canary.alive.add(new.info.key)
-        assert await told.get() == ["d0:1", "d1:1"]
+        assert await published.get() == ["d0:1", "d1:1"]
         registry.put(replace(old, draining=True))
         registry.put(worker("p0"))
         registry.remove(old)
-    assert [told.get_nowait() for _ in range(told.qsize())] == [["d1:1"], ["d1:1", "p0:1"]]
+    assert [published.get_nowait() for _ in range(published.qsize())] == [["d1:1"], ["d1:1", "p0:1"]]
     assert registry.watchers == []
 
 
@@ -89,32 +91,32 @@ async def test_a_question_that_fails_in_a_way_that_nobody_foresaw_is_asked_again
                 return True
             raise ZeroDivisionError
 
-    new, registry, canary, told = worker("d1"), Registry(), Broken(), asyncio.Queue()
-    async with reached_workers(registry, canary, told):
+    new, registry, canary, published = worker("d1"), Registry(), Broken(), asyncio.Queue()
+    async with reached_workers(registry, canary, published):
         registry.put(new)
         for _ in range(2):
             await canary.asked.get()
         canary.alive.add(new.info.key)
-        while await told.get() != ["d1:1"]:
+        while await published.get() != ["d1:1"]:
             pass
-    assert "asking d1 for a token failed" in caplog.text
+    assert "the canary for d1 failed" in caplog.text
 
 
 async def test_a_token_of_anybodys_request_is_proof_where_there_is_no_room_for_the_question(monkeypatch):
     monkeypatch.setattr(reachable_workers, "_AGAIN_S", 0.0)
-    new, registry, canary, told = worker("d1"), Registry(), Canary(), asyncio.Queue()
-    async with reached_workers(registry, canary, told):
+    new, registry, canary, published = worker("d1"), Registry(), Canary(), asyncio.Queue()
+    async with reached_workers(registry, canary, published):
         registry.put(new)
         await canary.asked.get()
         registry.put(replace(new, answered_s=new.answered_s + 1.0))
-        while await told.get() != ["d1:1"]:
+        while await published.get() != ["d1:1"]:
             pass
 
 
 async def test_one_that_leaves_unproven_is_asked_no_more(monkeypatch):
     monkeypatch.setattr(reachable_workers, "_AGAIN_S", 0.0)
-    registry, canary, told = Registry(), Canary(), asyncio.Queue()
-    async with reached_workers(registry, canary, told) as watching:
+    registry, canary, published = Registry(), Canary(), asyncio.Queue()
+    async with reached_workers(registry, canary, published) as watching:
         new = worker("d1")
         registry.put(new)
         await canary.asked.get()
@@ -122,7 +124,7 @@ async def test_one_that_leaves_unproven_is_asked_no_more(monkeypatch):
         registry.remove(new)
         await asking
         assert canary.asked.qsize() <= 1
-    assert [told.get_nowait() for _ in range(told.qsize())] == [[]]
+    assert [published.get_nowait() for _ in range(published.qsize())] == [[]]
 
 
 async def test_stated_workers_are_those_of_the_file_and_what_makes_no_sense_changes_nothing(tmp_path, caplog):

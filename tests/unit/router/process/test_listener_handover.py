@@ -188,7 +188,7 @@ async def test_a_successor_does_not_wait_for_ever_and_not_once_it_is_told_to_sto
         monkeypatch.setattr(listener_handover, "_JOIN_S", 0.0)
         sessions.lifetime = Lifetime()
         assert await sessions.wait(found)
-        assert "takes over without a session with b:1" in caplog.text
+        assert "taking over without a session with b:1" in caplog.text
         found.http.close()
         found.close()
 
@@ -262,11 +262,11 @@ async def test_who_takes_over_from_one_that_says_nothing_tells_so(config, door, 
         sessions.join("a")
         handing._accepting.cancel()
         assert await sessions.wait(found)
-        assert "without knowing whom the predecessor has" in caplog.text
+        assert "without knowing the predecessor's workers" in caplog.text
         found.http.close()
         found.close()
     found.confirm_serving()
-    assert "cannot tell the previous router that this one serves" in caplog.text
+    assert "cannot confirm to the previous router that this one serves" in caplog.text
 
 
 async def test_of_two_successors_that_found_the_same_router_one_stays(config, door, monkeypatch):

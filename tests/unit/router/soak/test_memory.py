@@ -175,7 +175,7 @@ def forgetting_nothing(*_: object, **__: object) -> None:
 @pytest.mark.parametrize(
     ("owner", "forgets", "keeper"),
     [
-        (PoisonRequestTracker, "gone", "_standings"),
+        (PoisonRequestTracker, "gone", "_choices"),
         (WorkerBreakers, "keep", "_breakers"),
         (PrefixMap, "expire", "_lapses"),
     ],

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import tokenizers
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
@@ -144,6 +144,10 @@ TOKENS = st.sampled_from(
 
 
 @settings(max_examples=1500, deadline=None)
+@example(
+    steps=[{"type": "ByteFallback"}, {"type": "WordPiece", "prefix": "##", "cleanup": True}],
+    tokens=["<0xE6>", "<0xE6>"],
+)
 @given(steps=st.lists(st.sampled_from(STEPS), min_size=1, max_size=4), tokens=st.lists(TOKENS, max_size=12))
 def test_chain_of_any_steps_joins_to_what_the_library_makes_of_all_tokens(
     steps: list[dict[str, Any]], tokens: list[str]

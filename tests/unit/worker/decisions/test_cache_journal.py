@@ -55,7 +55,7 @@ class Board:
         return due, known
 
 
-def test_the_first_write_is_the_whole_state_and_then_changes_follow() -> None:
+def test_cache_journal_first_write_is_whole_state_then_changes() -> None:
     journal, board = CacheJournal(), Board()
     assert journal.apply(0, stored(1)), "a snapshot is under way"
     assert journal.next_write() is None
@@ -110,7 +110,7 @@ def test_too_much_to_catch_up_with_becomes_one_fresh_state() -> None:
     assert len(write.state) == 40
 
 
-def test_a_lost_board_is_written_again_and_a_true_one_is_not() -> None:
+def test_cache_journal_lost_board_is_rewritten_intact_one_is_not() -> None:
     journal = CacheJournal()
     journal.restart(0, [name(1)])
     journal.written(journal.next_write())
@@ -143,7 +143,7 @@ def test_whoever_had_read_everything_reads_on_when_the_board_was_lost() -> None:
         assert not journal.is_behind
 
 
-def test_a_write_in_doubt_is_settled_by_what_is_there() -> None:
+def test_cache_journal_uncertain_write_is_resolved_by_reading() -> None:
     for happened in (True, False):
         journal, board = CacheJournal(), Board()
         journal.restart(0, [])
@@ -167,7 +167,7 @@ def test_a_write_in_doubt_is_settled_by_what_is_there() -> None:
         assert board.read() == (1, {name(1)})
 
 
-def test_the_state_is_written_again_as_the_log_grows_and_both_stay_bounded() -> None:
+def test_cache_journal_grown_log_is_compacted_and_bounded() -> None:
     journal, board = CacheJournal(min_log=20), Board()
     journal.restart(0, [])
     states = 0

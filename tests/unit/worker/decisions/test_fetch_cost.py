@@ -8,13 +8,13 @@ MEASURED = FetchRates(prefill_tokens_per_s=3000.0, bytes_per_s=1.5e9)
 TOKEN_BYTES = 49_152
 
 
-def test_a_long_prefix_is_brought_and_a_short_one_computed() -> None:
+def test_fetch_cost_long_prefix_is_fetched_short_one_computed() -> None:
     assert worth_fetching(2048, 2048 * TOKEN_BYTES, MEASURED)
     assert not worth_fetching(16, 16 * TOKEN_BYTES, MEASURED)
     assert not worth_fetching(0, 0, MEASURED)
 
 
-def test_a_slow_link_or_a_fast_machine_computes() -> None:
+def test_fetch_cost_slow_link_or_fast_machine_computes() -> None:
     assert not worth_fetching(2048, 2048 * TOKEN_BYTES, FetchRates(prefill_tokens_per_s=3000.0, bytes_per_s=1e8))
     assert not worth_fetching(2048, 2048 * TOKEN_BYTES, FetchRates(prefill_tokens_per_s=1e6, bytes_per_s=1.5e9))
 
@@ -24,7 +24,7 @@ def test_an_unknown_rate_of_computing_is_learnt_by_computing_and_an_unknown_link
     assert worth_fetching(2048, 2048 * TOKEN_BYTES, FetchRates(prefill_tokens_per_s=3000.0, bytes_per_s=0.0))
 
 
-def test_a_fetch_must_win_by_a_margin() -> None:
+def test_fetch_cost_fetch_must_win_by_margin() -> None:
     rates = FetchRates(prefill_tokens_per_s=1000.0, bytes_per_s=1e9)
     num_bytes = int(0.09e9)
     assert fetch_s(num_bytes, rates) == pytest.approx(0.1)

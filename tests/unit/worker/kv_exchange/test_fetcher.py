@@ -104,7 +104,7 @@ async def bench() -> AsyncIterator[Bench]:
     assert not faults
 
 
-async def test_what_a_peer_holds_is_found_like_anything_cached(bench: Bench) -> None:
+async def test_fetcher_fetched_prefix_is_found_as_cache(bench: Bench) -> None:
     bringing = bench.bring()
     job = await bench.asked()
     assert (job.fetch, job.resume, job.held_tokens) == (True, True, 0)
@@ -119,7 +119,7 @@ async def test_what_a_peer_holds_is_found_like_anything_cached(bench: Bench) -> 
     await bench.assert_empty()
 
 
-async def test_only_what_is_missing_is_asked_for_and_less_may_be_offered(bench: Bench) -> None:
+async def test_fetcher_requests_only_missing_blocks_and_accepts_fewer(bench: Bench) -> None:
     bringing = bench.bring(replace(HOLDER, num_tokens=16))
     first = await bench.asked()
     await bench.fetcher.commit(first.transfer_id, commit(await bench.fetcher.bind(first.transfer_id, 1)))
@@ -135,9 +135,7 @@ async def test_only_what_is_missing_is_asked_for_and_less_may_be_offered(bench: 
 
 
 @pytest.mark.parametrize("num_landed", [0, 2, 4])
-async def test_what_landed_before_a_failure_is_kept_and_the_rest_waits_for_its_writer(
-    bench: Bench, num_landed: int
-) -> None:
+async def test_fetcher_failure_keeps_landed_blocks_and_quarantines_rest(bench: Bench, num_landed: int) -> None:
     bringing = bench.bring()
     job = await bench.asked()
     blocks = await bench.fetcher.bind(job.transfer_id, 4)
@@ -154,7 +152,7 @@ async def test_what_landed_before_a_failure_is_kept_and_the_rest_waits_for_its_w
     await bench.assert_empty()
 
 
-async def test_a_fetch_that_takes_too_long_is_given_up_and_what_has_landed_is_kept(bench: Bench) -> None:
+async def test_fetcher_overdue_fetch_is_given_up_and_landed_blocks_kept(bench: Bench) -> None:
     bench.host.rates.prefill_tokens_per_s = 1000.0
     bringing = bench.bring()
     job = await bench.asked()
@@ -182,7 +180,7 @@ async def test_a_fetch_that_nobody_can_give_up_is_cancelled(bench: Bench) -> Non
     await bench.assert_empty()
 
 
-async def test_one_prefix_is_brought_once_however_many_want_it(bench: Bench) -> None:
+async def test_fetcher_shared_prefix_is_fetched_once(bench: Bench) -> None:
     first = bench.bring()
     job = await bench.asked()
     second, third = bench.bring(), bench.bring()
@@ -194,7 +192,7 @@ async def test_one_prefix_is_brought_once_however_many_want_it(bench: Bench) -> 
     await bench.assert_empty()
 
 
-async def test_one_prefix_is_brought_once_though_all_ask_at_once(bench: Bench) -> None:
+async def test_fetcher_simultaneous_requests_fetch_prefix_once(bench: Bench) -> None:
     bringing = [bench.bring() for _ in range(3)]
     adopting = asyncio.create_task(bench.adopt())
     job = await bench.asked()
@@ -206,7 +204,7 @@ async def test_one_prefix_is_brought_once_though_all_ask_at_once(bench: Bench) -
     await bench.assert_empty()
 
 
-async def test_no_more_than_eight_are_under_way_though_all_begin_at_once(bench: Bench) -> None:
+async def test_fetcher_simultaneous_fetches_are_limited_to_eight(bench: Bench) -> None:
     prompts = [tuple((7 * i + k) % 90 for i in range(17)) for k in range(1, 13)]
     bringing = [bench.bring(request=bench.request(prompt)) for prompt in prompts]
     jobs = [await bench.asked() for _ in range(8)]
@@ -251,7 +249,7 @@ async def test_who_joined_before_the_reservation_has_it_though_the_first_goes(be
     await bench.assert_empty()
 
 
-async def test_a_commit_that_comes_too_late_keeps_nothing(bench: Bench) -> None:
+async def test_fetcher_late_commit_keeps_nothing(bench: Bench) -> None:
     bench.host.rates.prefill_tokens_per_s = 1000.0
     bringing = bench.bring()
     job = await bench.asked()
@@ -273,13 +271,13 @@ async def test_whoever_no_longer_waits_ends_the_fetch(bench: Bench) -> None:
     await bench.assert_empty()
 
 
-async def test_a_hub_that_refuses_costs_nothing(bench: Bench) -> None:
+async def test_fetcher_hub_refusal_costs_nothing(bench: Bench) -> None:
     bench.hub.refusal = Overloaded("too many")
     assert await bench.bring() == 0
     await bench.assert_empty()
 
 
-async def test_what_is_cheaper_to_compute_or_finds_no_room_is_not_fetched(bench: Bench) -> None:
+async def test_fetcher_cheaper_to_compute_or_no_room_is_not_fetched(bench: Bench) -> None:
     bench.host.rates.prefill_tokens_per_s = 1e9
     assert await bench.bring() == 0
     bench.host.rates.prefill_tokens_per_s = 0.0
@@ -294,7 +292,7 @@ async def test_what_is_cheaper_to_compute_or_finds_no_room_is_not_fetched(bench:
     await bench.assert_empty()
 
 
-async def test_a_peer_is_judged_by_its_own_rate(bench: Bench) -> None:
+async def test_fetcher_decides_by_peers_own_rate(bench: Bench) -> None:
     bench.host.rates.prefill_tokens_per_s = 1000.0  # 64 tokens, of a KiB for 16, in 64 ms
     bench.hub.rate = 1e4
     assert await bench.bring() == 0
@@ -307,7 +305,7 @@ async def test_a_peer_is_judged_by_its_own_rate(bench: Bench) -> None:
     await bench.assert_empty()
 
 
-async def test_a_fetch_ends_with_the_last_prompt_that_waits_for_it_and_keeps_what_landed(bench: Bench) -> None:
+async def test_fetcher_last_waiting_prompt_gone_ends_fetch_and_keeps_landed_blocks(bench: Bench) -> None:
     first, second = bench.request(), bench.request()
     bringing = bench.bring(request=first)
     job = await bench.asked()

@@ -83,7 +83,7 @@ def refs(scheduler: Scheduler, blocks: Sequence[BlockId]) -> list[int]:
     return [scheduler.blocks.pool.num_refs(block) for block in blocks]
 
 
-async def test_a_prefix_is_held_still_until_it_was_read(bench: Bench) -> None:
+async def test_lender_prefix_is_held_until_read(bench: Bench) -> None:
     await bench.cache()
     await bench.lender.submit(job())
     names, blocks = await bench.hub.lending.get()
@@ -96,7 +96,7 @@ async def test_a_prefix_is_held_still_until_it_was_read(bench: Bench) -> None:
     ledger.assert_empty(await settled(bench.host))
 
 
-async def test_what_a_step_under_way_brings_up_is_not_told_before_it_is_here(bench: Bench) -> None:
+async def test_lender_blocks_still_loading_are_not_reported(bench: Bench) -> None:
     await bench.cache()
     asked: list[list[BlockId]] = []
 
@@ -113,7 +113,7 @@ async def test_what_a_step_under_way_brings_up_is_not_told_before_it_is_here(ben
     ledger.assert_empty(await settled(bench.host))
 
 
-async def test_what_is_not_here_is_refused(bench: Bench) -> None:
+async def test_lender_absent_prefix_is_refused(bench: Bench) -> None:
     with pytest.raises(Unavailable):
         await bench.lender.submit(job())
     await bench.cache()
@@ -123,12 +123,12 @@ async def test_what_is_not_here_is_refused(bench: Bench) -> None:
     ledger.assert_empty(await settled(bench.host))
 
 
-async def test_a_worker_that_only_lends_computes_for_nobody(bench: Bench) -> None:
+async def test_lender_only_worker_refuses_prefill(bench: Bench) -> None:
     with pytest.raises(InvalidRequest, match="only serves fetches"):
         await OutgoingTransfers(bench.lender).submit(job(fetch=False, token_ids=PROMPT))
 
 
-async def test_a_loan_that_was_given_back_before_it_was_told_is_not_told(bench: Bench) -> None:
+async def test_lender_loan_returned_early_is_not_reported(bench: Bench) -> None:
     await bench.cache()
     await bench.lender.submit(job())
     bench.lender.release(TransferId("t"))

@@ -130,7 +130,7 @@ def evict_tail(scheduler: Scheduler) -> None:
     scheduler.blocks.release(scheduler.blocks.allocate_promised(5))
 
 
-async def test_what_is_in_host_memory_is_lent(sizes, monkeypatch):
+async def test_lending_prefix_in_host_memory_is_lent(sizes, monkeypatch):
     monkeypatch.setattr(lender, "_PROMOTE_BYTES", 2 * sizes[0])  # two blocks between two steps
     async with lending_from(tiny(sizes, host=24, num_blocks=9)) as bench:
         await bench.compute(1)
@@ -146,7 +146,7 @@ async def test_what_is_in_host_memory_is_lent(sizes, monkeypatch):
         await bench.check()
 
 
-async def test_a_part_that_is_held_still_in_the_pool_is_lengthened(sizes):
+async def test_lending_prefix_held_in_pool_is_extended(sizes):
     async with lending_from(tiny(sizes, host=24, num_blocks=9)) as bench:
         await bench.compute(1)
         computed = await bench.content(await bench.blocks_of(1))
@@ -158,7 +158,7 @@ async def test_a_part_that_is_held_still_in_the_pool_is_lengthened(sizes):
         await bench.check()
 
 
-async def test_the_pool_is_not_filled_for_others(sizes):
+async def test_lending_does_not_fill_the_pool(sizes):
     async with lending_from(tiny(sizes, host=24, num_blocks=9)) as bench:
         await bench.compute(1)
         for k in range(2, 5):
@@ -171,7 +171,7 @@ async def test_the_pool_is_not_filled_for_others(sizes):
         await bench.check()
 
 
-async def test_what_is_on_disk_is_read_and_lent(sizes, tmp_path: Path):
+async def test_lending_prefix_on_disk_is_read_and_lent(sizes, tmp_path: Path):
     spec = tiny(sizes, host=12, disk=60, path=tmp_path, num_blocks=9)
     async with lending_from(spec) as bench:
         await bench.compute(1)
@@ -186,7 +186,7 @@ async def test_what_is_on_disk_is_read_and_lent(sizes, tmp_path: Path):
 
 
 @pytest.mark.parametrize("ends", ["by itself", "with who asked", "with who asked at once"])
-async def test_a_disk_that_does_not_answer_holds_nobody_for_ever(sizes, tmp_path: Path, monkeypatch, ends):
+async def test_lending_unresponsive_disk_ends_in_time(sizes, tmp_path: Path, monkeypatch, ends):
     spec = tiny(sizes, host=12, disk=60, path=tmp_path, num_blocks=9)
     async with lending_from(spec) as bench:
         await bench.compute(1)

@@ -33,7 +33,7 @@ def test_messages_of_any_size_in_order(ends) -> None:
     assert far.receive() is None
 
 
-def test_a_descriptor_comes_with_its_message(ends) -> None:
+def test_channel_descriptor_arrives_with_its_message(ends) -> None:
     near, far, _ = ends
     read, write = os.pipe()
     near.send(ChannelKind.DRY_RUN, b"before")
@@ -48,7 +48,7 @@ def test_a_descriptor_comes_with_its_message(ends) -> None:
     os.close(read)
 
 
-def test_a_refusal_is_a_wrong_configuration(ends) -> None:
+def test_channel_refusal_is_config_error(ends) -> None:
     near, far, _ = ends
     near.send(ChannelKind.REFUSED, b"no such tensor")
     with pytest.raises(ConfigError, match="rank 0: no such tensor"):
@@ -65,7 +65,7 @@ def test_another_message_than_the_expected_is_the_end(ends) -> None:
         far.expect(ChannelKind.LOADED)
 
 
-def test_a_message_that_breaks_off_is_an_end(ends) -> None:
+def test_channel_truncated_message_is_an_end(ends) -> None:
     near, _, raw = ends
     raw.sendall(struct.pack("<BI", ChannelKind.STEP, 100) + b"half")
     raw.shutdown(socket.SHUT_WR)
@@ -80,7 +80,7 @@ def test_nonsense_is_refused(ends, frame) -> None:
         near.receive()
 
 
-def test_a_silent_peer_is_waited_for_only_so_long(ends) -> None:
+def test_channel_silent_peer_times_out(ends) -> None:
     near, _, _ = ends
     near.set_timeout(0.01)
     with pytest.raises(RankLost, match="rank 1 does not answer"):

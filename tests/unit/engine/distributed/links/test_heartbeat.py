@@ -33,7 +33,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pulses, "_EXIT_S", 0.0)
 
 
-def test_a_rank_that_falls_silent_is_given_up(ends) -> None:
+def test_heartbeat_silent_rank_is_given_up(ends) -> None:
     told = queue.SimpleQueue()
     desk = HeartbeatServer(told.put, silence_s=SILENCE_S)
     desk.serve(ends[0])
@@ -43,7 +43,7 @@ def test_a_rank_that_falls_silent_is_given_up(ends) -> None:
     assert told.empty()
 
 
-def test_a_rank_that_never_begins_is_given_up(ends) -> None:
+def test_heartbeat_rank_that_never_begins_is_given_up(ends) -> None:
     told = queue.SimpleQueue()
     desk = HeartbeatServer(told.put, silence_s=WAIT_S, start_s=SILENCE_S)
     desk.serve(ends[0])
@@ -51,7 +51,7 @@ def test_a_rank_that_never_begins_is_given_up(ends) -> None:
     desk.close()
 
 
-def test_a_rank_gives_up_a_leader_that_falls_silent(ends) -> None:
+def test_heartbeat_silent_leader_is_given_up(ends) -> None:
     ended = queue.SimpleQueue()
     Pulse(ends[1], silence_s=SILENCE_S, end_process=ended.put)
     assert ended.get(timeout=WAIT_S) == 1
@@ -101,7 +101,7 @@ def test_what_one_leaves_another_finds(ends) -> None:
     desk.hang_up()
 
 
-def test_a_board_that_closes_lets_go_of_whoever_waits() -> None:
+def test_board_closed_releases_waiters() -> None:
     board = RendezvousStore()
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(board.get, "never", WAIT_S)

@@ -113,7 +113,7 @@ def guests(given: NodeGroup) -> Iterator[Guests]:
         channel.close()
 
 
-def test_all_ranks_of_other_nodes_come_and_talk(guests: Guests, door: NodeListener, given: NodeGroup) -> None:
+def test_listener_all_remote_ranks_join(guests: Guests, door: NodeListener, given: NodeGroup) -> None:
     links = guests.come(3, 2)
     channels = guests.gathered(door)
     assert sorted(channels) == [2, 3]
@@ -138,7 +138,7 @@ def test_who_comes_between_the_last_and_the_close_is_not_taken(guests: Guests, d
         guests.connect(2, Purpose.STEPS)
 
 
-def test_what_others_say_of_the_group_must_agree(door: NodeListener, given: NodeGroup) -> None:
+def test_listener_group_mismatch_is_refused(door: NodeListener, given: NodeGroup) -> None:
     with pytest.raises(ConfigError, match="of 6 ranks over 2 nodes"):
         knock(replace(given, size=6), 3, None)
     with pytest.raises(ConfigError, match="rank 1 is of rank 0's own node"):
@@ -285,7 +285,7 @@ def test_who_drips_is_hung_up_on_in_time(
     door.close()
 
 
-def test_one_address_does_not_take_all_places(
+def test_listener_one_address_cannot_take_all_slots(
     guests: Guests, door: NodeListener, given: NodeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doors, "_GREETING_S", 600.0)
@@ -318,13 +318,13 @@ def test_who_has_no_certificate_of_the_authority_is_turned_away(
     assert sorted(guests.gathered(door)) == [2, 3], "who belongs here came in all the same"
 
 
-def test_a_caller_who_says_nothing_holds_nobody_up(guests: Guests, door: NodeListener, given: NodeGroup) -> None:
+def test_listener_silent_caller_delays_no_other(guests: Guests, door: NodeListener, given: NodeGroup) -> None:
     with socket.create_connection((given.host, given.port)), socket.create_connection((given.host, given.port)):
         guests.come(2, 3)
         assert sorted(guests.gathered(door)) == [2, 3]
 
 
-def test_the_second_connection_must_be_of_the_same_process(
+def test_listener_second_connection_of_another_process_is_refused(
     guests: Guests, door: NodeListener, given: NodeGroup
 ) -> None:
     token = guests.connect(2, Purpose.STEPS)
@@ -337,9 +337,7 @@ def test_the_second_connection_must_be_of_the_same_process(
     assert sorted(guests.gathered(door)) == [2, 3]
 
 
-def test_a_rank_that_goes_before_all_are_there_ends_the_wait(
-    guests: Guests, given: NodeGroup, lost: list[RankLost]
-) -> None:
+def test_listener_rank_lost_while_joining_ends_wait(guests: Guests, given: NodeGroup, lost: list[RankLost]) -> None:
     desk = HeartbeatServer(lambda gone: door.fail(gone))
     door = NodeListener(given, desk.serve)
     [link] = guests.come(2)

@@ -36,14 +36,14 @@ def test_messages_survive_json() -> None:
         assert type(value).from_json(memoryview(value.to_json())) == value
 
 
-def test_each_rank_has_its_own_device_where_there_are_several() -> None:
+def test_ranks_on_several_devices_get_one_each() -> None:
     assert SETUP.of_rank(3) == replace(SETUP, rank=3)
     on_gpu = replace(SETUP, backend=replace(SETUP.backend, device=torch.device("cuda")))
     there = RankSetup.from_json(memoryview(on_gpu.of_rank(3).to_json()))
     assert (there.rank, there.backend.device) == (3, torch.device("cuda", 3))
 
 
-def test_a_rank_elsewhere_has_the_threads_of_its_own_machine() -> None:
+def test_rank_on_another_machine_uses_its_threads() -> None:
     def of_eight(wanted: int | None, num_sharers: int) -> int:
         return wanted or 8 // num_sharers
 
@@ -56,7 +56,7 @@ def test_a_rank_elsewhere_has_the_threads_of_its_own_machine() -> None:
     assert replace(over_nodes, num_threads=5).of_rank(2).on_own_machine(of_eight).num_threads == 5
 
 
-def test_the_machine_with_the_least_room_is_named() -> None:
+def test_memory_shortage_names_smallest_machine() -> None:
     own = RankFacts(weights_bytes=5, fingerprint="f")
     beside = RankFacts(weights_bytes=7, fingerprint="f")
     there = [

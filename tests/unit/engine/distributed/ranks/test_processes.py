@@ -39,7 +39,7 @@ def start(pipe, *codes: str) -> tuple[RankProcesses, GroupEnd]:
 SLEEP = "import time; time.sleep(1000)"
 
 
-def test_one_death_ends_all_and_is_told_once(pipe) -> None:
+def test_rank_processes_one_death_ends_all_and_is_reported_once(pipe) -> None:
     processes, end = start(pipe, SLEEP, SLEEP, SLEEP)
     told = queue.SimpleQueue()
     end.watch(told.put)
@@ -54,7 +54,7 @@ def test_one_death_ends_all_and_is_told_once(pipe) -> None:
     assert told.empty()
 
 
-def test_an_exit_is_a_death_whatever_its_code(pipe) -> None:
+def test_rank_processes_any_exit_code_is_a_death(pipe) -> None:
     processes, end = start(pipe, SLEEP, "raise SystemExit(0)")
     told = queue.SimpleQueue()
     end.watch(told.put)
@@ -72,7 +72,7 @@ def test_closing_kills_and_tells_nobody(pipe) -> None:
     assert told.empty()
 
 
-def test_what_cannot_be_started_ends_the_rest(pipe) -> None:
+def test_rank_processes_failed_start_ends_others(pipe) -> None:
     commands = [
         RankCommand(rank=1, argv=[sys.executable, "-S", "-c", SLEEP], fds=(pipe[1],)),
         RankCommand(rank=2, argv=["/nonexistent/python"], fds=(pipe[1],)),
@@ -83,7 +83,7 @@ def test_what_cannot_be_started_ends_the_rest(pipe) -> None:
     assert os.read(pipe[0], 1) == b""
 
 
-def test_a_process_that_does_not_end_by_itself_is_ended() -> None:
+def test_rank_processes_lingering_process_is_killed() -> None:
     code = (
         "import sys, threading; from engine.distributed.ranks.processes import RankCommand, RankProcesses\n"
         "from engine.distributed.ranks.group_end import GroupEnd\n"

@@ -40,7 +40,7 @@ def step(rng: random.Random) -> StepInputs:
     return build_step_inputs(Batch(items=tuple(items), offloads=offloads, loads=loads, copies=copies), 4)
 
 
-def test_every_field_arrives() -> None:
+def test_step_message_every_field_round_trips() -> None:
     rng = random.Random(4)
     for _ in range(200):
         sent = step(rng)
@@ -54,7 +54,7 @@ def test_every_field_arrives() -> None:
                 assert mine == theirs, field.name
 
 
-def test_the_decoded_step_outlives_its_bytes() -> None:
+def test_step_message_decoded_outlives_its_bytes() -> None:
     sent = step(random.Random(5))
     data = bytearray(encode_step(sent))
     got = decode_step(data)
@@ -63,7 +63,7 @@ def test_the_decoded_step_outlives_its_bytes() -> None:
 
 
 @pytest.mark.parametrize("cut", [0, 5, 35, 36, -4, -1])
-def test_what_is_cut_short_is_refused(cut: int) -> None:
+def test_step_message_truncated_is_refused(cut: int) -> None:
     with pytest.raises(InvariantError):
         decode_step(encode_step(step(random.Random(6)))[:cut])
 

@@ -203,7 +203,7 @@ def test_cached_tokens_count_what_came_up(sizes):
         assert counts.misses == 12, "two prompts of six blocks, found nowhere"
 
 
-def test_nothing_is_kept_or_loaded_where_computing_is_cheaper(sizes):
+def test_tier_cache_cheaper_to_compute_keeps_and_loads_nothing(sizes):
     with serving(tiny(sizes, host=12)) as served:
         served.parts.scheduler.tiers.costs.rates = DEAR_COPY
         answers(served, rounds=1)
@@ -211,7 +211,7 @@ def test_nothing_is_kept_or_loaded_where_computing_is_cheaper(sizes):
         assert counts.stores == counts.hits == counts.num_blocks == 0
 
 
-def test_what_is_on_disk_survives_a_restart(sizes, tmp_path):
+def test_tier_cache_disk_blocks_survive_restart(sizes, tmp_path):
     spec = tiny(sizes, host=12, disk=40, path=tmp_path)
     with serving(spec) as served:
         expected = answers(served, rounds=1)
@@ -245,7 +245,7 @@ def test_damaged_files_are_counted_and_computed_again(sizes, tmp_path, caplog):
         assert served.counts()["disk"].damaged > 0
 
 
-def test_a_disk_that_never_answers_delays_nobody_for_ever(sizes, tmp_path):
+def test_tier_cache_unresponsive_disk_delays_only_for_patience(sizes, tmp_path):
     spec = tiny(sizes, host=12, disk=40, path=tmp_path)
     with serving(spec) as served:
         expected = answers(served, rounds=1)
@@ -266,7 +266,7 @@ def test_a_disk_that_never_answers_delays_nobody_for_ever(sizes, tmp_path):
         assert again.counts()["disk"].late == 1
 
 
-def test_a_reservation_holds_what_host_memory_has(sizes):
+def test_tier_cache_reservation_holds_blocks_in_host_memory(sizes):
     with serving(tiny(sizes, host=12, num_blocks=16)) as served:
         expected = served.ask(prompt(1))[0]
         for k in range(2, 5):
@@ -318,7 +318,7 @@ def test_sizes_that_cannot_work_are_refused(sizes, tmp_path):
         assemble(replace(spec, host_cache_bytes=0))
 
 
-async def test_a_worker_that_stops_leaves_its_cache_to_the_next(sizes, tmp_path):
+async def test_tier_cache_stopped_worker_leaves_cache_to_next(sizes, tmp_path):
     spec = tiny(sizes, host=12, disk=40, path=tmp_path)
     told: list[int] = []
     for expected_hits in (0, 6):
@@ -349,7 +349,7 @@ async def test_a_worker_that_stops_leaves_its_cache_to_the_next(sizes, tmp_path)
     assert told == [0, 96]
 
 
-def test_what_no_time_is_left_for_is_not_kept(sizes, tmp_path):
+def test_tier_cache_blocks_beyond_time_limit_are_not_written(sizes, tmp_path):
     with serving(tiny(sizes, host=12, disk=40, path=tmp_path)) as served:
         served.ask(prompt(1))
         served.engine.stop(WAIT_S)

@@ -89,13 +89,13 @@ def flips(data: bytes) -> Iterator[bytes]:
             yield data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :]
 
 
-def test_every_flipped_bit_of_a_header_is_found() -> None:
+def test_frame_flipped_header_bit_is_detected() -> None:
     for damaged in flips(write(bytes(16), 1, one_layer(1))):
         with pytest.raises(TransferError):
             tcp_frames.unpack_header(damaged)
 
 
-def test_every_flipped_bit_of_an_answer_is_found() -> None:
+def test_frame_flipped_answer_bit_is_detected() -> None:
     for damaged in flips(tcp_frames.pack_answer(FrameKind.DONE, 3)):
         with pytest.raises(TransferError):
             tcp_frames.unpack_answer(damaged)
@@ -109,7 +109,7 @@ def test_frames_are_no_answers_nor_answers_frames() -> None:
         tcp_frames.unpack_header(tcp_frames.pack_header(header))
 
 
-def test_a_flipped_bit_in_any_byte_of_a_header_ends_the_connection(receiver: TcpReceiver, target: KVRegion) -> None:
+def test_frame_flipped_header_byte_ends_connection(receiver: TcpReceiver, target: KVRegion) -> None:
     token = receiver.open_grant(KEY, landing(target, 3))
     header = write(token, 1, one_layer(1))
     rng = random.Random(4)
@@ -145,7 +145,7 @@ def test_frames_count_once_and_in_order(
     assert landed == [PAYLOAD] * num_taken + [bytes(len(PAYLOAD))] * (3 - num_taken)
 
 
-def test_a_payload_of_another_size_than_its_cells_is_refused(receiver: TcpReceiver, target: KVRegion) -> None:
+def test_frame_payload_size_unlike_its_cells_is_refused(receiver: TcpReceiver, target: KVRegion) -> None:
     token = receiver.open_grant(KEY, landing(target, 3))
     with dial(receiver) as sock:
         sock.sendall(write(token, 1, cell_range(0, 1)))
@@ -156,7 +156,7 @@ def test_a_payload_of_another_size_than_its_cells_is_refused(receiver: TcpReceiv
 @pytest.mark.parametrize(
     "answers", [[(FrameKind.DONE, 2)], [(FrameKind.DONE, 1), (FrameKind.DONE, 1)], [(FrameKind.NEEDS_TLS, 0)]]
 )
-def test_a_sender_takes_answers_once_and_in_order(answers: list[tuple[FrameKind, int]]) -> None:
+def test_frame_answers_are_accepted_once_and_in_order(answers: list[tuple[FrameKind, int]]) -> None:
     source = make_region(seed=3)
     with socket.create_server(("127.0.0.1", 0)) as server:
         offer = TcpReceiver()
@@ -221,7 +221,7 @@ def test_what_is_taken_from_pieces_is_checksummed_once() -> None:
         assert value == zlib.crc32(data)
 
 
-def test_the_fast_checksum_is_zlibs() -> None:
+def test_frame_fast_checksum_equals_zlib() -> None:
     rng = random.Random(3)
     assert checksum.crc32.__module__ != "zlib", "isal is installed with Tandem"
     for size in (0, 1, 15, 16, 255, 4096, 100_003):
@@ -238,7 +238,7 @@ def test_without_the_fast_one_zlibs_is_taken() -> None:
     assert done.stdout == "zlib\n"
 
 
-def test_what_landed_is_not_read_again_to_verify_it(
+def test_frame_landed_payload_is_not_reread_to_verify(
     receiver: TcpReceiver, target: KVRegion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = make_region(seed=3)

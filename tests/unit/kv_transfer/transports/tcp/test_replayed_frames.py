@@ -39,7 +39,7 @@ def stream(receiver: TcpReceiver, name: int, index: int) -> socket.socket:
 
 
 @pytest.mark.parametrize(("name", "index"), [(7, 1), (8, 0)], ids=["the same sender's", "a later connection's"])
-def test_a_frame_counts_on_its_own_stream_only(tcp, name: int, index: int) -> None:
+def test_frame_replayed_on_another_stream_is_refused(tcp, name: int, index: int) -> None:
     target, receiver = tcp
     token, payload = receiver.open_grant(KEY, landing(target, 3)), os.urandom(SIZE)
     header = FrameHeader(

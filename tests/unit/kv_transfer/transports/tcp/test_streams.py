@@ -93,7 +93,7 @@ def test_writes_take_the_stream_with_the_fewest(ends: Ends) -> None:
 
 
 @pytest.mark.parametrize("side", ["sender", "receiver"])
-def test_one_broken_stream_ends_them_all(ends: Ends, side: str) -> None:
+def test_streams_one_broken_ends_all(ends: Ends, side: str) -> None:
     [peer] = ends.receiver._peers.values()
     with ends.lock:
         futures = ends.start_whole_frames()
@@ -116,7 +116,7 @@ def test_one_broken_stream_ends_them_all(ends: Ends, side: str) -> None:
     assert not any(ends.target.buffer), "nothing lands afterwards"
 
 
-def test_nothing_lands_once_another_stream_has_ended(ends: Ends) -> None:
+def test_streams_after_one_ended_nothing_lands(ends: Ends) -> None:
     [peer] = ends.receiver._peers.values()
     with ends.lock:
         futures = ends.start_whole_frames()
@@ -145,7 +145,7 @@ def slow_down(monkeypatch: pytest.MonkeyPatch, landing_now: threading.Event, go_
         monkeypatch.setattr(kind, "advance", slow(kind.advance))
 
 
-def test_a_revocation_waits_for_the_call_that_is_landing_bytes(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_revocation_waits_for_landing_call(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     landing_now, go_on, revoked = threading.Event(), threading.Event(), threading.Event()
     slow_down(monkeypatch, landing_now, go_on)
     future = ends.writer.write(ends.whole)
@@ -188,7 +188,7 @@ def test_more_streams_than_a_sender_may_have_are_refused(ends: Ends) -> None:
         TcpSettings(streams=0)
 
 
-def test_a_stream_of_another_connection_is_not_ended(ends: Ends) -> None:
+def test_streams_of_another_connection_stay_open(ends: Ends) -> None:
     sender = TcpSender(ends.source, settings=TcpSettings(streams=2))
     other = sender.connect(ends.receiver.offer(), PAIRING)
     ends.writer.close()
@@ -197,7 +197,7 @@ def test_a_stream_of_another_connection_is_not_ended(ends: Ends) -> None:
     other.close()
 
 
-def test_a_connection_that_fails_half_way_leaves_nothing(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_connection_failed_half_way_leaves_nothing(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     create = socket.create_connection
     made: list[socket.socket] = []
 

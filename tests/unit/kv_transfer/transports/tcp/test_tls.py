@@ -158,7 +158,7 @@ def test_bad_files_are_config_errors_that_name_them(files: TlsFiles, tmp_path: P
         TlsIdentity(change(files, tmp_path))
 
 
-def test_a_key_without_permission_is_a_config_error(files: TlsFiles) -> None:
+def test_tls_unreadable_key_is_config_error(files: TlsFiles) -> None:
     user = os.geteuid()
     TlsIdentity(files)  # whatever is imported on the way may be out of another user's reach
     "".encode("ascii")
@@ -179,7 +179,7 @@ def test_a_key_without_permission_is_a_config_error(files: TlsFiles) -> None:
 # The sender's side
 
 
-def test_the_sender_refuses_a_receiver_of_another_authority(
+def test_tls_receiver_of_another_authority_is_refused(
     secured: TcpReceiver, stranger: Authority, source: KVRegion, tmp_path: Path
 ) -> None:
     sender = TcpSender(source, settings=TcpSettings(tls=TlsIdentity(stranger.issue(tmp_path))))
@@ -187,7 +187,7 @@ def test_the_sender_refuses_a_receiver_of_another_authority(
         sender.connect(secured.offer(), PAIRING)
 
 
-def test_the_sender_refuses_an_expired_receiver(
+def test_tls_expired_receiver_is_refused(
     authority: Authority, files: TlsFiles, source: KVRegion, tmp_path: Path
 ) -> None:
     old = authority.issue(tmp_path, not_after=PAST)
@@ -219,7 +219,7 @@ def test_the_sender_takes_no_other_worker_for_the_one_that_adverts(
         TcpSender(source, settings=TcpSettings(tls=TlsIdentity(files))).connect(offer, PAIRING)
 
 
-def test_a_sender_without_tls_is_refused_and_told_why(
+def test_tls_sender_without_tls_is_refused_with_reason(
     secured: TcpReceiver, files: TlsFiles, source: KVRegion, target: KVRegion, caplog: pytest.LogCaptureFixture
 ) -> None:
     sender = TcpSender(source)
@@ -232,7 +232,7 @@ def test_a_sender_without_tls_is_refused_and_told_why(
     assert "the sender speaks no TLS" in caplog.text
 
 
-def test_a_sender_with_tls_is_refused_and_told_why(
+def test_tls_sender_with_tls_to_plain_receiver_is_refused_with_reason(
     plain: TcpReceiver, files: TlsFiles, source: KVRegion, target: KVRegion, caplog: pytest.LogCaptureFixture
 ) -> None:
     sender = TcpSender(source, settings=TcpSettings(tls=TlsIdentity(files)))
@@ -277,7 +277,7 @@ def answer_to_hello(receiver: TcpReceiver, context: ssl.SSLContext) -> bytes:
         return secure.recv(tcp_frames.ANSWER_BYTES)
 
 
-def test_the_receiver_takes_a_certificate_of_its_authority(secured: TcpReceiver, files: TlsFiles) -> None:
+def test_tls_certificate_of_own_authority_is_accepted(secured: TcpReceiver, files: TlsFiles) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.load_cert_chain(files.cert, files.key)
     assert tcp_frames.unpack_answer(answer_to_hello(secured, context)) == (tcp_frames.FrameKind.DONE, 0)
@@ -287,7 +287,7 @@ def test_the_receiver_takes_a_certificate_of_its_authority(secured: TcpReceiver,
     ("shown", "said"),
     [("none", "certificate required"), ("stranger's", "unknown ca"), ("expired", "certificate expired")],
 )
-def test_the_receiver_refuses_every_other_certificate(
+def test_tls_certificate_of_others_is_refused(
     secured: TcpReceiver, authority: Authority, stranger: Authority, tmp_path: Path, shown: str, said: str
 ) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -299,7 +299,7 @@ def test_the_receiver_refuses_every_other_certificate(
         answer_to_hello(secured, context)
 
 
-def test_a_sender_whose_certificate_expired_meanwhile_is_told(
+def test_tls_sender_with_expired_certificate_learns_reason(
     secured: TcpReceiver, authority: Authority, source: KVRegion, files: TlsFiles, tmp_path: Path
 ) -> None:
     identity = TlsIdentity(files)
@@ -327,7 +327,7 @@ def client_hello() -> bytes:
 
 
 @pytest.mark.parametrize("share", [0.01, 0.5, 1.0])
-def test_a_handshake_cut_in_the_middle_ends_its_connection_only(
+def test_tls_handshake_cut_short_ends_its_connection_only(
     secured: TcpReceiver, files: TlsFiles, source: KVRegion, target: KVRegion, share: float
 ) -> None:
     said = client_hello()
@@ -340,7 +340,7 @@ def test_a_handshake_cut_in_the_middle_ends_its_connection_only(
     assert not secured._greeting
 
 
-def test_a_slow_handshake_delays_nobody_and_ends_in_time(
+def test_tls_slow_handshake_delays_no_other_and_ends_in_time(
     secured: TcpReceiver, files: TlsFiles, source: KVRegion, target: KVRegion
 ) -> None:
     with knock(secured) as slow:

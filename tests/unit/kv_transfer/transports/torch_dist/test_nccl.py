@@ -113,7 +113,7 @@ def test_which_pools_are_joined_directly(
     assert goes_direct(pool_on(own), pairing, meeting, isolated_network=ours) is direct
 
 
-def test_a_torch_without_nccl_offers_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_absent_offers_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed, "is_nccl_available", lambda: False)
     assert nccl.problem()
     assert entrance(pool_on("cuda a"), isolated_network=True) == ""
@@ -265,9 +265,7 @@ def test_tensors_cross_in_order(pair: tuple[NcclCommunicator, NcclCommunicator],
     receiver.close()
 
 
-def test_what_misses_its_limit_is_broken_and_aborted(
-    pair: tuple[NcclCommunicator, NcclCommunicator], fakes: Fakes
-) -> None:
+def test_nccl_timed_out_communicator_is_aborted(pair: tuple[NcclCommunicator, NcclCommunicator], fakes: Fakes) -> None:
     receiver, sender = pair
     work = receiver.start(torch.zeros(8, dtype=torch.uint8))
     with pytest.raises(CommunicatorBroken):
@@ -281,14 +279,14 @@ def test_what_misses_its_limit_is_broken_and_aborted(
     assert fakes.aborted == 2
 
 
-def test_a_peer_that_does_not_come_costs_no_group(fakes: Fakes) -> None:
+def test_nccl_absent_peer_costs_no_group(fakes: Fakes) -> None:
     store = serve_store("127.0.0.1", LIMIT_S)
     with pytest.raises(CommunicatorBroken):
         over_nccl(rendezvous(store, RECEIVER), CPU)
     assert not fakes.options, "NCCL leaves a thread behind that waits for it"
 
 
-def test_an_abort_that_fails_is_not_the_end_of_who_closes(
+def test_nccl_failed_abort_does_not_break_close(
     pair: tuple[NcclCommunicator, NcclCommunicator], fakes: Fakes, caplog: pytest.LogCaptureFixture
 ) -> None:
     fakes.abort_fails = True
@@ -336,7 +334,7 @@ def test_where_devices_cannot_be_joined_payload_goes_through_hosts(ends: Ends, m
 
 
 @pytest.mark.parametrize("where", ["pack_summed", "unpack_summed", "blank"])
-def test_a_device_without_memory_fails_one_write_and_not_the_pair(
+def test_nccl_device_out_of_memory_fails_one_write_only(
     ends: Ends, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     receiver, sender, _source, target = ends
@@ -361,7 +359,7 @@ def test_a_device_without_memory_fails_one_write_and_not_the_pair(
     writer.close()
 
 
-def test_a_way_that_was_not_offered_ends_the_connection() -> None:
+def test_nccl_path_not_offered_ends_connection() -> None:
     target = make_region(seed=0)
     receiver = TorchDistReceiver(target, stall_s=LIMIT_S)
     with socket.create_connection(receiver._server.getsockname(), WAIT_S) as sock:

@@ -204,7 +204,7 @@ async def test_who_hangs_up_ends_what_was_asked_for(tokenizer, monkeypatch, path
         (ROUTER, {"format": "pdf"}, "format"),
         (ROUTER, {"steps": "3"}, "parameter"),
         (WORKER, {}, "which worker"),
-        (WORKER, {"worker": "decode-9"}, "there are: decode-0"),
+        (WORKER, {"worker": "decode-9"}, "live workers: decode-0"),
         (WORKER, {"worker": "decode-0", "steps": "201"}, "profiling.max_steps"),
         (WORKER, {"worker": "decode-0", "steps": "1.5"}, "integer"),
     ],

@@ -146,6 +146,28 @@ async def test_a_head_that_can_be_read_in_two_ways_is_refused(head: bytes, named
     assert answer.count(b"HTTP/1.1 ") == 1, "what is behind it is nobody's request"
 
 
+async def test_connection_requests_that_are_none_are_logged_once_in_a_while_with_their_number(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with listening() as door:
+        for _ in range(20):
+            assert (await answer_to(door, b"x\r\n\r\n")).startswith(b"HTTP/1.1 400 ")
+        assert len(caplog.records) == 1
+        monkeypatch.setattr(connection, "_WARN_EVERY_S", 0.0)
+        await answer_to(door, b"x\r\n\r\n")
+    assert len(caplog.records) == 2
+    assert "; 19 more were refused" in caplog.text
+
+
+async def test_connection_upgrade_that_is_not_served_is_answered_and_not_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    offer = b"Connection: Upgrade, close\r\nUpgrade: websocket\r\n\r\n"
+    async with listening() as door:
+        assert (await answer_to(door, ASK.removesuffix(b"\r\n") + offer)).startswith(b"HTTP/1.1 200 ")
+    assert not caplog.records
+
+
 @pytest.mark.parametrize(
     "head",
     [
