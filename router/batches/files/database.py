@@ -48,14 +48,13 @@ class Database:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._local = threading.local()
-        self._connections: list[sqlite3.Connection] = []
+        self._connections: list[_Connection] = []
         self._writer: ThreadPoolExecutor | None = None
 
     def open(self) -> None:
         """Create what is missing. One process at a time. Raises OSError."""
         open_private(self._path, "ab").close()  # the write-ahead log gets the same mode
-        with _as_os_errors():
-            connection = self._connection()
+        with _as_os_errors(), self._connection() as connection:
             [(version,)] = connection.execute("PRAGMA user_version")
             if version > _VERSION:
                 raise OSError(errno.EPROTO, f"the database is of version {version}, at most {_VERSION} can be read")
@@ -65,23 +64,24 @@ class Database:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="batch-store")
 
     def close(self) -> None:
-        """Finish the writes under way. Reads still work afterwards, writes raise RuntimeError."""
+        """Finish what is under way. Reads still work afterwards, writes raise RuntimeError."""
         if self._writer is not None:
             self._writer.shutdown()
         connections, self._connections = self._connections, []
-        self._local = threading.local()
-        for connection in connections:
-            connection.close()
+        for one in connections:
+            with one.lock:  # a connection that is closed while another thread reads from it ends the process
+                one.is_closed = True
+                one.sqlite.close()
 
     def read(self, sql: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         """All rows of a query. Raises OSError."""
-        with _as_os_errors():
-            return self._connection().execute(sql, values).fetchall()
+        with _as_os_errors(), self._connection() as connection:
+            return connection.execute(sql, values).fetchall()
 
     def iterate(self, sql: str, values: Sequence[Any] = ()) -> Iterator[tuple[Any, ...]]:
         """Rows one by one, for results that are too large for memory. Raises OSError."""
-        with _as_os_errors():
-            yield from self._connection().execute(sql, values)
+        with _as_os_errors(), self._connection() as connection:
+            yield from connection.execute(sql, values)
 
     def write(self, work: Callable[[sqlite3.Connection], _T]) -> _T:
         """Run `work` in a transaction on the writing thread. Raises OSError, and then nothing of it has happened."""
@@ -90,8 +90,7 @@ class Database:
         return self._writer.submit(self._transact, work).result()
 
     def _transact(self, work: Callable[[sqlite3.Connection], _T]) -> _T:
-        with _as_os_errors():
-            connection = self._connection()
+        with _as_os_errors(), self._connection() as connection:
             connection.execute("BEGIN IMMEDIATE")
             try:
                 result = work(connection)
@@ -102,17 +101,31 @@ class Database:
                 raise
             return result
 
-    def _connection(self) -> sqlite3.Connection:
-        """The connection of the calling thread."""
-        if (found := getattr(self._local, "connection", None)) is not None:
-            return found  # type: ignore[no-any-return]
-        # Other threads only close it. Transactions are begun where `write` says so.
-        made = sqlite3.connect(self._path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
-        made.execute("PRAGMA synchronous = NORMAL")  # a killed process loses nothing, a machine without power little
-        made.execute(f"PRAGMA journal_size_limit = {_MAX_IDLE_WAL_BYTES}")
-        self._connections.append(made)
-        self._local.connection = made
-        return made
+    @contextmanager
+    def _connection(self) -> Iterator[sqlite3.Connection]:
+        """The connection of the calling thread, which is not closed meanwhile."""
+        one: _Connection | None = getattr(self._local, "connection", None)
+        if one is None or one.is_closed:
+            one = self._local.connection = _Connection(self._path)
+            self._connections.append(one)
+        with one.lock:
+            if not one.is_closed:
+                yield one.sqlite
+                return
+        with self._connection() as another:  # it was closed just now
+            yield another
+
+
+class _Connection:
+    """One thread's connection. It is used, and closed by another thread, under its lock alone."""
+
+    def __init__(self, path: Path) -> None:
+        # Transactions are begun where `Database.write` says so.
+        self.sqlite = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
+        self.sqlite.execute("PRAGMA synchronous = NORMAL")  # a killed process loses nothing, one without power little
+        self.sqlite.execute(f"PRAGMA journal_size_limit = {_MAX_IDLE_WAL_BYTES}")
+        self.lock = threading.RLock()
+        self.is_closed = False
 
 
 @contextmanager
