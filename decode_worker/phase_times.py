@@ -8,7 +8,7 @@ decode. Times in the network and between threads belong to no phase. Changes tas
 from dataclasses import replace
 
 from decode_worker.task import DecodeTask
-from engine.types.step_output import AdmittedRequest
+from engine.types.step_output import AdmittedSequence
 from kv_transfer.protocol.messages import FirstToken
 from tandem.values.outputs import PhaseTimes
 
@@ -19,7 +19,7 @@ def fetched(task: DecodeTask, num_tokens: int, seconds: float) -> None:
     task.times = replace(task.times, transfer_s=task.times.transfer_s + seconds)
 
 
-def admitted(task: DecodeTask, admission: AdmittedRequest) -> None:
+def admitted(task: DecodeTask, admission: AdmittedSequence) -> None:
     """It left this worker's queue."""
     times = task.times
     queued_s = max(0.0, admission.queued_s - times.transfer_s - times.decode_queue_s)

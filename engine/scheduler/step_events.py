@@ -2,7 +2,7 @@
 
 from engine.types.kv_events import KVEventLog
 from engine.types.request import FinishReason, Request, SampledToken, TokenEvent
-from engine.types.step_output import AdmittedRequest, Load, PrefillProgress, StepOutput
+from engine.types.step_output import AdmittedSequence, Load, PrefillProgress, StepOutput
 from tandem.values.ids import RequestId
 from tandem.values.prefix_pin import PinKey
 
@@ -23,7 +23,7 @@ class StepEventCollector:
     def __init__(self, kv_events: KVEventLog) -> None:
         self._kv_events = kv_events
         self._events: list[TokenEvent] = []
-        self._admissions: list[AdmittedRequest] = []
+        self._admissions: list[AdmittedSequence] = []
         self._progress: list[PrefillProgress] = []
         self._preemptions: list[RequestId] = []
         self._lost_pins: list[PinKey] = []
@@ -50,7 +50,7 @@ class StepEventCollector:
     def admission(self, request: Request, now: float) -> None:
         """The request left the queue for the first time."""
         self._admissions.append(
-            AdmittedRequest(
+            AdmittedSequence(
                 request_id=request.request_id,
                 queued_s=now - request.arrival_s,
                 num_prompt_tokens=request.num_prompt_tokens,

@@ -15,7 +15,7 @@ from tandem.values.prefix_pin import PinKey, PinTotals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdmittedRequest:
+class AdmittedSequence:
     """A request left the queue for the first time."""
 
     request_id: RequestId
@@ -119,7 +119,7 @@ class StepOutput(NamedTuple):
     """Everything that happened since the output before."""
 
     events: tuple[TokenEvent, ...]
-    admissions: tuple[AdmittedRequest, ...]
+    admissions: tuple[AdmittedSequence, ...]
     progress: tuple[PrefillProgress, ...]
     preemptions: tuple[RequestId, ...]
     kv_events: KVEventBatch

@@ -14,7 +14,7 @@ from cluster.simulator.model.request import SimRequest
 from cluster.simulator.model.settings import Network
 from cluster.simulator.model.worker import TOKEN, SimWorker
 from engine.scheduler.scheduler import Scheduler
-from engine.types.step_output import AdmittedRequest, PrefillProgress
+from engine.types.step_output import AdmittedSequence, PrefillProgress
 from router.types.worker_view import WorkerKey
 from tandem.values.ids import RequestId, TransferId
 
@@ -73,7 +73,7 @@ class Handoffs:
             num_held_blocks=grant.num_held_tokens // block_size,
         )
 
-    def offered(self, admission: AdmittedRequest) -> None:
+    def offered(self, admission: AdmittedSequence) -> None:
         """The prompt has left the prefill worker's queue: OFFER, and RESERVE comes back."""
         handoff = self._by_key.get(admission.request_id)
         if handoff is None or not admission.prefill_only:

@@ -13,7 +13,7 @@ from cluster.simulator.model.worker import SimWorker, Steps
 from engine.scheduler.scheduler import Scheduler
 from engine.types.kv_events import Cleared, KVEventBatch, Stored
 from engine.types.request import RequestState, TokenEvent
-from engine.types.step_output import AdmittedRequest, StepOutput
+from engine.types.step_output import AdmittedSequence, StepOutput
 from router.types.worker_view import PrefixChange, WorkerKey, WorkerLoad
 from router.workers.registry import WorkerRegistry
 from tandem.errors import ServingError
@@ -160,7 +160,7 @@ class SimWorkers:
 
         self._events.after(self._network.hop_s, partial(worker.call, snapshot))
 
-    def _admitted(self, admission: AdmittedRequest) -> None:
+    def _admitted(self, admission: AdmittedSequence) -> None:
         request = self.router.live.get(admission.request_id)
         if request is None:
             return

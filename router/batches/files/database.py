@@ -42,6 +42,25 @@ CREATE TABLE IF NOT EXISTS results (
 """
 
 
+class _Connection:
+    """One thread's connection. SQLite does not survive a close beside a call of another thread: `lock` is for both."""
+
+    def __init__(self, path: Path) -> None:
+        # Other threads only close it. Transactions are begun where `write` says so.
+        self.sqlite = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
+        self.sqlite.execute(
+            "PRAGMA synchronous = NORMAL"
+        )  # a killed process loses nothing, a machine without power little
+        self.sqlite.execute(f"PRAGMA journal_size_limit = {_MAX_IDLE_WAL_BYTES}")
+        self.lock = threading.RLock()
+        self.is_closed = False
+
+    def close(self) -> None:
+        with self.lock:
+            self.is_closed = True
+            self.sqlite.close()
+
+
 class Database:
     """One file, opened by `open`. Reads happen on the calling thread, writes on the database's own."""
 
@@ -54,7 +73,8 @@ class Database:
     def open(self) -> None:
         """Create what is missing. One process at a time. Raises OSError."""
         open_private(self._path, "ab").close()  # the write-ahead log gets the same mode
-        with _as_os_errors(), self._connection() as connection:
+        with _as_os_errors():
+            connection = self._own().sqlite
             [(version,)] = connection.execute("PRAGMA user_version")
             if version > _VERSION:
                 raise OSError(errno.EPROTO, f"the database is of version {version}, at most {_VERSION} can be read")
@@ -68,19 +88,18 @@ class Database:
         if self._writer is not None:
             self._writer.shutdown()
         connections, self._connections = self._connections, []
-        for one in connections:
-            with one.lock:  # a connection that is closed while another thread reads from it ends the process
-                one.is_closed = True
-                one.sqlite.close()
+        self._local = threading.local()
+        for connection in connections:
+            connection.close()
 
     def read(self, sql: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         """All rows of a query. Raises OSError."""
-        with _as_os_errors(), self._connection() as connection:
+        with _as_os_errors(), self._held() as connection:
             return connection.execute(sql, values).fetchall()
 
     def iterate(self, sql: str, values: Sequence[Any] = ()) -> Iterator[tuple[Any, ...]]:
         """Rows one by one, for results that are too large for memory. Raises OSError."""
-        with _as_os_errors(), self._connection() as connection:
+        with _as_os_errors(), self._held() as connection:
             yield from connection.execute(sql, values)
 
     def write(self, work: Callable[[sqlite3.Connection], _T]) -> _T:
@@ -90,7 +109,7 @@ class Database:
         return self._writer.submit(self._transact, work).result()
 
     def _transact(self, work: Callable[[sqlite3.Connection], _T]) -> _T:
-        with _as_os_errors(), self._connection() as connection:
+        with _as_os_errors(), self._held() as connection:
             connection.execute("BEGIN IMMEDIATE")
             try:
                 result = work(connection)
@@ -102,30 +121,21 @@ class Database:
             return result
 
     @contextmanager
-    def _connection(self) -> Iterator[sqlite3.Connection]:
-        """The connection of the calling thread, which is not closed meanwhile."""
-        one: _Connection | None = getattr(self._local, "connection", None)
-        if one is None or one.is_closed:
-            one = self._local.connection = _Connection(self._path)
-            self._connections.append(one)
-        with one.lock:
-            if not one.is_closed:
-                yield one.sqlite
-                return
-        with self._connection() as another:  # it was closed just now
-            yield another
+    def _held(self) -> Iterator[sqlite3.Connection]:
+        """The calling thread's connection, which nobody closes meanwhile."""
+        while True:
+            own = self._own()
+            with own.lock:
+                if not own.is_closed:
+                    yield own.sqlite
+                    return
 
-
-class _Connection:
-    """One thread's connection. It is used, and closed by another thread, under its lock alone."""
-
-    def __init__(self, path: Path) -> None:
-        # Transactions are begun where `Database.write` says so.
-        self.sqlite = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
-        self.sqlite.execute("PRAGMA synchronous = NORMAL")  # a killed process loses nothing, one without power little
-        self.sqlite.execute(f"PRAGMA journal_size_limit = {_MAX_IDLE_WAL_BYTES}")
-        self.lock = threading.RLock()
-        self.is_closed = False
+    def _own(self) -> _Connection:
+        found: _Connection | None = getattr(self._local, "connection", None)
+        if found is None or found.is_closed:
+            found = self._local.connection = _Connection(self._path)
+            self._connections.append(found)
+        return found
 
 
 @contextmanager

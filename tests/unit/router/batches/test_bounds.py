@@ -374,3 +374,28 @@ async def test_upload_beyond_its_bounds_is_refused_and_leaves_nothing(
         answer = await world.http.post("/v1/files", content=body, headers=headers)
     assert answer.status_code == status, answer.text
     assert not list((tmp_path / "incoming").iterdir())
+
+
+def test_store_closed_while_other_threads_read_ends_no_process(tmp_path: Path) -> None:
+    script = """
+import sys, threading, pathlib
+from router.batches.files.store import BatchStore
+for number in range(60):
+    store = BatchStore(pathlib.Path(sys.argv[1]), max_tenant_bytes=1 << 20, keep_s=1000.0)
+    store.open()
+    closed = threading.Event()
+    def read():
+        while not closed.is_set():
+            store.live()
+    readers = [threading.Thread(target=read) for _ in range(4)]
+    for reader in readers:
+        reader.start()
+    store.live()
+    store.close()
+    closed.set()
+    for reader in readers:
+        reader.join()
+"""
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -13,9 +13,9 @@ import orjson
 import pytest
 
 from router.http.app import OptionalRoutes, create_app
+from router.workers.health import WorkerBreakers
 from router.workers.poison_request import PoisonRequestTracker
 from router.workers.prefix_map import PrefixMap
-from tandem.circuit_breaker import WorkerBreakers
 from tests.support.router.kept_objects import Meter
 from tests.support.router.servers import fakes
 from tests.support.router.servers.http_client import CHAT, HELLO, PLAIN

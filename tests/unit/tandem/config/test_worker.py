@@ -108,7 +108,7 @@ def test_a_workers_ranks_on_other_nodes_find_it() -> None:
 
 def test_the_example_of_two_machines_by_hand_is_a_whole_one():
     page = (ROOT / "docs/operate/kubernetes.md").read_text(encoding="utf-8")
-    text = page.partition("Anywhere else it is the same by hand")[2]
+    text = page.partition("Outside Kubernetes do the same by hand")[2]
     example = ClusterConfig.model_validate(yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0]))
     host, port = listen_address(example.decode, "decode", 0)
     assert (host, port, worker_host(example, WorkerRole.DECODE, 0)) == ("10.0.0.1", 7000, host)
