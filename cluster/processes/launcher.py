@@ -111,6 +111,8 @@ class LocalLauncher:
         self._routers_only = routers_only
         self._gpus = WorkerGpus(gpus or NvidiaHost(os.environ))
         self._standby: StandbyWorkers | None = None
+        self._started: set[str] = set()
+        """Processes that start again, should they die: by these names."""
         self._files = ExitStack()
         self._config = ClusterConfig()
         self.config_path = Path()
@@ -147,6 +149,7 @@ class LocalLauncher:
 
     def replace(self, name: str, retired: str) -> None:
         """Place the new process on the same GPUs."""
+        self._started -= {name, retired}
         self._gpus.replace(name, retired)
 
     def start(self, plan: ProcessPlan, callbacks: Callbacks) -> Child:
@@ -156,13 +159,19 @@ class LocalLauncher:
         place = self._gpus.arguments(self._config, plan)
 
         def ended(status: int) -> None:
+            if status == 0:
+                self._started.discard(plan.name)  # it was told to
             self._gpus.leave(plan.name)
             callbacks.on_exit(status)
 
         ours = replace(callbacks, on_exit=ended)
         if self._standby is not None:
             ours = self._standby.observed(plan.name, ours)
-            if plan.role is not Role.ROUTER:
+            if plan.name not in self._started:
+                # A user wants it, perhaps because another version was installed since they imported theirs.
+                self._standby.discard()
+                self._started.add(plan.name)
+            elif plan.role is not Role.ROUTER:
                 arguments = [*place_arguments(plan, self.config_path), *place]
                 if (child := self._standby.start(WorkerRole(plan.role.value), arguments, ours)) is not None:
                     return child

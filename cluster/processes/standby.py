@@ -67,6 +67,10 @@ class StandbyWorkers:
         """Kill the waiting standbys and start no more."""
         self._is_closed = True
         self._cancel()
+        self.discard()
+
+    def discard(self) -> None:
+        """Kill those that wait; others are started when no process is starting."""
         while self._waiting:
             self._waiting.popleft().child.discard()
 

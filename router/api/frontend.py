@@ -243,9 +243,8 @@ class Frontend:
             ids = ids[-self._num_kept(fields, fields.truncate_prompt_tokens) :]
         room = self._room_for_answer(len(ids), fields, param)
         wanted = fields.max_tokens if fields.max_tokens is not None else default_max_tokens
-        most = self._max_tokens(
-            fields, room if wanted is None else max(1, min(wanted, room)), num_prompts, stated=wanted is not None
-        )
+        fitting = room if wanted is None else max(1, min(wanted, room))
+        most = self._max_tokens(fields, fitting, num_prompts, stated=fields.max_tokens is not None)
         sampling = replace(fields.sampling, max_tokens=most, seed=self._seed(fields))
         if fields.max_tokens is None:
             # Else `check_fields` has seen it: what became smaller has stayed within the bounds.

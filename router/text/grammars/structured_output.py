@@ -72,6 +72,8 @@ class StructuredOutput:
         if not self.disables_additional_properties:
             return schema
         try:
+            if len(json.dumps(schema)) > MAX_GRAMMAR_CHARS:
+                raise self._refusal(f"more than {MAX_GRAMMAR_CHARS} characters")
             return closed_schema(schema)
         except RecursionError:
             raise self._refusal("this schema cannot be read") from None

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from router.text.grammars.closed_schema import closed_schema
+from router.text.grammars.closed_schema import closed_schemas
 from router.text.tool_parsers.families import NAME, CallForm
 from router.text.tools import ToolDefinition, ToolUse
 from tandem.errors import InvalidRequest
@@ -70,10 +70,11 @@ class CallGrammar:
         if not is_strict and not form.open and form.trigger is not None:
             before = before.removeprefix(form.trigger)
         rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(tools)))]
+        schemas = iter(_closed_parameters([tool for tool in tools if is_strict or tool.strict]))
         for i, tool in enumerate(tools):
             parts = self._written(before.replace(NAME, tool.name)), f"args_{i}", self._written(form.after)
             rules.append(f"call_{i}: {' '.join(filter(None, parts))}")
-            schema = _closed_parameters(tool) if is_strict or tool.strict else {"type": "object"}
+            schema = next(schemas) if is_strict or tool.strict else {"type": "object"}
             rules.append(f"args_{i}: {_json(schema)}")
         return rules
 
@@ -87,12 +88,12 @@ class CallGrammar:
         )
 
 
-def _closed_parameters(tool: ToolDefinition) -> Any:
-    """What the tool's arguments are: nothing else may be called arguments of it."""
+def _closed_parameters(tools: Sequence[ToolDefinition]) -> list[Any]:
+    """What the arguments of each tool are: nothing else may be called arguments of it."""
     try:
-        return closed_schema(tool.schema)
+        return closed_schemas(tool.schema for tool in tools)
     except (ValueError, RecursionError):
-        raise InvalidRequest(f"tools: the parameters of {tool.name} have too many parts", param="tools") from None
+        raise InvalidRequest("tools: their parameters have too many parts", param="tools") from None
 
 
 def _json(schema: Any) -> str:

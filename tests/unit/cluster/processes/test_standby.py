@@ -4,13 +4,20 @@ import asyncio
 import os
 import signal
 import sys
+from collections.abc import AsyncIterator
 
 import pytest
 
+from cluster.processes import launcher as launching
 from cluster.processes import standby
-from cluster.processes.child import Callbacks
+from cluster.processes.child import Callbacks, Child
+from cluster.processes.effective_config import make_effective, plan_processes
+from cluster.processes.launcher import LocalLauncher
 from cluster.processes.standby import MAX_FAILURES, StandbyWorkers
+from cluster.supervisor.supervisor import Role
+from tandem.config.cluster import load
 from tandem.values.roles import WorkerRole
+from tests.unit.worker.test_gpus import FakeHost
 
 ECHO = """
 import json, os, sys
@@ -20,6 +27,13 @@ print("serves")
 sys.stdin.read()
 """
 ENDS = "raise SystemExit(3)"
+SERVES = """
+import os, signal, sys
+signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+os.write(int(sys.argv[1]), b"{}\\n")
+signal.pause()
+"""
+BECOMES = f"import sys; sys.stdin.readline()\n{SERVES}"
 
 
 class Heard:
@@ -156,3 +170,69 @@ async def test_standby_whose_stdin_closes_ends_by_itself() -> None:
     process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL)
     async with asyncio.timeout(60):
         assert await process.wait() == 0
+
+
+class Cluster:
+    """A launcher of processes that serve at once, and its standbys."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(launching, "module_command", self._command)
+        monkeypatch.setattr(launching, "StandbyWorkers", lambda count, _: make(monkeypatch, BECOMES, count))
+        self.launcher = LocalLauncher(self._command, gpus=FakeHost(0))
+        config = make_effective(load(None, {"standby_workers": 1, "decode.replicas": 1, "prefill.replicas": 0}))
+        self.launcher.open(config)
+        self.plan = next(plan for plan in plan_processes(config) if plan.role is Role.DECODE)
+        assert self.launcher._standby is not None
+        self.standbys = self.launcher._standby
+        self.children: list[Child] = []
+
+    @staticmethod
+    def _command(_plan: object, _path: object, ready_fd: int) -> list[str]:
+        return [sys.executable, "-I", "-S", "-c", SERVES, str(ready_fd)]
+
+    async def start(self) -> int:
+        """The pid of the worker, which serves."""
+        heard = Heard()
+        child = self.launcher.start(self.plan, heard.callbacks())
+        self.children.append(child)
+        await heard.until(lambda: heard.ready)
+        self.heard = heard
+        return child.pid
+
+    async def end(self, signum: signal.Signals) -> None:
+        self.children[-1].send(signum)
+        await self.heard.until(lambda: self.heard.status is not None)
+
+    def close(self) -> None:
+        for child in self.children:
+            child.discard()
+        self.launcher.close()
+
+
+@pytest.fixture
+async def cluster(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Cluster]:
+    made = Cluster(monkeypatch)
+    yield made
+    made.close()
+
+
+async def test_worker_that_died_becomes_the_standby(cluster: Cluster) -> None:
+    await cluster.start()
+    [waiting] = await until_waiting(cluster.standbys, 1)
+    await cluster.end(signal.SIGKILL)
+    assert await cluster.start() == waiting
+
+
+@pytest.mark.parametrize("is_replaced", [True, False])
+async def test_worker_that_a_user_restarts_is_of_what_is_installed_now(cluster: Cluster, is_replaced: bool) -> None:
+    await cluster.start()
+    [waiting] = await until_waiting(cluster.standbys, 1)
+    if is_replaced:
+        cluster.launcher.replace(cluster.plan.name, "decode-9")
+    else:
+        await cluster.end(signal.SIGTERM)
+    assert await cluster.start() != waiting
+    # It may have imported another version; the next one has not.
+    with pytest.raises(ProcessLookupError):
+        os.kill(waiting, 0)
+    assert await until_waiting(cluster.standbys, 1, frozenset({waiting}))

@@ -75,9 +75,14 @@ async def test_pipeline_exports_all_that_a_span_says(protocol: str) -> None:
 async def test_pipeline_burst_arrives_whole_and_once(protocol: str) -> None:
     async with RECEIVERS[protocol]() as receiver:
         with exporting(receiver.port, protocol) as (tracer, pipeline):
-            for number in range(3000):
-                end_span(tracer, f"{number}")
-            await asyncio.to_thread(pipeline.close)
+
+            def burst() -> None:
+                for number in range(3000):
+                    end_span(tracer, f"{number}")
+                pipeline.close()
+
+            # In a thread: the receiver answers on this loop, and is not away meanwhile.
+            await asyncio.to_thread(burst)
     assert sorted(int(one.name) for one in receiver.spans) == list(range(3000))
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from router.api.answer.choice_text import TextCollector, TextDelta
 from router.api.request.client_request import ClientRequest, PreparedRequest
+from router.api.request.generation_defaults import GenerationDefaults
 from router.api.request_meter import RequestMeter
 from router.api.text_stream import read_text
 from router.http.openai import whole_answer
@@ -61,6 +62,16 @@ async def test_who_states_no_length_gets_what_the_bound_leaves(small: fakes.Door
     whole, streamed = small.generator.requests
     assert whole.sampling.max_tokens == 10_000 // (16 * 21)
     assert streamed.sampling.max_tokens > 400
+
+
+async def test_length_that_the_model_states_is_cut_to_what_the_bound_leaves(tokenizer: Tokenizer) -> None:
+    defaults = GenerationDefaults(max_tokens=100)
+    parts = fakes.make_doors(tokenizer, RouterConfig(max_answer_values=10_000), defaults=defaults)
+    parts.say("hello")
+    async with client_of(parts) as client:
+        answer = await client.post(CHAT, json=HELLO | {"n": 16, "logprobs": True, "top_logprobs": 20})
+    assert answer.status_code == 200, answer.text
+    assert parts.generator.requests[0].sampling.max_tokens == 10_000 // (16 * 21)
 
 
 async def test_the_default_bound_takes_a_whole_context(tokenizer: Tokenizer) -> None:

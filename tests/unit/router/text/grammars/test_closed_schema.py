@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from router.text.grammars import structured_output
 from router.text.grammars.closed_schema import closed_schema
 from router.text.grammars.structured_output import Shape, StructuredOutput
 from router.text.grammars.tool_calls import CallGrammar
@@ -172,13 +173,59 @@ def test_closed_schema_without_alternatives_agrees_with_unevaluated_properties(s
     assert is_valid(value, closed_schema(whole)) == is_valid(value, expected)
 
 
-@pytest.mark.parametrize("count", [40, 4000])
+@pytest.mark.parametrize("count", [40, 2000])
 def test_closed_schema_of_parts_that_repeat_each_other_ends_in_bounds(count: int) -> None:
     chain = {f"p{i}": {"allOf": [{"$ref": f"#/$defs/p{i + 1}"}] * 2, "required": [f"r{i}"]} for i in range(count)}
     schema = {"$ref": "#/$defs/p0", "$defs": {**chain, f"p{count}": fields("a")}}
     asked = StructuredOutput(shape=Shape.JSON_SCHEMA, value=schema, param="field", disables_additional_properties=True)
     with pytest.raises(InvalidRequest, match=r"field: .*(too many parts|cannot be read)"):
         asked.grammar()
+
+
+def spellings(name: str, count: int) -> list[str]:
+    """So many references to one definition."""
+    return [
+        "#/$defs/" + "".join(f"%{ord(c):02x}" if number >> bit & 1 else c for bit, c in enumerate(name))
+        for number in range(count)
+    ]
+
+
+def test_closed_schema_that_copies_one_part_many_times_is_refused() -> None:
+    part = {"type": "array", "prefixItems": [{"type": "string"}] * 3000}
+    copies = [{"type": "array", "$ref": reference} for reference in spellings("definition", 1000)]
+    schema = {"type": "array", "prefixItems": copies, "$defs": {"definition": part}}
+    with pytest.raises(ValueError, match="too many parts"):
+        closed_schema(schema)
+
+
+def test_closed_schema_of_alternatives_beside_many_names_is_refused() -> None:
+    alternatives = [{"minProperties": 1}] * 3000
+    schema = {"properties": {f"p{i}": {} for i in range(3000)}, "anyOf": alternatives}
+    with pytest.raises(ValueError, match="too many parts"):
+        closed_schema(schema)
+
+
+def test_schema_of_more_characters_than_a_grammar_may_have_is_refused_before_it_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(structured_output, "closed_schema", lambda _: pytest.fail("it was closed"))
+    schema = {"type": "object", "properties": {f"property-{i}": {"type": "string"} for i in range(20_000)}}
+    asked = StructuredOutput(shape=Shape.JSON_SCHEMA, value=schema, param="field", disables_additional_properties=True)
+    with pytest.raises(InvalidRequest, match="field: more than 262144 characters"):
+        asked.grammar()
+
+
+def test_tools_parameters_have_the_steps_of_one_schema_in_all() -> None:
+    chain = {f"p{i}": {"allOf": [{"$ref": f"#/$defs/p{i + 1}"}] * 2} for i in range(9)}
+    parameters = {"$ref": "#/$defs/p0", "allOf": [], "$defs": {**chain, "p9": fields("a")}}
+
+    def grammar(num_tools: int) -> str:
+        tools = tuple(ToolDefinition(name=f"tool_{i}", parameters=parameters) for i in range(num_tools))
+        return CallGrammar(HERMES.form, {}).calls_only(ToolUse(tools=tools, must_call=True))
+
+    assert "args_0" in grammar(1)
+    with pytest.raises(InvalidRequest, match="tools: their parameters have too many parts"):
+        grammar(16)
 
 
 def test_closed_schema_nested_in_alternatives_is_walked_once() -> None:
