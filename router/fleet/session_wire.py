@@ -257,7 +257,7 @@ def load_from_pb(load: pb.LoadSnapshot) -> WorkerLoad:
         report_number=load.report_number,
         step_age_s=load.step_age_s,
         pins=totals_from_pb(load.pins),
-        redis_publishing=_redis_publishing_from_pb(load.board) if load.HasField("board") else None,
+        board=_redis_publishing_from_pb(load.board) if load.HasField("board") else None,
         work=_work_from_pb(load.work) if load.HasField("work") else None,
     )
 

@@ -205,7 +205,7 @@ class WorkerLoad:
     """None for a worker that moves no KV, or has not reported yet."""
     report_number: int = 0
     """Every router hears the same reports under the same numbers."""
-    redis_publishing: RedisPublishingReport | None = None
+    board: RedisPublishingReport | None = None
     """None of a worker that does not publish there."""
     step_age_s: float = 0.0
     """For how long its engine has been in the same step."""
