@@ -122,8 +122,9 @@ class InferenceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CreateCachedContent(self, request, context):
-        """Beginnings of conversations that stay cached under a name until their time is over; /v1beta/cachedContents of
-        HTTP. The answer comes when it is computed and kept."""
+        """Beginnings of conversations that stay cached under a name until their time is over; /v1beta/cachedContents of HTTP.
+        The answer comes when it is computed and kept.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
