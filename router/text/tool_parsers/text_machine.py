@@ -53,7 +53,9 @@ class TextMachine(ABC):
         if self._held:
             self.no_call()
         pending, self._pending, self._node = self._pending, "", 0
-        self._say(pending)
+        # An answer that was cut within the mark that ends a call shows nothing of that mark.
+        if not (self._after_call and any(closer.startswith(pending) for closer in self._closers)):
+            self._say(pending)
         self._drop_spaces()
         self._out.content("".join(self._spaces))
         self._spaces.clear()

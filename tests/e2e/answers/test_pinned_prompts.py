@@ -183,7 +183,7 @@ async def test_a_tool_that_must_be_called_is(client):
     schema["additionalProperties"] = False
     arguments = {
         "model": MODEL,
-        "max_tokens": 60,
+        "max_tokens": 200,
         "tools": [{"name": "weather", "description": "Tells the weather.", "input_schema": schema}],
         # Not two calls, which chance would have it make now and then.
         "tool_choice": {"type": "tool", "name": "weather", "disable_parallel_tool_use": True},
