@@ -309,7 +309,7 @@ class WholeRouter:
         assert not any(held.expected for held in self.registry.prefix_map._workers.values())
         loop: Any = asyncio.get_running_loop()
         timers = [timer for timer in loop._scheduled if not timer.cancelled()]
-        assert all(timer is self.gate._look for timer in timers), timers
+        assert all(timer is self.gate._recheck_timer for timer in timers), timers
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     async def _ask(self) -> bool:
