@@ -179,7 +179,8 @@ class Frontend:
         """With the model's own sampling where the client stated none; a beam search samples nothing."""
         if fields.stated_sampling is None or fields.beams is not None:
             return fields
-        return replace(fields, sampling=self.model.defaults.fill(fields.sampling, fields.stated_sampling))
+        sampling = self.model.defaults.fill(fields.sampling, fields.stated_sampling)
+        return fields if sampling is fields.sampling else replace(fields, sampling=sampling)
 
     def _calling(self, fields: ClientRequest) -> tuple[ClientRequest, ToolCallReading | None]:
         """With the structure that keeps calls to what was asked of them, and how they are read."""

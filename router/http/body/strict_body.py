@@ -6,14 +6,13 @@ not serve stand in `NOT_YET` with the values that ask for nothing; everything el
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
-    ValidationError,
     model_validator,
 )
 from pydantic_core import CoreSchema, ErrorDetails, core_schema
@@ -130,20 +129,11 @@ def _neutral(not_yet: dict[str, tuple[Any, ...]], name: str, value: Any) -> bool
     raise InvalidRequest(f"{name} is not supported yet", param=name)
 
 
-_B = TypeVar("_B", bound=StrictBody)
 _BRANCHES = (("str",), ("int",), ("bool",))
 """Last parts of the places of errors in unions."""
 _UNKNOWN = "extra_forbidden"
 _WORDS = {_UNKNOWN: "unknown field", "model_type": "Input should be an object"}
 """For errors whose own message names a class of ours, or says little."""
-
-
-def validate(body: type[_B], data: dict[str, Any]) -> _B:
-    """The typed body. Raises InvalidRequest that names the first wrong field and quotes nothing of it."""
-    try:
-        return body.model_validate(data)
-    except ValidationError as error:
-        raise refusal_of(error.errors(include_url=False, include_context=False, include_input=False)) from None
 
 
 def refusal_of(errors: Sequence[ErrorDetails]) -> InvalidRequest:

@@ -5,7 +5,7 @@ import pytest
 from router.api.cache_breakpoints import CacheBreakpoint, common_length, prepare_with_breakpoints
 from router.api.request.client_request import ClientRequest
 from router.http.anthropic.body import MessagesBody
-from router.http.body.strict_body import validate
+from router.http.body.json_body import validate
 from router.text.conversation import Message, TemplateOptions
 from router.text.tools import AssistantToolCall
 from tests.support.router.servers import fakes
