@@ -117,7 +117,7 @@ async def test_the_totals_are_those_of_the_answers(cluster, oracle):
     answers = [(await ask(cluster, oracle.story(9804 + i, 90), 5))[0].json() for i in range(3)]
     after = (await cluster.http.get("/v1/usage")).json()
     assert after["currency"] == "EUR"
-    assert [one["tenant"] for one in after["data"]] == [""]
+    assert [one["tenant"] for one in after["data"]] == ["default"]
     total = after["total"]
     for name in ("prompt_tokens", "completion_tokens"):
         assert total[name] - before[name] == sum(answer["usage"][name] for answer in answers)

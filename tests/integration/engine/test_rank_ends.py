@@ -63,7 +63,7 @@ def test_a_death_in_the_middle_of_a_sum_ends_the_wait() -> None:
             assert not waiting.done()
             started = time.monotonic()
             os.kill(killed, signal.SIGKILL)
-            with pytest.raises(RankLost, match="rank 0 lost the others"):
+            with pytest.raises(RankLost, match="rank 0 lost the other ranks"):
                 waiting.result(timeout=WAIT_S)
             print(f"the sum ended after {(time.monotonic() - started) * 1e3:.0f} ms")
     finally:

@@ -340,7 +340,7 @@ def test_a_frozen_rank_does_not_hang_the_leader() -> None:
     try:
         (pid,) = leader.pids.values()
         os.kill(pid, signal.SIGSTOP)
-        with pytest.raises(RankLost, match="rank 0 lost the others"):
+        with pytest.raises(RankLost, match="rank 0 lost the other ranks"):
             leader.group.all_reduce_(torch.ones(4))
     finally:
         leader.close()

@@ -140,4 +140,4 @@ async def test_an_answer_that_is_too_large_is_not_read() -> None:
         await until(lambda: liar.num_ended > 0, "the connection was thrown away")
         # What the kernel holds between two processes was sent, and no more.
         assert liar.num_bytes < LARGE // 4
-        assert "an answer" in link.health.reason
+        assert "a reply is larger than" in link.health.reason
