@@ -21,7 +21,7 @@ from cluster.supervisor.supervisor import ProcessPlan, Role
 from engine.model.config import load_model_config
 from engine.model.dtype import resolve_dtype
 from router.api.request.generation_defaults import load_generation_defaults
-from tandem.config.cluster import ClusterConfig, RouterConfig, dump
+from tandem.config.cluster import ClusterConfig, RouterConfig, dump_for_processes
 from tandem.config.engine import ModelSection
 from tandem.config.pools import PoolConfig
 from tandem.config.source.environment import ENV_PREFIX
@@ -253,7 +253,7 @@ def import_root() -> str | None:
 def written(config: ClusterConfig, directory: Path) -> Iterator[Path]:
     """The configuration as a file that only its owner can read; removed in the end."""
     path = directory / "cluster.yaml"
-    _write_privately(path, dump(config))
+    _write_privately(path, dump_for_processes(config))
     try:
         yield path
     finally:
@@ -264,7 +264,7 @@ def rewrite(config: ClusterConfig, path: Path) -> None:
     """Replace the file's configuration atomically: a reader finds the old or the new one, whole."""
     fresh = path.with_suffix(".new")
     fresh.unlink(missing_ok=True)
-    _write_privately(fresh, dump(config))
+    _write_privately(fresh, dump_for_processes(config))
     fresh.replace(path)
 
 

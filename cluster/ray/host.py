@@ -192,9 +192,9 @@ def _on_this_node(config: str) -> str:
     import yaml
 
     from cluster.processes.effective_config import resolve_model
-    from tandem.config.cluster import ClusterConfig, dump
+    from tandem.config.cluster import ClusterConfig, dump_for_processes
 
-    return dump(resolve_model(ClusterConfig.model_validate(yaml.safe_load(config))))
+    return dump_for_processes(resolve_model(ClusterConfig.model_validate(yaml.safe_load(config))))
 
 
 def _command(plan: "ProcessPlan", config_path: Path, ready_fd: int) -> list[str]:

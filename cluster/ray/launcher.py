@@ -22,7 +22,7 @@ from cluster.ray.session import HostHandle, NodeLost, RaySession
 from cluster.supervisor.ray_placement import GPU, Node, RayPlacement, bundle_of, render_resources, worker_config
 from cluster.supervisor.supervisor import ProcessPlan, Role
 from router.workers.silence import SilenceWatch
-from tandem.config.cluster import ClusterConfig, dump
+from tandem.config.cluster import ClusterConfig, dump_for_processes
 from tandem.errors import ConfigError
 from tandem.process.load_progress import LoadReport
 from tandem.rpc.hosts import join
@@ -89,7 +89,7 @@ class RayLauncher:
 
     def config_on(self, role: Role, node: Node) -> str:
         """What a worker on this node reads."""
-        return dump(worker_config(self.config, role, node, self._model_path or self.config.model.path))
+        return dump_for_processes(worker_config(self.config, role, node, self._model_path or self.config.model.path))
 
 
 class RayProcess:

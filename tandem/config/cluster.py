@@ -326,7 +326,15 @@ def _sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def dump(config: ClusterConfig) -> str:
-    """The configuration as YAML, secrets included: for the file that `tandem up` hands to its processes."""
+    """Return the whole configuration as YAML, secrets included."""
+    return yaml.safe_dump(_plain(config.model_dump()), sort_keys=False)
+
+
+def dump_for_processes(config: ClusterConfig) -> str:
+    """Return the configuration as YAML, secrets included: for the file that `tandem up` hands to its processes.
+
+    A null that is the default is left out: the version before may not know the key, or may refuse null for it.
+    """
     return yaml.safe_dump(_plain(config), sort_keys=False)
 
 
@@ -334,7 +342,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, SecretStr):
         return value.get_secret_value()
     if isinstance(value, BaseModel):
-        # None is left out where it is the default: the version before may not know the key, or null for it.
         fields = type(value).model_fields
         given = {name: getattr(value, name) for name in fields}
         return {k: _plain(v) for k, v in given.items() if v is not None or fields[k].default is not None}

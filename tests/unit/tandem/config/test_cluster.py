@@ -10,7 +10,7 @@ import yaml
 from pydantic import BaseModel
 
 from kv_transfer.protocol.wire import MAX_LEASE_S, MIN_LEASE_S
-from tandem.config.cluster import ClusterConfig, dump, load
+from tandem.config.cluster import ClusterConfig, dump, dump_for_processes, load
 from tandem.config.pools import MAX_REPLICAS
 from tandem.config.source.yaml_file import PlainLoader
 from tandem.errors import ConfigError
@@ -291,3 +291,13 @@ def test_a_variable_fills_a_section_that_the_file_says_is_null(tmp_path, monkeyp
     path.write_text("router: {tls: none}", encoding="utf-8")
     with pytest.raises(ConfigError, match="tls is not a section"):
         load(path)
+
+
+def test_dump_for_processes_leaves_out_default_nulls_and_keeps_stated_ones(tmp_path: Path) -> None:
+    config = ClusterConfig.model_validate({"engine": {"max_step_s": None}, "model": {"name": "mine"}})
+    told = yaml.safe_load(dump_for_processes(config))
+    assert "sample_ratio" not in told["telemetry"]
+    assert told["engine"]["max_step_s"] is None
+    path = tmp_path / "cluster.yaml"
+    path.write_text(dump_for_processes(config))
+    assert load(path) == config
