@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ _READING_INTERVAL_S = 1.0
 _log = logging.getLogger(__name__)
 
 
-class _Probe:
+class _Probe(ABC):
     """Probes workers periodically in a background task while entered."""
 
     def __init__(self, registry: WorkerRegistry, name: str, *, interval_s: float, clock: Callable[[], float]) -> None:
@@ -66,9 +67,9 @@ class _Probe:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
 
+    @abstractmethod
     async def probe_due(self) -> None:
         """Probe the workers that are due."""
-        raise NotImplementedError
 
     async def _run(self) -> None:
         while True:

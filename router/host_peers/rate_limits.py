@@ -120,7 +120,11 @@ class RateLimitFile:
         return not any(map(self._is_alive, range(self._column)))
 
     def lock(self) -> None:
-        """Hold the account. Who holds it is not interrupted but by the kernel, so this takes microseconds."""
+        """Hold the account. Blocks for microseconds: whoever holds it does arithmetic on it and no more.
+
+        Only behind a process that was stopped in the middle does this block the event loop longer, once, for at most
+        `_LONGEST_LOCK_S`.
+        """
         descriptor, ends_s, tries = self._descriptor, 0.0, 0
         while descriptor is not None:
             try:
@@ -131,6 +135,7 @@ class RateLimitFile:
                 if self._is_stuck or time.monotonic() > ends_s:
                     self._report_stuck()
                     return
+                # The kernel tells nobody when another process's lock is free: yield, then look less often.
                 time.sleep(0.0 if tries < _SPINS else _PAUSE_S)
             else:
                 self._is_locked, self._is_stuck = True, False

@@ -32,7 +32,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def write(path: Path, body: str) -> None:
-    path.write_text(f"import time\nimport pytest\n\n@pytest.mark.slow\ndef test_it():\n    {body}\n")
+    path.write_text(f"import threading\nimport pytest\n\n@pytest.mark.slow\ndef test_it():\n    {body}\n")
 
 
 def test_part_that_passes_is_green_and_keeps_its_log(root: Path) -> None:
@@ -55,7 +55,7 @@ def test_part_that_fails_is_red(root: Path) -> None:
 
 
 def test_part_that_takes_longer_than_its_limit_is_red(root: Path) -> None:
-    write(root / "test_one.py", "time.sleep(60)")
+    write(root / "test_one.py", "threading.Event().wait()  # for ever: it is the limit that ends it")
     result = nightly.run_part("one", root, limit_s=3, root=root)
     assert result.exit_code is None
     assert "out of time" in result.render()
