@@ -1,4 +1,4 @@
-"""What the board is to this router, for /metrics. One router's labels are few: kinds and verdicts of our own."""
+"""Metrics of this router's use of Redis. Their labels have few values: kinds and verdicts that we define."""
 
 from collections.abc import Iterator
 
@@ -9,13 +9,13 @@ from router.cluster_state.redis_tasks import RouterClusterState
 
 
 class ClusterStateMetrics(Collector):
-    """Read at each scrape."""
+    """Exports the cluster state's counters; read at each scrape."""
 
     def __init__(self, board: RouterClusterState) -> None:
         self._board = board
 
     def collect(self) -> Iterator[Metric]:
-        """Gauges of now, totals since start."""
+        """Collect current gauges, and totals since start."""
         board, counts = self._board, self._board.counts
         up = GaugeMetricFamily("tandem_redis_up", "Whether Redis responds, by use", labels=("use",))
         connects = CounterMetricFamily(
@@ -31,7 +31,7 @@ class ClusterStateMetrics(Collector):
         for name, text, label, counter in (
             (
                 "tandem_redis_entries",
-                "Entries of workers' logs read from Redis, by what became of them",
+                "Entries of workers' logs read from Redis, by result",
                 "verdict",
                 counts.entries,
             ),

@@ -302,7 +302,7 @@ class PublishMetrics(Collector):
             "tandem_worker_redis_states", "Full states that the worker wrote to Redis", labels=labels
         )
         for snapshot in self._snapshots:
-            if (report := snapshot.load.board) is not None:
+            if (report := snapshot.load.redis_publishing) is not None:
                 name = (snapshot.info.key.worker_id,)
                 up.add_metric(name, report.is_up)
                 lag.add_metric(name, report.lag_s)

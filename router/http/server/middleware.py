@@ -37,7 +37,7 @@ class RequestMiddleware:
             await self._app(scope, receive, send)
             return
         status = _CLIENT_LEFT
-        entry = AuditEntry(door="http", client=_client(scope), began_s=time.monotonic())
+        entry = AuditEntry(server="http", client=_client(scope), began_s=time.monotonic())
 
         async def enveloped(message: Message) -> None:
             nonlocal status

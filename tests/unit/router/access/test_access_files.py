@@ -358,12 +358,12 @@ async def test_no_key_is_good_once_the_file_of_keys_could_not_be_read_for_too_lo
         assert accepted(keeper.keys, "one", "two") == [True, True]
         assert keeper.not_ready_reason() is None
         now = 60.0
-        told = "no API key is good: router.api_keys_file was not read for 60 s"
+        told = "no API key is accepted: router.api_keys_file was not read for 60 s"
         for headers in ({"authorization": "Bearer one"}, {"x-api-key": "nonsense"}, {}):
             with pytest.raises(Unavailable, match=told):
                 keeper.keys.caller(headers)
         assert keeper.not_ready_reason() == told
-        assert "keys.yaml: a FIFO, not a regular file; what was read before is good for 60 s" in caplog.text
+        assert "keys.yaml: a FIFO, not a regular file; what was read before stays in force for 60 s" in caplog.text
         path.unlink()
         write_keys(path, f"api_keys: ['{entry_of('two')}']")
         await looked(keeper)

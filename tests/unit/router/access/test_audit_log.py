@@ -28,7 +28,7 @@ WAIT_S = 20.0
 
 
 def entry(route: str = "r") -> AuditEntry:
-    return AuditEntry(door="http", request_id="x", client="c", began_s=0.0, route=route, status="200")
+    return AuditEntry(server="http", request_id="x", client="c", began_s=0.0, route=route, status="200")
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

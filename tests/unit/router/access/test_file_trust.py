@@ -44,7 +44,7 @@ def test_one_that_makes_no_sense_is_stale_and_what_was_read_before_stays_good() 
 def test_a_look_that_hangs_is_told_once_and_ends_the_trust() -> None:
     trust = FileTrust(0.0, trust_s=TRUST_S)
     assert trust.on_waiting(QUIET_S - 0.1) is None
-    assert trust.on_waiting(QUIET_S) == "looking at it takes longer than 10 s"
+    assert trust.on_waiting(QUIET_S) == "checking it takes longer than 10 s"
     assert trust.on_waiting(QUIET_S + 1.0) is None
     assert trust.stale_s(60.0) == 60.0
     assert trust.distrust(TRUST_S) is not None

@@ -260,7 +260,7 @@ def test_files_that_no_client_could_trust_stop_the_start(what: str, authority: A
         "no key": ({"key": files.ca}, "router.tls.key: .*no private key"),
         "no cert": ({"cert": tmp_path / "ca2.pem"}, "router.tls.cert: .*no certificate in PEM"),
         "no ca": ({"client_ca": tmp_path / "ca2.pem"}, "router.tls.client_ca: .*no certificates"),
-        "ca of the past": ({"client_ca": tmp_path / "ca3.pem"}, "router.tls.client_ca: .*no client would be let in"),
+        "ca of the past": ({"client_ca": tmp_path / "ca3.pem"}, "router.tls.client_ca: .*no client could connect"),
         "absent": ({"key": tmp_path / "absent"}, "router.tls.key: .*No such file"),
     }
     update, told = changed[what]

@@ -86,7 +86,7 @@ async def test_a_file_that_cannot_be_read_is_tried_again_though_nothing_of_it_ch
         assert applied == ["text", "text"]
         assert live.distrust("keys") is None
         assert stale_s(live) == 0.0
-    assert caplog.text.count("Input/output error; what was read before is good for 300 s") == 1
+    assert caplog.text.count("Input/output error; what was read before stays in force for 300 s") == 1
 
 
 async def test_a_file_that_hangs_is_told_and_others_are_followed_meanwhile(
@@ -114,7 +114,7 @@ async def test_a_file_that_hangs_is_told_and_others_are_followed_meanwhile(
                 while await applied.get() != text:
                     pass
             clock.now += QUIET_S
-            while "hung: looking at it takes longer than 10 s" not in caplog.text:  # noqa: ASYNC110 - a log tells nobody
+            while "hung: checking it takes longer than 10 s" not in caplog.text:  # noqa: ASYNC110 - a log tells nobody
                 await asyncio.sleep(0)
             clock.now += 290.0
             while "hung: not read for 300 s; what was" not in caplog.text:  # noqa: ASYNC110 - as above

@@ -234,7 +234,7 @@ def test_a_full_queue_gives_up_the_end_of_the_longest_line() -> None:
     modest = desk.ask("modest")
     assert modest.waiting
     assert [entry for entry, _ in desk.evicted] == [many[3]]
-    with pytest.raises(Overloaded, match="4 requests wait"):
+    with pytest.raises(Overloaded, match="4 requests are waiting"):
         desk.ask("greedy")
     urgent = desk.ask("greedy", priority=-1)
     assert [entry for entry, _ in desk.evicted] == [many[2]]

@@ -166,7 +166,7 @@ def test_one_that_is_not_back_in_time_ends_it_with_the_limit_in_words(num_choice
         assert not answer.done()
         await pass_s(0.2)
         assert answer.done()
-        with pytest.raises(Unavailable, match=r"none came to go on within 30 s \(router.rejoin_s\)") as caught:
+        with pytest.raises(Unavailable, match=r"none joined to continue within 30 s \(router.rejoin_s\)") as caught:
             await answer
         assert caught.value.retry_after_s == 1.0
         assert world.dispatcher.num_inflight == 0

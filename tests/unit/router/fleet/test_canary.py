@@ -39,7 +39,7 @@ async def test_a_dead_engine_behind_a_live_session_is_not_ready_until_a_token_co
         async with canary:
             submission = await dead.submissions.get()
             await submission.cancelled.wait()
-        assert readiness.not_ready_reason() == "no decode worker gives tokens"
+        assert readiness.not_ready_reason() == "no decode worker produces tokens"
         dead.script = answer
         await collect(router.generate(routed()))
         assert readiness.not_ready_reason() is None
@@ -47,7 +47,7 @@ async def test_a_dead_engine_behind_a_live_session_is_not_ready_until_a_token_co
 
 
 async def test_load_balancers_hear_that_no_key_is_good() -> None:
-    parts, why = fakes.make_doors(fakes.make_tokenizer()), "no API key is good: the file was not read for 300 s"
+    parts, why = fakes.make_doors(fakes.make_tokenizer()), "no API key is accepted: the file was not read for 300 s"
     told: list[str | None] = [None]
     async with cluster(FakeWorker("d0")) as router:
         parts.ready = ReadinessCheck(router.registry, RouterMetrics("m"), lambda _: True, lambda: told[0])
@@ -72,7 +72,7 @@ async def test_load_balancers_hear_of_an_engine_that_died_behind_a_live_session(
                 await (await dead.submissions.get()).cancelled.wait()
             answered = await client.get("/readyz")
             assert (answered.status_code, answered.headers["retry-after"]) == (503, "1")
-            assert "no decode worker gives tokens" in answered.text
+            assert "no decode worker produces tokens" in answered.text
             assert (await client.get("/health")).status_code == 200
             dead.script = answer
             await canary.ask(router.registry.snapshots()[0].info.key)
@@ -95,8 +95,10 @@ async def test_readyz_without_workers_is_ready_while_the_pools_are_down_and_not_
 
 async def test_readyz_without_workers_is_not_ready_while_no_key_is_good() -> None:
     async with cluster(FakeWorker("d0")) as router:
-        readiness = ReadinessCheck(router.registry, RouterMetrics("m"), lambda _: True, lambda: "no API key is good")
-        assert readiness.not_ready_reason(exclude_workers=True) == "no API key is good"
+        readiness = ReadinessCheck(
+            router.registry, RouterMetrics("m"), lambda _: True, lambda: "no API key is accepted"
+        )
+        assert readiness.not_ready_reason(exclude_workers=True) == "no API key is accepted"
 
 
 async def test_queue_with_every_engine_dead_refuses_new_requests_until_a_token_comes() -> None:
@@ -106,7 +108,7 @@ async def test_queue_with_every_engine_dead_refuses_new_requests_until_a_token_c
         [worker_key] = [w.info.key for w in router.registry.snapshots()]
         assert canary.no_tokens_reason() is None
         assert not await canary.ask(worker_key)
-        with pytest.raises(Unavailable, match="no decode worker gives tokens") as refused:
+        with pytest.raises(Unavailable, match="no decode worker produces tokens") as refused:
             await collect(gate.generate(of("a", 0)))
         assert refused.value.retry_after_s == 5.0
         dead.script = answer

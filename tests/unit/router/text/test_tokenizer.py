@@ -98,7 +98,7 @@ def test_built_in_model() -> None:
 
 def test_a_tokenizer_with_more_tokens_than_the_model_embeds_is_refused(tokenizer: Tokenizer) -> None:
     tokenizer.check_fits(tokenizer.size)
-    with pytest.raises(ConfigError, match=f"the tokenizer has {tokenizer.size} tokens, the model embeds"):
+    with pytest.raises(ConfigError, match=f"the tokenizer has {tokenizer.size} tokens, but the model's vocabulary has"):
         tokenizer.check_fits(tokenizer.size - 1)
 
 

@@ -119,7 +119,7 @@ def test_it_is_waited_for_no_longer_than_anybody_waits_nor_when_it_is_not_expect
     ((entry, error),) = desk.admission.hopeless()
     assert entry is first
     assert isinstance(error, Unavailable)
-    assert error.message == "no decode worker takes requests: the wait would be longer than 10 s"
+    assert error.message == "no decode worker accepts requests: the wait would be longer than 10 s"
     assert desk.turns() == []
     desk.is_due = False
     assert desk.turns() == [second], "dispatch says what is wrong"

@@ -27,7 +27,7 @@ def seen(registry: WorkerRegistry, now_s: float) -> dict[WorkerKey, WorkerSnapsh
     return {
         info.key: replace(pool.snapshot(row, now_s), answered_s=0.0)
         for pool in (view.decode, view.prefill)
-        for row, info in enumerate(pool.roster.infos)
+        for row, info in enumerate(pool.members.infos)
     }
 
 
@@ -86,10 +86,10 @@ def test_whatever_the_registry_is_told_the_view_says_the_same() -> None:
             incomplete = {
                 name
                 for index, name in enumerate(("prefill_ms", "step_ms", "link_ms"))
-                if any(rates(pool, row)[index] == 0.0 for row in range(len(pool.roster)))
+                if any(rates(pool, row)[index] == 0.0 for row in range(len(pool.members)))
             }
             assert pool.unmeasured == incomplete
-            loads = pool.loads[: len(pool.roster)]
+            loads = pool.loads[: len(pool.members)]
             assert (pool.attention is not None) == any(load.context_tokens for load in loads)
 
 

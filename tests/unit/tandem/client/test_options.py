@@ -161,5 +161,5 @@ async def test_thinking_stands_apart() -> None:
         assert answer.usage.reasoning_tokens == count
         await client.chat([*HELLO, choice.turn(), *HELLO])
         assert "[so]four" in parts.tokenizer.decode(parts.generator.requests[-1].prompt_token_ids)
-        with pytest.raises(InvalidRequest, match="reasoning_content stands in an assistant's message"):
+        with pytest.raises(InvalidRequest, match="reasoning_content is allowed only in an assistant message"):
             await client.chat([Turn(role="user", content="a", reasoning_content="b")])

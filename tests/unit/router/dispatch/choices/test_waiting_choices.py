@@ -142,7 +142,7 @@ async def test_one_that_does_not_come_in_time_is_waited_for_no_longer() -> None:
 
     leaving = FakeWorker("d0", script=draining)
     async with cluster(leaving, settings=DispatchSettings(max_queue_s=0.05)) as router:
-        with pytest.raises(Unavailable, match="the one that was expected has not come") as caught:
+        with pytest.raises(Unavailable, match="the expected one has not joined") as caught:
             await collect(router.generate(routed()))
         assert caught.value.retry_after_s == 1.0
         assert leaving.submissions.qsize() == 1

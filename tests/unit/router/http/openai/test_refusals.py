@@ -218,7 +218,7 @@ async def test_number_that_json_lacks_is_refused_in_those_words(client: httpx.As
         answer = await client.post(CHAT, content=body, headers={"content-type": "application/json"})
         assert answer.status_code == 400
         assert error_of(answer)["message"] == (
-            f"the body is not valid JSON: {constant} is no number in JSON; send a finite one, or null"
+            f"the body is not valid JSON: {constant} is not a JSON number; send a finite number or null"
         )
     cut = await client.post(CHAT, content=b'{"user": "NaN", "seed": ', headers={"content-type": "application/json"})
     assert "NaN" not in error_of(cut)["message"]
