@@ -1,9 +1,9 @@
-"""One account of rate limits for the router processes of one host: exact, and in no process's hands alone.
+"""Accounts of rate limits shared by the router processes of one host: exact, and owned by no single process.
 
-A file mapped into each of them, in the folder that only their user can enter. A lock on its first byte is held for the
-few microseconds in which a request is counted in; a lock on another byte, for as long as a process lives, says that it
-does: the kernel gives both up when it dies, however that happens. Each process counts its requests in flight in a
-column of its own, which the others read, so that those of a process that has died can be dropped.
+A file in a folder that only their user can enter is mapped into each of them. A lock on its first byte is held for the
+few microseconds in which a request is counted; a lock on another byte marks a process as alive. The kernel releases
+both when it dies, however that happens. Each process counts its requests in flight in a column of its own, which the
+others read, so that those of a process that has died can be dropped.
 
     header:  number of columns in use · number of records · a router incarnation for each column
     record:  tenant tag · requests bucket · tokens bucket · requests in flight for each column
@@ -25,9 +25,9 @@ from tandem.errors import InvariantError
 from tandem.values.ids import Incarnation
 
 _FILE: Final = "rate-limits-1"
-"""With the number of the layout: versions that lay it out otherwise have a file of their own."""
+"""File name with the version of the layout: versions with another layout use another file."""
 _MAX_COLUMNS: Final = 128
-"""Twice `router.processes` at most: while all are replaced, those that drain and those that begin."""
+"""At least twice `router.processes`: while all are replaced, there are those that drain and those that start."""
 _MAX_RECORDS: Final = 1 << 16
 _COUNTS: Final = struct.Struct("<II")
 _INCARNATION: Final = struct.Struct("<Q")
@@ -40,21 +40,22 @@ _COLUMNS_AT: Final = _BUCKETS_AT + _BUCKETS.size
 _RECORD_BYTES: Final = _COLUMNS_AT + _MAX_COLUMNS * _NUM_INFLIGHT.size
 _FILE_BYTES: Final = _RECORDS_AT + _MAX_RECORDS * _RECORD_BYTES
 _CHUNK_BYTES: Final = 1 << 16
-"""Disk is claimed so much at a time: memory that is mapped to a file on a full disk kills whoever writes to it."""
+"""Disk space is claimed in such chunks: writing to memory that is mapped to a file on a full disk kills the process."""
 _ENDED: Final = 1 << 63
 """Set in the incarnation of a process that has died, once its requests were dropped."""
 _SPINS: Final = 50
 _PAUSE_S: Final = 50e-6
 _LONGEST_LOCK_S: Final = 1.0
-"""A process that was stopped while it held the lock is waited for no longer; requests are counted without it then."""
+"""Longest wait for a process that was stopped while it held the lock; requests are then counted without it."""
 _log = logging.getLogger(__name__)
 
 
 class RateLimitFile:
-    """The part of one process; a context manager. A process has one, since the kernel's locks are the process's."""
+    """One process's view of the file; a context manager. One per process, since the kernel's locks belong to the
+    process."""
 
     def __init__(self, folder: Path, *, router: Incarnation) -> None:
-        """`router`: by which routers of other hosts know this process."""
+        """`router`: the incarnation by which routers on other hosts know this process."""
         self._path = folder / _FILE
         self._router = router
         self._descriptor: int | None = None
@@ -68,7 +69,7 @@ class RateLimitFile:
         self._is_stuck = False
 
     def __enter__(self) -> Self:
-        """Raises OSError when the folder is not to be written to."""
+        """Open and map the file. Raises OSError when the folder is not writable."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         self._descriptor = descriptor = os.open(self._path, flags, 0o600)
         self.lock()
@@ -79,7 +80,7 @@ class RateLimitFile:
             self._clear_column(self._column)
             _INCARNATION.pack_into(self._mapped, _INCARNATIONS_AT + self._column * _INCARNATION.size, self._router)
         except BaseException:
-            os.close(descriptor)  # which gives all locks back
+            os.close(descriptor)  # which releases all locks
             self._map = self._descriptor = None
             raise
         finally:
@@ -93,11 +94,12 @@ class RateLimitFile:
             self.lock()
             self._drop(self._column)
             self._map.close()
-            os.close(self._descriptor)  # which gives all locks back
+            os.close(self._descriptor)  # which releases all locks
             self._map = self._descriptor = None
 
     def usage_of(self, tag: bytes) -> LimitUsage:
-        """The account of the tenant with this tag: that of all processes, or, where there is no room, its own."""
+        """Return the account of the tenant with this tag: shared by all processes or, where there is no room,
+        private."""
         self.lock()
         try:
             return HostLimitUsage(self, self._record(tag))
@@ -108,7 +110,7 @@ class RateLimitFile:
             self.unlock()
 
     def routers(self) -> frozenset[Incarnation]:
-        """Incarnations of this host's router processes: those that live, and those whose places nobody has taken."""
+        """Incarnations of this host's router processes: the live ones, and dead ones whose columns were not reused."""
         if self._map is None:
             return frozenset((self._router,))
         self._read_header()
@@ -116,14 +118,13 @@ class RateLimitFile:
         return frozenset(map(Incarnation, found))
 
     def is_first(self) -> bool:
-        """Whether this is the first of those that live: the one that counts in what other hosts let in."""
+        """Whether this is the first live process: the one that counts what other hosts admit."""
         return not any(map(self._is_alive, range(self._column)))
 
     def lock(self) -> None:
-        """Hold the account. Blocks for microseconds: whoever holds it does arithmetic on it and no more.
+        """Lock the account. Blocks for microseconds: holders only do arithmetic.
 
-        Only behind a process that was stopped in the middle does this block the event loop longer, once, for at most
-        `_LONGEST_LOCK_S`.
+        Only if its holder was stopped does this block the event loop longer, once, for at most `_LONGEST_LOCK_S`.
         """
         descriptor, ends_s, tries = self._descriptor, 0.0, 0
         while descriptor is not None:
@@ -135,14 +136,14 @@ class RateLimitFile:
                 if self._is_stuck or time.monotonic() > ends_s:
                     self._report_stuck()
                     return
-                # The kernel tells nobody when another process's lock is free: yield, then look less often.
+                # The kernel sends no notice when another process's lock is free: yield, then check less often.
                 time.sleep(0.0 if tries < _SPINS else _PAUSE_S)
             else:
                 self._is_locked, self._is_stuck = True, False
                 return
 
     def unlock(self) -> None:
-        """Give the account back."""
+        """Unlock the account."""
         if self._is_locked and self._descriptor is not None:
             fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, 0)
         self._is_locked = False
@@ -182,7 +183,7 @@ class RateLimitFile:
 
     def _map_file(self, descriptor: int) -> None:
         if not any(map(self._is_alive, range(_MAX_COLUMNS))):
-            os.ftruncate(descriptor, 0)  # of earlier lives
+            os.ftruncate(descriptor, 0)  # of earlier processes
         self._claim(_RECORDS_AT)
         os.ftruncate(descriptor, _FILE_BYTES)
         self._map = mmap.mmap(descriptor, _FILE_BYTES)
@@ -199,7 +200,7 @@ class RateLimitFile:
             _NUM_INFLIGHT.pack_into(self._mapped, at, 0)
 
     def _take_column(self) -> int:
-        """Lock the byte of one that nobody living has, for life."""
+        """Lock the byte of a column that no live process has, for as long as this process lives."""
         for column in range(_MAX_COLUMNS):
             if self._lock_byte(column):
                 num_columns, num_records = _COUNTS.unpack_from(self._mapped, 0)
@@ -215,7 +216,7 @@ class RateLimitFile:
         return True
 
     def _is_alive(self, column: int) -> bool:
-        """Whether a process, other than this one, has the column."""
+        """Whether another live process has the column."""
         if not self._lock_byte(column):
             return True
         fcntl.lockf(self._open, fcntl.LOCK_UN, 1, 1 + column)
@@ -231,7 +232,7 @@ class RateLimitFile:
         return int.from_bytes(self._mapped[at : at + _INCARNATION.size], "little")
 
     def _record(self, tag: bytes) -> int:
-        """Where a tenant's record begins; a new one is appended. Raises OSError when there is no room."""
+        """Return the offset of a tenant's record, appending a new one. Raises OSError when there is no room."""
         num_records: int
         num_columns, num_records = _COUNTS.unpack_from(self._mapped, 0)
         for number in range(self._num_read, num_records):
@@ -280,7 +281,7 @@ class RateLimitFile:
 
 
 class HostLimitUsage(LimitUsage):
-    """The use of one tenant by all router processes of the host."""
+    """The usage of one tenant by all router processes of the host."""
 
     __slots__ = ("_at", "_file")
 

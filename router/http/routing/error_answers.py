@@ -1,4 +1,4 @@
-"""How what is raised, by a route or because there is none, becomes an answer in the words of the requested API."""
+"""Turns errors, raised by a route or for lack of one, into answers in the format of the requested API."""
 
 import logging
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 class ErrorAnswers:
-    """ASGI middleware that answers with whatever error is raised below it."""
+    """ASGI middleware that turns any error raised below it into an answer."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -40,13 +40,13 @@ class ErrorAnswers:
 
 
 class MissingRoutes:
-    """Exception handlers of FastAPI for requests that no path operation answers, and for wrong parameters.
+    """FastAPI's exception handlers for requests that no path operation answers, and for invalid parameters.
 
-    Whether there is a route, or a method of it, is said to those alone who could use it.
+    Only callers that could use a route learn whether it, or a method of it, exists.
     """
 
     def __init__(self, guard: AccessGuard, disabled: Mapping[str, str]) -> None:
-        """`disabled`: paths that are served only where a setting turns them on, and the setting."""
+        """`disabled`: paths that exist only if a setting enables them, with the setting."""
         self._guard = guard
         self._disabled = disabled
 
@@ -55,7 +55,7 @@ class MissingRoutes:
         api.add_exception_handler(RequestValidationError, self.on_wrong_parameters)
 
     async def on_http_exception(self, request: Request, error: Exception) -> Response:
-        """Raise what a request of no route, or of none of a route's methods, is answered with."""
+        """Raise the error for an unknown route, or an unsupported method of one."""
         status = error.status_code if isinstance(error, HTTPException) else None
         path: str = request.scope["path"]
         if status == 404:
@@ -73,14 +73,14 @@ class MissingRoutes:
         """Raise InvalidRequest that names the parameter."""
         if not isinstance(error, RequestValidationError):
             raise InternalError("internal error") from error
-        # Where it stands, in the query or in the path, is left out.
+        # The location, in the query or in the path, is left out.
         errors: list[ErrorDetails] = [one | {"loc": one["loc"][1:]} for one in error.errors()]
         if unknown := next((one for one in errors if one["type"] == "extra_forbidden"), None):
             name = str(unknown["loc"][0])[:40]
-            raise InvalidRequest(f"{name!r} is no parameter of this path", param=name)
+            raise InvalidRequest(f"{name!r} is not a parameter of this path", param=name)
         raise refusal_of(errors)
 
     def _why_disabled(self, path: str) -> str:
         found = (setting for root, setting in self._disabled.items() if f"{path}/".startswith(f"{root}/"))
         setting = next(found, None)
-        return "" if setting is None else f": it is turned off here; the router's setting {setting} turns it on"
+        return "" if setting is None else f": it is disabled; the router's setting {setting} enables it"

@@ -1,4 +1,4 @@
-"""Around every request: bounds on its headers, its id, and the count of its answer."""
+"""Wraps every request: bounds its headers, sets its id, and counts its answer."""
 
 import asyncio
 import functools
@@ -25,7 +25,7 @@ _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"
 
 
 class RequestMiddleware:
-    """ASGI middleware. A client's X-Request-Id is echoed and used nowhere else; absent, one is made."""
+    """ASGI middleware. A client's X-Request-Id is only echoed; if absent, one is made."""
 
     def __init__(self, app: ASGIApp, metrics: RouterMetrics, audit: AuditLog) -> None:
         self._app = app
@@ -58,12 +58,12 @@ class RequestMiddleware:
                 return
             await self._app(scope, receive, enveloped)
         except asyncio.CancelledError:
-            # The server alone cancels, when the time to drain is over; the task has nothing left to do.
+            # Only the server cancels, when the time to drain is over; the task has nothing left to do.
             if status == _CLIENT_LEFT:
-                ended = Unavailable("the router has ended before its answer", retry_after_s=_AGAIN_S)
+                ended = Unavailable("the router shut down before the answer was complete", retry_after_s=_AGAIN_S)
                 await error_response(ended)(scope, receive, enveloped)
             else:
-                _log.warning("an answer is cut off: it takes longer than the router may drain")
+                _log.warning("cutting off an answer that takes longer than the drain timeout")
         except Exception:
             status = 500
             raise
@@ -80,7 +80,7 @@ class RequestMiddleware:
 
 
 def _label(scope: Scope) -> str:
-    """The matched route, with a star for each of its parameters: never the client's words."""
+    """Return the matched route, with a star for each of its parameters: never the client's text."""
     route = scope.get("route")
     return "unknown" if route is None else _starred(route.path_format)
 

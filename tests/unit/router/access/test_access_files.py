@@ -221,7 +221,7 @@ def test_application_with_a_route_that_does_not_say_for_whom_it_is_is_refused() 
         router = APIRouter()
         router.add_api_route("/new", endpoint, dependencies=dependencies)
         api.include_router(router)
-        with pytest.raises(TypeError, match="/new: the first dependency of a route must say for whom it is"):
+        with pytest.raises(TypeError, match="/new: the first dependency of a route must control access to it"):
             check_access(api)
     for of_starlette in (Route("/new", endpoint), Mount("/new", app=endpoint)):  # type: ignore[arg-type]
         api = FastAPI(openapi_url=None)

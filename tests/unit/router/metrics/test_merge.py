@@ -83,7 +83,7 @@ async def test_what_cannot_be_read_is_left_out(tmp_path: Path, text: bytes, capl
         HostPeerExchange(tmp_path, index=1, render=lambda: text),
     ):
         assert await one.figures() == own
-    assert "metrics of another router process cannot be read" in caplog.text
+    assert "cannot parse the metrics of another router process" in caplog.text
 
 
 def test_labels_may_hold_what_separates_words() -> None:

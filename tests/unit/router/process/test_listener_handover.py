@@ -69,7 +69,7 @@ async def test_one_that_dies_before_it_serves_changes_nothing(config, door):
 async def test_nobody_is_found_where_nobody_is_or_other_doors_are(config, door, monkeypatch):
     assert await find(config) is None
     async with hands_over(config, door, on_handed_over=lambda: None):
-        with pytest.raises(ConfigError, match="listens at other addresses"):
+        with pytest.raises(ConfigError, match="listens on other addresses"):
             await find(config.model_copy(update={"grpc_port": 9}))
     assert await find(config) is None, "it has left nothing"
     monkeypatch.setattr(listener_handover, "_ANSWER_S", 0.05)
@@ -307,7 +307,7 @@ async def test_the_successors_own_socket_stays_when_the_predecessor_leaves(confi
 async def test_where_others_can_enter_nobody_is_awaited(config, door, tmp_path, caplog):
     tmp_path.chmod(0o755)
     async with hands_over(config, door, on_handed_over=lambda: None):
-        assert "a successor will not find this router" in caplog.text
+        assert "a successor cannot find this router" in caplog.text
         assert await find(config) is None
 
 

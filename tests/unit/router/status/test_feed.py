@@ -185,7 +185,7 @@ async def test_one_status_that_cannot_be_made_ends_nothing(
         with feed.listening("") as listener:
             async with asyncio.timeout(30.0):
                 assert await listener.next()
-    assert len([record for record in caplog.records if "cannot make the status" in record.message]) == 1
+    assert len([record for record in caplog.records if "cannot build the status" in record.message]) == 1
 
 
 async def test_who_reads_slowly_has_the_newest() -> None:
