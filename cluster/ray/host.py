@@ -175,7 +175,7 @@ class WorkerHost:
         if self._lease is None:
             self._lease = SilenceWatch(silence_s=self._lease_s, period_s=self._lease_s / _LOOKS, now_s=now)
             self._look_soon()
-        self._lease.heard(now)
+        self._lease.on_message(now)
 
     def _look_soon(self) -> None:
         self._look = asyncio.get_running_loop().call_later(self._lease_s / _LOOKS, self._look_now)

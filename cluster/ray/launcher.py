@@ -194,7 +194,7 @@ class RayProcess:
                     if is_silent:
                         raise NodeLost(f"nothing is heard of it for {self._silence_s:g} s")
                     continue
-                watch.heard(loop.time())
+                watch.on_message(loop.time())
                 for kind, value in listening.result():
                     if kind == "exit":
                         return int(value)

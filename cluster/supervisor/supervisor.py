@@ -33,7 +33,7 @@ class Beats:
 
     def heard(self, now: float) -> None:
         """Record a heartbeat."""
-        self._watch.heard(now)
+        self._watch.on_message(now)
 
     def is_silent(self, now: float) -> bool:
         """Whether the process has been silent too long; False before `look_at`."""

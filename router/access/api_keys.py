@@ -26,11 +26,11 @@ class ApiCaller:
     """Whether the caller may see other tenants' usage."""
 
 
-NOBODY = ApiCaller(tenant="", key_id=None, operator=True)
+ANONYMOUS = ApiCaller(tenant="", key_id=None, operator=True)
 """The caller of every request where no keys are configured."""
 
 
-_NONE = (b"", NOBODY)
+_NONE = (b"", ANONYMOUS)
 """Compared with when no entry matches: no digest is empty."""
 
 
@@ -79,7 +79,7 @@ class ApiKeyStore:
             # The client's key may well be valid, so the answer must not claim otherwise.
             raise Unavailable(reason, retry_after_s=_LAPSED_RETRY_S)
         if not self._known:
-            return NOBODY
+            return ANONYMOUS
         given = _credential(headers)
         kept = hashed(given)
         # One dictionary lookup, however many keys there are. Its time may depend on the digest of what was sent, but

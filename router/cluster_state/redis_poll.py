@@ -153,7 +153,7 @@ class LoadExchange:
         self._sequence = 0
         self._others: tuple[Incarnation, ...] = ()
         self._spoilt = False
-        self.is_told = False
+        self.is_published = False
         """Whether Redis accepts the load that this router publishes."""
 
     async def turn(self, in_flight: tuple[Share, ...], now_s: float) -> bool:
@@ -187,7 +187,7 @@ class LoadExchange:
         if self._router not in load.hears:
             # Written by a router that has not seen us yet, or by a dead one and restored by somebody.
             return False
-        is_news = self._peers.heard(load, now_s)
+        is_news = self._peers.update(load, now_s)
         if is_news:
             self._limits.apply_remote(load.router, load.tallies)
         return is_news
@@ -215,13 +215,13 @@ class LoadExchange:
 
     def _written(self, replies: list[Reply], content: _Content, now_s: float) -> bool:
         refusal = next((reply for reply in replies if isinstance(reply, Refusal)), None)
-        if (refusal is None) != self.is_told:
-            self.is_told = refusal is None
+        if (refusal is None) != self.is_published:
+            self.is_published = refusal is None
             if refusal is not None:
                 _log.warning("Redis rejects this router's load: %s", refusal)
         # After a rejection, wait as long as a lease lasts before trying again.
         self._told, self._renew_s = content, now_s + self._peers.lease_s / 3
-        return self.is_told
+        return self.is_published
 
 
 def _parse_router(mark: str) -> Incarnation:

@@ -105,9 +105,9 @@ class RouterClusterState:
         return self._logs.health, self._poll.health
 
     @property
-    def is_told(self) -> bool:
+    def is_published(self) -> bool:
         """Whether the other routers can see what this one has in flight."""
-        return self._poll.health.is_up and self._exchange.is_told
+        return self._poll.health.is_up and self._exchange.is_published
 
     @property
     def num_followed(self) -> int:

@@ -51,7 +51,7 @@ class HedgeRun:
             return
         twin = new(index)
         try:
-            twin.submit_beside(first, apart=_ATTEMPTS_APART)
+            twin.submit_hedge(first, apart=_ATTEMPTS_APART)
         except ServingError:
             return
         if twin.worker is None:

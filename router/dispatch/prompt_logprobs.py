@@ -97,11 +97,11 @@ class PromptScorer:
         workers = context.placer.registry.snapshots()
         if request.only_worker is not None:
             workers = [worker for worker in workers if worker.info.key == request.only_worker]
-        shunned = context.health.breakers.closed_to(context.clock())
+        avoided = context.health.breakers.closed_to(context.clock())
         num_tokens = len(request.prompt_token_ids)
         # A worker that lost its session and is back in another one, as the same process, may be tried again.
         still = {key for key, port in excluded.items() if context.placer.registry.port(key) is port}
-        found = choose_scoring_worker(workers, num_tokens, excluded=still, shunned=shunned, prefer=prefer)
+        found = choose_scoring_worker(workers, num_tokens, excluded=still, avoided=avoided, prefer=prefer)
         if found is None and workers and num_tokens > max(worker.info.pool_tokens for worker in workers):
             raise RequestTooLarge(
                 f"prompt: {num_tokens} tokens are more than any worker's KV pool holds", param="prompt"

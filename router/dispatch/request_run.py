@@ -151,7 +151,7 @@ class RequestRun:
             if is_over:
                 choice.abandon()
             else:
-                choice.let_go()
+                choice.detach()
         self._mailbox.post(Superseded())
 
     def close(self) -> None:
@@ -183,7 +183,7 @@ class RequestRun:
                     raise self._deserted()
             case RoomAvailable():
                 self._leave_queue(message.choice_index)
-                self._choices[message.choice_index].come_back()
+                self._choices[message.choice_index].retry_full_workers()
             case DeadlinePassed():
                 raise DeadlineExceeded("the request's deadline passed")
             case Superseded():

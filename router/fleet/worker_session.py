@@ -294,7 +294,7 @@ class WorkerSession:
         while True:
             try:
                 message = await self._call.read()
-                self._silence.heard(time.monotonic())
+                self._silence.on_message(time.monotonic())
                 if message is grpc.aio.EOF:
                     return await self._why_closed()
                 self._on_message(message, listener)

@@ -33,7 +33,7 @@ _END_COUNTERS: Mapping[str, tuple[str, str]] = {
         "Chunks that failed their checksum and were resent; more than a few indicate a bad link",
     ),
 }
-_TOLD_OF, _RUNG_FOR = ("failed", "expired"), ("count", "damaged_chunks")
+_ALERT_OUTCOMES, _ALERT_FIGURES = ("failed", "expired"), ("count", "damaged_chunks")
 """Outcomes and figures that alerts use."""
 _SIDE_COUNTERS: Mapping[str, tuple[str, str]] = {
     "started": (
@@ -144,7 +144,7 @@ class TransferMetrics(Collector):
             ended = CounterMetricFamily(name, text, labels=_ENDS)
             for labels, ends in self._ends():
                 ended.add_metric(labels, getattr(ends, field))
-            for labels in self._not_yet() if field in _RUNG_FOR else ():
+            for labels in self._not_yet() if field in _ALERT_FIGURES else ():
                 ended.add_metric(labels, 0.0)
             yield ended
 
@@ -152,7 +152,7 @@ class TransferMetrics(Collector):
         """Yield outcomes that have not occurred yet, so that a rate also sees the first one."""
         seen = {labels for labels, _ in self._ends()}
         for *where, _ in sorted({(*labels[:-1], "") for labels in seen}):
-            yield from ((*where, outcome) for outcome in _TOLD_OF if (*where, outcome) not in seen)
+            yield from ((*where, outcome) for outcome in _ALERT_OUTCOMES if (*where, outcome) not in seen)
 
     def _blocks(self) -> Metric:
         text = (

@@ -46,12 +46,12 @@ class ReplicationPolicy:
 
 
 class _Heat:
-    __slots__ = ("at_s", "num_asked", "num_blocks", "num_copies", "rate", "settles_s")
+    __slots__ = ("at_s", "num_blocks", "num_copies", "num_requests", "rate", "settles_s")
 
     def __init__(self, now_s: float, num_blocks: int) -> None:
         self.at_s = now_s
         self.num_blocks = num_blocks
-        self.num_asked = 0
+        self.num_requests = 0
         self.rate = 0.0
         """Milliseconds of a holder's time per second."""
         self.num_copies = 1
@@ -66,7 +66,7 @@ class HotPrefix:
     name: BlockHash
     """Name of its last block."""
     num_tokens: int
-    num_asked: int
+    num_requests: int
     busy_share: float
     """Share of one holder's time that the work on it would take."""
     num_copies: int
@@ -121,7 +121,7 @@ class HotPrefixes:
                     self._heats.popitem(last=False)
             else:
                 self._heats.move_to_end(name)
-            heat.num_asked += 1
+            heat.num_requests += 1
             # In the long run, work that arrives at a steady rate sums up to just that rate.
             heat.rate = self._rate(heat, now_s) + work_ms * self._decay
             heat.at_s = now_s
@@ -139,7 +139,7 @@ class HotPrefixes:
         longest: dict[tuple[float, float], tuple[BlockHash, _Heat]] = {}
         for name, heat in self._heats.items():
             alike = (heat.rate, heat.at_s)
-            if heat.num_asked < _OFTEN:
+            if heat.num_requests < _OFTEN:
                 continue
             if alike not in longest or longest[alike][1].num_blocks < heat.num_blocks:
                 longest[alike] = (name, heat)
@@ -148,7 +148,7 @@ class HotPrefixes:
             HotPrefix(
                 name=name,
                 num_tokens=heat.num_blocks * HASH_BLOCK_TOKENS,
-                num_asked=heat.num_asked,
+                num_requests=heat.num_requests,
                 busy_share=self._rate(heat, now_s) / 1e3,
                 num_copies=heat.num_copies,
             )

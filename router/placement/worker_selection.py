@@ -364,10 +364,10 @@ def choose_scoring_worker(
     num_tokens: int,
     *,
     excluded: Collection[WorkerKey],
-    shunned: Collection[WorkerKey],
+    avoided: Collection[WorkerKey],
     prefer: WorkerKey | None = None,
 ) -> WorkerSnapshot | None:
-    """Choose the worker predicted to have computed it first; `shunned`: only if there is no other. None: none can.
+    """Choose the worker predicted to have computed it first; `avoided`: only if there is no other. None: none can.
 
     `prefer`: the worker that has most of it cached.
     """
@@ -383,7 +383,7 @@ def choose_scoring_worker(
         rate = worker.load.prefill_tokens_per_s or _TOKENS_PER_S
         wait_ms = 1e3 * (worker.backlog_tokens + num_tokens) / rate
         return (
-            worker.info.key in shunned,
+            worker.info.key in avoided,
             worker.info.key != prefer,
             worker.info.role is not WorkerRole.PREFILL,
             wait_ms + worker.penalty_ms,

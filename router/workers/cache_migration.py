@@ -79,7 +79,7 @@ def plan_migration(
 class _Migration:
     chains: tuple[CachedChain, ...]
     ends_s: float
-    asked: set[WorkerKey] = field(default_factory=set)
+    tried: set[WorkerKey] = field(default_factory=set)
     target: WorkerKey | None = None
 
 
@@ -97,7 +97,7 @@ class CacheMigrations:
         self._port = port
         self._clock = clock
         self._under_way: dict[WorkerKey, _Migration] = {}
-        self._heard: set[WorkerKey] = set()
+        self._offered: set[WorkerKey] = set()
         """Connected workers that have offered their cache."""
 
     def __len__(self) -> int:
@@ -105,9 +105,9 @@ class CacheMigrations:
 
     def cache_offered(self, leaving: WorkerKey, offer: CacheOffer) -> None:
         """Handle a draining worker's offer. Only its first one counts."""
-        if leaving in self._heard or not self._is_draining(leaving):
+        if leaving in self._offered or not self._is_draining(leaving):
             return
-        self._heard.add(leaving)
+        self._offered.add(leaving)
         self._under_way[leaving] = _Migration(chains=offer.chains, ends_s=self._clock() + offer.lends_s)
         self._choose_target(leaving)
 
@@ -123,7 +123,7 @@ class CacheMigrations:
 
     def left(self, key: WorkerKey) -> None:
         """Handle a worker that left: its offer is lost, and workers that were to migrate to it get another target."""
-        self._heard.discard(key)
+        self._offered.discard(key)
         self._under_way.pop(key, None)
         for leaving in [name for name, each in self._under_way.items() if each.target == key]:
             self._choose_target(leaving)
@@ -138,7 +138,7 @@ class CacheMigrations:
         left_s = migration.ends_s - self._clock()
         target = None
         if leaver is not None and left_s > _LEAST_S:
-            target = choose_migration_target(leaver, workers, frozenset(migration.asked))
+            target = choose_migration_target(leaver, workers, frozenset(migration.tried))
         if leaver is None or target is None:
             self._end(leaving)
             return
@@ -148,7 +148,7 @@ class CacheMigrations:
             self._end(leaving)
             return
         migration.target = target.info.key
-        migration.asked.add(target.info.key)
+        migration.tried.add(target.info.key)
         rate = max(worker.load.prefill_tokens_per_s for worker in workers)
         port.migrate(share, within_s=left_s, prefill_tokens_per_s=rate)
 

@@ -78,7 +78,7 @@ class WorkerHealth:
                 "requests like this one have crashed workers; they are refused for a while", retry_after_s=PAUSE_S
             )
 
-    def shunned(self, choice: RequestId) -> set[WorkerKey]:
+    def avoided(self, choice: RequestId) -> set[WorkerKey]:
         """Return workers that get no requests now, or should not get this one, as long as there are others."""
         return self.breakers.closed_to(self._clock()) | self.poison.avoid(choice)
 

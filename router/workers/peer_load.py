@@ -35,7 +35,7 @@ MAX_REMEMBERED = 1 << 14
 """Routers remembered; few are connected at a time."""
 
 
-class _Heard(NamedTuple):
+class _PeerReport(NamedTuple):
     shares: dict[WorkerKey, Share]
     lapses_s: float
 
@@ -46,19 +46,19 @@ class PeerLoads:
     def __init__(self, *, lease_s: float) -> None:
         """`lease_s`: how long a load counts without being renewed by its router."""
         self.lease_s = lease_s
-        self._heard: dict[Incarnation, _Heard] = {}
+        self._reported: dict[Incarnation, _PeerReport] = {}
         self._sequences: OrderedDict[Incarnation, int] = OrderedDict()
         """Sequence number of each router's newest load, including routers that are gone; the most recently heard is
         last."""
 
     def __len__(self) -> int:
-        return len(self._heard)
+        return len(self._reported)
 
     @property
     def routers(self) -> frozenset[Incarnation]:
-        return frozenset(self._heard)
+        return frozenset(self._reported)
 
-    def heard(self, load: RouterLoad, now_s: float) -> bool:
+    def update(self, load: RouterLoad, now_s: float) -> bool:
         """Apply a router's load; False when it is no newer than one already seen, and so renews nothing.
 
         This covers routers that are gone, too: whoever can write to Redis might replay old loads.
@@ -71,23 +71,23 @@ class PeerLoads:
         if len(self._sequences) > MAX_REMEMBERED:
             self._sequences.popitem(last=False)
         shares = {WorkerKey(*share.process): share for share in load.shares}
-        self._heard[load.router] = _Heard(shares, now_s + self.lease_s)
+        self._reported[load.router] = _PeerReport(shares, now_s + self.lease_s)
         return True
 
     def gone(self, router: Incarnation) -> bool:
         """Remove the load of a router that left or died. False when there was none."""
-        return self._heard.pop(router, None) is not None
+        return self._reported.pop(router, None) is not None
 
     def expire(self, now_s: float) -> bool:
         """Remove loads that were not renewed; return whether there were any."""
-        lapsed = [router for router, heard in self._heard.items() if heard.lapses_s <= now_s]
+        lapsed = [router for router, reported in self._reported.items() if reported.lapses_s <= now_s]
         for router in lapsed:
-            del self._heard[router]
+            del self._reported[router]
         return bool(lapsed)
 
     def at(self, key: WorkerKey, report_number: int) -> PeerShare:
         """Return the load on one worker beyond its report of this number."""
-        shares = [share for heard in self._heard.values() if (share := heard.shares.get(key)) is not None]
+        shares = [share for reported in self._reported.values() if (share := reported.shares.get(key)) is not None]
         if not shares:
             return NO_PEERS
         beyond = [share for share in shares if share.report_number >= report_number]

@@ -10,7 +10,7 @@ class SilenceWatch:
         self._period_s = period_s
         self._heard_s = self._checked_s = now_s
 
-    def heard(self, now_s: float) -> None:
+    def on_message(self, now_s: float) -> None:
         """Record a message from the peer."""
         self._heard_s = now_s
 

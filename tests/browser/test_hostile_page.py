@@ -32,7 +32,7 @@ class Served:
     url: str
     whole: WholeRouter
     feed: StatusFeed
-    parts: fakes.Doors
+    parts: fakes.Servers
 
 
 @asynccontextmanager
@@ -45,7 +45,7 @@ async def served(
     port: int = 0,
 ) -> AsyncIterator[Served]:
     whole = WholeRouter(1, num_decode=2, num_prefill=num_prefill, names=names)
-    parts = fakes.make_doors(fakes.make_tokenizer(), config)
+    parts = fakes.make_servers(fakes.make_tokenizer(), config)
     async with StatusFeed(replace(sources_of(whole), model=parts.frontend.model), most_listeners=most) as feed:
         app = create_app(
             parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics, OptionalRoutes(status=feed)

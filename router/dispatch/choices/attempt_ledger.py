@@ -44,7 +44,7 @@ class AttemptLedger:
         """Discard a refused attempt: its time counts as waiting."""
         self._runs = False
 
-    def heard(self, started: AttemptStarted) -> None:
+    def on_started(self, started: AttemptStarted) -> None:
         """Record the attempt's first token, or its progress so far."""
         self._heard = (started, self._clock())
         self._first = self._first or started

@@ -129,13 +129,13 @@ class ChoiceRun:
     def _choose(self) -> Assignment:
         """Choose the best workers for the next attempt. Raises NoDecodeWorker, or RequestTooLarge for every one of
         them."""
-        excluded, shunned = self._excluded(), self._health.shunned()
+        excluded, avoided = self._excluded(), self._health.avoided()
         if (only := self._request.only_worker) is not None:
             excluded |= {worker.info.key for worker in self._placer.registry.snapshots()} - {only}
         try:
-            return self._assign(excluded | shunned)
+            return self._assign(excluded | avoided)
         except NoDecodeWorker:
-            if not shunned:
+            if not avoided:
                 raise
             # A worker that may fail is better than none.
             return self._assign(excluded)
@@ -217,7 +217,7 @@ class ChoiceRun:
         """Whether `attempt` is the one under way."""
         return self._assignment is not None and attempt == self._progress.attempt
 
-    def submit_beside(self, other: "ChoiceRun", *, apart: int) -> None:
+    def submit_hedge(self, other: "ChoiceRun", *, apart: int) -> None:
         """Like `submit`, but on another worker than that of `other`, with attempt numbers offset by `apart` from
         its."""
         self._progress.attempt = other._progress.attempt + apart
@@ -225,7 +225,7 @@ class ChoiceRun:
             self._progress.excluded[assignment.decode] = assignment.port
         self.submit()
 
-    def let_go(self) -> None:
+    def detach(self) -> None:
         """Stop following the attempt without cancelling it: another reader has taken it over."""
         self.waiting = None
         self._health.left(self)
@@ -350,10 +350,10 @@ class ChoiceRun:
         return []
 
     def wait_for_room_s(self) -> float:
-        """Seconds to wait before `come_back`, unless room appears earlier."""
+        """Seconds to wait before `retry_full_workers`, unless room appears earlier."""
         return self._progress.wait_for_room_s(self._context.rng)
 
-    def come_back(self) -> None:
+    def retry_full_workers(self) -> None:
         """Try the workers that were full again. Raises as `submit`."""
         if self.waiting is Waiting.FOR_ROOM:
             self._progress.try_full_again()
@@ -431,7 +431,7 @@ class ChoiceRun:
         started_s = self._context.clock()
         prefill = None
         if progress.may_reroute() and self._context.budget.spend():
-            prefill = self._placer.reassign_prefill(assignment, frozenset(self._excluded() | self._health.shunned()))
+            prefill = self._placer.reassign_prefill(assignment, frozenset(self._excluded() | self._health.avoided()))
         else:
             self._placer.compute_locally(assignment)
         self._route = next_route(route, prefill, assignment)

@@ -40,9 +40,9 @@ class ChoiceHealthReporter:
         """Whether it is still undecided if the choice has crashed workers."""
         return self._health.is_in_doubt(self._name)
 
-    def shunned(self) -> set[WorkerKey]:
+    def avoided(self) -> set[WorkerKey]:
         """Workers to avoid for this choice while there are others."""
-        return self._health.shunned(self._name)
+        return self._health.avoided(self._name)
 
     def placed(self, run: Hashable, workers: Workers) -> None:
         """Record that an attempt was sent to these workers: the one that decodes and the one that prefills."""

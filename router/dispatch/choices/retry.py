@@ -154,7 +154,7 @@ class ChoiceProgress:
                 raise TokenGap(f"token {first} arrived, expected {num_due}")
             new = new[num_due - first :]
         if started is not None:
-            self.ledger.heard(started)
+            self.ledger.on_started(started)
         if new:
             for token in new:
                 token_ids.append(token.token_id)
@@ -216,7 +216,7 @@ class ChoiceProgress:
         computed.
         """
         if self.ledger.first is None:
-            self.ledger.heard(AttemptStarted(cached_tokens=finished.cached_tokens, times=finished.times))
+            self.ledger.on_started(AttemptStarted(cached_tokens=finished.cached_tokens, times=finished.times))
         self.ledger.ended(len(self.token_ids), finished.times)
         return self._finish(finished.reason)
 

@@ -13,7 +13,7 @@ from fastapi.routing import RouteContext, iter_route_contexts
 from fastapi.security.base import SecurityBase
 from starlette.requests import Request
 
-from router.access.api_keys import NOBODY, ApiKeyStore
+from router.access.api_keys import ANONYMOUS, ApiKeyStore
 from router.access.audit_log import current_entry
 from tandem.config.access import RouterAccess
 from tandem.errors import NotAllowed
@@ -51,7 +51,7 @@ class AccessGuard:
 
     def admit(self, request: Request, page: OperatorPage | None = None) -> None:
         """Put the caller's tenant into the request's state. Raises Unauthenticated, NotAllowed."""
-        caller = NOBODY
+        caller = ANONYMOUS
         if page is None or page not in self._open:
             entry = current_entry()
             if entry is not None:

@@ -59,8 +59,8 @@ class ConnectionWatch:
         least_s = min(limits.head_timeout_s, limits.keep_alive_s, limits.write_timeout_s)
         self._check_s = min(_MAX_CHECK_S, least_s / 4)
         self._warned_s = -_WARN_EVERY_S
-        self._told_s = -_WARN_EVERY_S
-        self._num_untold = 0
+        self._logged_s = -_WARN_EVERY_S
+        self._num_unlogged = 0
         self._timer = loop.call_later(self._check_s, self._check)
 
     def now_s(self) -> float:
@@ -81,11 +81,11 @@ class ConnectionWatch:
 
     def refused(self, error: ServingError) -> None:
         """Log a malformed request, at a bounded rate: anybody could otherwise fill a disk with such lines."""
-        if self.now_s() - self._told_s < _WARN_EVERY_S:
-            self._num_untold += 1
+        if self.now_s() - self._logged_s < _WARN_EVERY_S:
+            self._num_unlogged += 1
             return
-        more = f"; {self._num_untold} more were refused since the last such message" if self._num_untold else ""
-        self._told_s, self._num_untold = self.now_s(), 0
+        more = f"; {self._num_unlogged} more were refused since the last such message" if self._num_unlogged else ""
+        self._logged_s, self._num_unlogged = self.now_s(), 0
         _log.warning("refused a malformed HTTP request: %s%s", error, more)
 
     def close_idle(self, least_s: float) -> None:

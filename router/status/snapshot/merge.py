@@ -70,9 +70,9 @@ def _sums(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     return found
 
 
-def _latest(heard: Iterable[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+def _latest(reports: Iterable[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
-    for workers in heard:
+    for workers in reports:
         for worker in workers:
             known = found.get(worker["id"])
             if known is None or known["report"] < worker["report"]:

@@ -155,7 +155,7 @@ def _prefixes(placer: Placer) -> list[dict[str, Any]]:
         {
             "name": prefix.name[:_NAME_BYTES].hex(),
             "tokens": prefix.num_tokens,
-            "asked": prefix.num_asked,
+            "asked": prefix.num_requests,
             "busy_share": round(prefix.busy_share, 4),
             "copies_wanted": prefix.num_copies,
             "holders": sorted(placer.registry.prefix_map.holders(prefix.name)),

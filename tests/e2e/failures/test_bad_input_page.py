@@ -1,4 +1,4 @@
-"""docs/operate/bad_inputs.md at the doors: all of it sent while sixteen streams run, which never notice."""
+"""docs/operate/bad_inputs.md at the servers: all of it sent while sixteen streams run, which never notice."""
 
 import asyncio
 import json

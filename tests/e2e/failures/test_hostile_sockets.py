@@ -71,18 +71,18 @@ async def send(port, data):
 
 async def test_random_bytes_on_every_port(cluster, oracle):
     pids = [cluster.pid(name) for name in WORKERS]
-    doors = {name: ports(cluster, name) for name in WORKERS}
-    assert len(doors["decode-0"]) == 2, "gRPC, and the KV port of the tcp transport"
+    servers = {name: ports(cluster, name) for name in WORKERS}
+    assert len(servers["decode-0"]) == 2, "gRPC, and the KV port of the tcp transport"
     prompt = oracle.story(1, 200)
     expected = oracle.tokens(prompt, 200)
     # Half a frame, then silence: these connections stay open the whole time.
-    silent = [await asyncio.open_connection("127.0.0.1", port) for port in doors["decode-0"]]
+    silent = [await asyncio.open_connection("127.0.0.1", port) for port in servers["decode-0"]]
     for _, writer in silent:
         writer.write(b"TKVT\1")
     before = await cluster.disaggregated()
     streams = [asyncio.ensure_future(cluster.stream(prompt, 200, cache_salt=str(i))) for i in range(3)]
     for data in rubbish():
-        await asyncio.gather(*(send(port, data) for name in WORKERS for port in doors[name]))
+        await asyncio.gather(*(send(port, data) for name in WORKERS for port in servers[name]))
     assert [(await stream).token_ids for stream in streams] == [expected] * 3
     assert await cluster.disaggregated() == before + 3
     again = await cluster.tokens(prompt, 200, cache_salt="after")

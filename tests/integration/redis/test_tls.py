@@ -1,4 +1,4 @@
-"""rediss://: the board behind a TLS door, whose certificate must be the right one."""
+"""rediss://: the board behind a TLS server, whose certificate must be the right one."""
 
 import asyncio
 import os
@@ -40,11 +40,11 @@ async def tls_door(server: RedisServer, authority: trustme.CA):
         for pair in ((reader, inner_writer), (inner_reader, writer)):
             carrying.add(asyncio.create_task(carry(*pair)))
 
-    door = await asyncio.start_server(enter, "127.0.0.1", 0, ssl=context)
+    http_server = await asyncio.start_server(enter, "127.0.0.1", 0, ssl=context)
     try:
-        yield door.sockets[0].getsockname()[1]
+        yield http_server.sockets[0].getsockname()[1]
     finally:
-        door.close()
+        http_server.close()
         for task in carrying:
             task.cancel()
         await asyncio.gather(*carrying, return_exceptions=True)

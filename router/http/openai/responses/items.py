@@ -21,7 +21,7 @@ class ResponseItems:
         self._is_open = False
         self._logprobs: list[dict[str, Any]] = []
         """Log probabilities of the last item's text."""
-        self._num_told = 0
+        self._num_sent = 0
         """How many of these have been sent in its deltas."""
 
     def add_pieces(self, pieces: Sequence[Piece], logprobs: Sequence[dict[str, Any]] = ()) -> Iterator[ResponseEvent]:
@@ -69,7 +69,7 @@ class ResponseItems:
             return self._of_item("response.function_call_arguments.delta", delta=text)
         if self.items[-1]["type"] == _REASONING:
             return self._of_item("response.reasoning_text.delta", content_index=0, delta=text)
-        new, self._num_told = self._logprobs[self._num_told :], len(self._logprobs)
+        new, self._num_sent = self._logprobs[self._num_sent :], len(self._logprobs)
         return self._of_item("response.output_text.delta", content_index=0, delta=text, logprobs=new)
 
     def _close(self, status: str) -> Iterator[ResponseEvent]:

@@ -38,7 +38,7 @@ async def status_of(whole: WholeRouter) -> ClusterStatus:
 @asynccontextmanager
 async def served(config: RouterConfig | None = None, port: int = 0, whole: WholeRouter | None = None):
     """A door whose status is a whole router's; its URL."""
-    parts = fakes.make_doors(fakes.make_tokenizer(), config)
+    parts = fakes.make_servers(fakes.make_tokenizer(), config)
     async with StatusFeed(sources_of(whole or WholeRouter(1))) as feed:
         app = create_app(
             parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics, OptionalRoutes(status=feed)

@@ -58,12 +58,12 @@ SPELLINGS = [
 
 @asynccontextmanager
 async def listening(config: RouterConfig) -> AsyncIterator[int]:
-    """A real door; its port."""
-    parts = fakes.make_doors(fakes.make_tokenizer(), config)
+    """A real server; its port."""
+    parts = fakes.make_servers(fakes.make_tokenizer(), config)
     parts.say("hello")
     app = create_app(parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics)
-    async with HttpServer(app, host="127.0.0.1", port=0, grace_s=1.0) as door:
-        yield door.port
+    async with HttpServer(app, host="127.0.0.1", port=0, grace_s=1.0) as listener:
+        yield listener.port
 
 
 async def status(port: int, target: str, head: str = "", method: str = "GET") -> int:
@@ -153,12 +153,12 @@ FAR = RouterConfig(
         {"key": "boss", "tenant": "us", "operator": True},
     ),
 )
-"""As of a door beyond loopback; the tests' listens on loopback all the same."""
+"""As of a server beyond loopback; the tests' listens on loopback all the same."""
 
 
 @asynccontextmanager
 async def used_by_two(config: RouterConfig) -> AsyncIterator[httpx.AsyncClient]:
-    """A real door behind which two tenants had an answer."""
+    """A real server behind which two tenants had an answer."""
     async with listening(config) as port, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
         for key in ("acmes", "acmes", "others"):
             body = {"model": fakes.MODEL, "messages": [{"role": "user", "content": "hello"}]}

@@ -1,4 +1,4 @@
-"""Keys with tenants, and the client's own time limit, at the HTTP door."""
+"""Keys with tenants, and the client's own time limit, at the HTTP server."""
 
 import hmac
 
@@ -63,7 +63,7 @@ def test_keys_survive_the_file_that_processes_are_given() -> None:
 
 @pytest.mark.parametrize(("value", "status"), [("2.5", 200), ("0", 400), ("-1", 400), ("soon", 400), ("nan", 400)])
 async def test_a_client_may_bound_its_own_time(value: str, status: int) -> None:
-    parts = fakes.make_doors(fakes.make_tokenizer(), clock=lambda: 40.0)
+    parts = fakes.make_servers(fakes.make_tokenizer(), clock=lambda: 40.0)
     parts.generator.script = fakes.Script(tokens=(10, 11))
     async with client_of(parts) as client:
         headers = {"X-Tandem-Timeout": value}

@@ -38,7 +38,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 async def test_who_asked_for_what_is_written_down_and_not_what_was_said(tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
     config = RouterConfig(api_keys=({"key": "a-key", "tenant": "acme"},), audit_log={"path": str(path)})
-    parts = fakes.make_doors(fakes.make_tokenizer(), config)
+    parts = fakes.make_servers(fakes.make_tokenizer(), config)
     ids = parts.say("hello")
     ask = {"prompt": SECRET_WORDS}
     async with AccessControl(config) as keeper:
@@ -76,12 +76,12 @@ async def test_who_asked_for_what_is_written_down_and_not_what_was_said(tmp_path
 async def test_calls_over_grpc_are_written_down_too(tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
     config = RouterConfig(api_keys=({"key": "a-key", "tenant": "acme"},), audit_log={"path": str(path)})
-    parts = fakes.make_doors(fakes.make_tokenizer(), config)
+    parts = fakes.make_servers(fakes.make_tokenizer(), config)
     ids = parts.say("hello")
     async with AccessControl(config) as keeper:
         server = build_server(parts.frontend, parts.generator, config, parts.metrics, keeper=keeper)
-        door = GrpcServer(server, host="127.0.0.1", port=0, grace_s=1.0)
-        async with door, grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel:
+        grpc_server = GrpcServer(server, host="127.0.0.1", port=0, grace_s=1.0)
+        async with grpc_server, grpc.aio.insecure_channel(f"127.0.0.1:{grpc_server.port}") as channel:
             stub = InferenceStub(channel)
             call = stub.Generate(pb.GenerateRequest(prompt="abc"), metadata=(("authorization", "Bearer a-key"),))
             assert len([one async for one in call]) >= 1

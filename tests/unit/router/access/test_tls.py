@@ -1,4 +1,4 @@
-"""Both doors in TLS: whom they take, what they show after the files have changed, and what is refused at start."""
+"""Both servers in TLS: whom they take, what they show after the files have changed, and what is refused at start."""
 
 import asyncio
 import socket
@@ -63,7 +63,7 @@ async def opened(
     tls: RouterTls, limits: ConnectionLimits = LIMITS
 ) -> AsyncIterator[tuple[AccessControl, HttpServer, GrpcServer]]:
     config = RouterConfig(tls=tls)
-    parts = fakes.make_doors(fakes.make_tokenizer(), config)
+    parts = fakes.make_servers(fakes.make_tokenizer(), config)
     parts.say("hello world")
     async with AccessControl(config) as keeper:
         app = create_app(parts.frontend, parts.generator, parts.ready, config, parts.metrics, access=keeper)

@@ -52,7 +52,7 @@ def test_calls_and_results_end_turns_and_marks_follow_them() -> None:
 async def test_a_template_that_begins_with_how_long_to_think() -> None:
     """What is asked of the thinking stands before the mark, so it is there where the mark's place is found as well."""
     template = "[{{ reasoning_effort }}]{% for m in messages %}{{ m.content }}{% endfor %}</think>"
-    parts = fakes.make_doors(fakes.make_tokenizer(template))
+    parts = fakes.make_servers(fakes.make_tokenizer(template))
     talk = [Message(role="user", content="the quick brown fox " * 20), Message(role="user", content="jumps")]
     for options in (TemplateOptions(), TemplateOptions(thinks=False), TemplateOptions(effort="low")):
         fields = ClientRequest(template=options)

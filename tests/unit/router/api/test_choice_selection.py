@@ -23,15 +23,15 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture
-def parts(tokenizer: Tokenizer) -> fakes.Doors:
-    made = fakes.make_doors(tokenizer)
+def parts(tokenizer: Tokenizer) -> fakes.Servers:
+    made = fakes.make_servers(tokenizer)
     made.generator = Various()
     made.generator.tokenizer = tokenizer
     return made
 
 
 @pytest.fixture
-async def client(parts: fakes.Doors) -> AsyncIterator[httpx.AsyncClient]:
+async def client(parts: fakes.Servers) -> AsyncIterator[httpx.AsyncClient]:
     async with client_of(parts) as client:
         yield client
 
@@ -42,7 +42,7 @@ async def ask(client: httpx.AsyncClient, route: str, **body: Any) -> dict[str, A
     return response.json()
 
 
-async def test_the_likeliest_are_shown_and_all_are_counted(client: httpx.AsyncClient, parts: fakes.Doors) -> None:
+async def test_the_likeliest_are_shown_and_all_are_counted(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     answer = await ask(client, PLAIN, prompt=[[5, 6], [7]], n=3, best_of=5, prompt_logprobs=0)
     assert [choice["index"] for choice in answer["choices"]] == list(range(6))
     texts = [choice["text"] for choice in answer["choices"]]

@@ -14,10 +14,10 @@ from tests.support.router.servers.http_client import PLAIN, client_of, error_of
 MARKS = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]
 
 
-def filling_doors() -> fakes.Doors:
+def filling_doors() -> fakes.Servers:
     library = Library.from_str(fakes.byte_level_spec())
     library.add_special_tokens([AddedToken(mark, special=True) for mark in MARKS])
-    return fakes.make_doors(Tokenizer(library.to_str(), None))
+    return fakes.make_servers(Tokenizer(library.to_str(), None))
 
 
 def test_all_three_marks_or_none() -> None:
@@ -49,7 +49,7 @@ async def test_the_answer_stands_between(before: str) -> None:
     [({}, False), ({"echo": True}, True), ({"truncate_prompt_tokens": 5}, True)],
 )
 async def test_what_is_refused(change: dict[str, Any], can_fill: bool) -> None:
-    parts = filling_doors() if can_fill else fakes.make_doors(fakes.make_tokenizer())
+    parts = filling_doors() if can_fill else fakes.make_servers(fakes.make_tokenizer())
     async with client_of(parts) as client:
         answer = await client.post(PLAIN, json={"prompt": "a", "suffix": "b"} | change)
     assert (answer.status_code, error_of(answer)["param"]) == (400, "suffix")

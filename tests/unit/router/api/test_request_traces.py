@@ -1,4 +1,4 @@
-"""A request's span at both doors, and what workers are told of it."""
+"""A request's span at both servers, and what workers are told of it."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -31,14 +31,14 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture
-def traced(tokenizer: Tokenizer) -> tuple[fakes.Doors, Kept]:
+def traced(tokenizer: Tokenizer) -> tuple[fakes.Servers, Kept]:
     tracer, kept = keeping()
-    parts = fakes.make_doors(tokenizer, tracer=tracer)
+    parts = fakes.make_servers(tokenizer, tracer=tracer)
     return parts, kept
 
 
 @pytest.fixture
-async def client(traced: tuple[fakes.Doors, Kept]) -> AsyncIterator[httpx.AsyncClient]:
+async def client(traced: tuple[fakes.Servers, Kept]) -> AsyncIterator[httpx.AsyncClient]:
     async with client_of(traced[0]) as client:
         yield client
 
@@ -86,8 +86,8 @@ async def test_a_grpc_request_is_a_span_of_its_clients_trace(traced: Any) -> Non
     parts.say("hello")
     server = build_server(parts.frontend, parts.generator, parts.config, parts.metrics)
     async with (
-        GrpcServer(server, host="127.0.0.1", port=0, grace_s=0.0) as door,
-        grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel,
+        GrpcServer(server, host="127.0.0.1", port=0, grace_s=0.0) as grpc_server,
+        grpc.aio.insecure_channel(f"127.0.0.1:{grpc_server.port}") as channel,
     ):
         metadata = (("traceparent", CLIENT.to_text()), ("tracestate", "a=1"))
         call = InferenceStub(channel).Generate(pb.GenerateRequest(prompt="hello"), metadata=metadata)
@@ -104,7 +104,7 @@ async def test_an_operators_key_decides_what_is_traced_and_a_tenants_does_not(
     over_grpc: bool, tokenizer: Tokenizer
 ) -> None:
     tracer, kept = keeping(sample_ratio=0.0, trusted="operators")
-    parts = fakes.make_doors(tokenizer, RouterConfig(api_keys=KEYS), tracer=tracer)
+    parts = fakes.make_servers(tokenizer, RouterConfig(api_keys=KEYS), tracer=tracer)
     parts.say("hello")
 
     async def over_http(key: str) -> None:
@@ -115,8 +115,8 @@ async def test_an_operators_key_decides_what_is_traced_and_a_tenants_does_not(
     async def called(key: str) -> None:
         server = build_server(parts.frontend, parts.generator, parts.config, parts.metrics)
         async with (
-            GrpcServer(server, host="127.0.0.1", port=0, grace_s=0.0) as door,
-            grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel,
+            GrpcServer(server, host="127.0.0.1", port=0, grace_s=0.0) as grpc_server,
+            grpc.aio.insecure_channel(f"127.0.0.1:{grpc_server.port}") as channel,
         ):
             metadata = (("traceparent", CLIENT.to_text()), ("authorization", f"Bearer {key}"))
             call = InferenceStub(channel).Generate(pb.GenerateRequest(prompt="hello"), metadata=metadata)

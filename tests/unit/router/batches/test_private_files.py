@@ -33,7 +33,7 @@ def readable_by_others(folder: Path) -> set[str]:
 
 async def test_batches_and_their_files_are_nobody_elses(tmp_path: Path) -> None:
     folder = tmp_path / "batches"
-    parts = fakes.make_doors(fakes.make_tokenizer(), RouterConfig(api_keys=KEYS))
+    parts = fakes.make_servers(fakes.make_tokenizer(), RouterConfig(api_keys=KEYS))
     parts.say(TEXT)
     async with running(parts, folder) as world:
         file_id = await world.upload(line("a"), line("b", temperature=3.0))

@@ -116,14 +116,14 @@ async def test_cancelling_cancels_on_the_worker() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_from_worker_to_socket(stream: bool) -> None:
     """Real sockets on both sides: whole and streamed answers are the same text; ids stand with each event asked for."""
-    parts = fakes.make_doors(fakes.make_tokenizer())
+    parts = fakes.make_servers(fakes.make_tokenizer())
     parts.frontend.clock = asyncio.get_running_loop().time
     worker = FakeWorker("d0")
     async with cluster(worker) as core, httpx.AsyncClient(trust_env=False, timeout=WAIT_S) as client:
         app = create_app(parts.frontend, core.dispatcher, parts.ready, parts.config, parts.metrics)
-        async with HttpServer(app, host="127.0.0.1", port=0, grace_s=5.0) as door:
+        async with HttpServer(app, host="127.0.0.1", port=0, grace_s=5.0) as listener:
             body = {"prompt": [5, 6, 7], "n": 2, "seed": 3, "max_tokens": 8, "stream": stream, "ignore_eos": True}
-            url = f"http://127.0.0.1:{door.port}/v1/completions"
+            url = f"http://127.0.0.1:{listener.port}/v1/completions"
             got = await client.post(url, json=body, headers={"X-Tandem-Stream-Ids": "1"})
         core.assert_idle()
     said = [expected_tokens((5, 6, 7), count=8, seed=3, choice=choice) for choice in range(2)]
@@ -143,7 +143,7 @@ async def test_from_worker_to_socket(stream: bool) -> None:
 
 
 async def test_a_client_that_leaves_its_stream_cancels_on_the_worker() -> None:
-    parts = fakes.make_doors(fakes.make_tokenizer())
+    parts = fakes.make_servers(fakes.make_tokenizer())
     parts.frontend.clock = asyncio.get_running_loop().time
 
     async def some(submission: Submission) -> None:
@@ -152,8 +152,8 @@ async def test_a_client_that_leaves_its_stream_cancels_on_the_worker() -> None:
     worker = FakeWorker("d0", script=some)
     async with cluster(worker) as core, asyncio.timeout(WAIT_S):
         app = create_app(parts.frontend, core.dispatcher, parts.ready, parts.config, parts.metrics)
-        async with HttpServer(app, host="127.0.0.1", port=0, grace_s=5.0) as door:
-            reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
+        async with HttpServer(app, host="127.0.0.1", port=0, grace_s=5.0) as listener:
+            reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
             body = b'{"prompt": [5, 6], "stream": true, "return_token_ids": true}'
             writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: r\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
             await reader.readuntil(b"data: ")

@@ -204,16 +204,16 @@ def test_the_prefill_worker_that_is_done_first_reads() -> None:
     everybody = [busy, idle, decode]
 
     def chosen(num_tokens: int = 100, **avoid: object) -> str | None:
-        found = choose_scoring_worker(everybody, num_tokens, **{"excluded": (), "shunned": (), **avoid})
+        found = choose_scoring_worker(everybody, num_tokens, **{"excluded": (), "avoided": (), **avoid})
         return None if found is None else found.info.key.worker_id
 
     assert chosen() == "p0"
-    assert chosen(shunned=[idle.info.key]) == "p1"
+    assert chosen(avoided=[idle.info.key]) == "p1"
     assert chosen(excluded=[idle.info.key, busy.info.key]) == "d0"
-    assert chosen(shunned=[one.info.key for one in everybody]) == "p0"
+    assert chosen(avoided=[one.info.key for one in everybody]) == "p0"
     assert chosen(excluded=[one.info.key for one in everybody]) is None
     assert chosen(num_tokens=10**6) is None
-    assert choose_scoring_worker([replace(idle, draining=True)], 5, excluded=(), shunned=()) is None
+    assert choose_scoring_worker([replace(idle, draining=True)], 5, excluded=(), avoided=()) is None
 
 
 async def test_a_beam_search_asks_one_worker_for_what_may_follow_and_survives_its_loss() -> None:

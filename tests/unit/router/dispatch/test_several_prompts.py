@@ -127,7 +127,7 @@ async def test_one_that_is_turned_away_before_it_is_run_hears_of_it() -> None:
 
 
 async def test_over_http_the_limit_is_named_and_the_next_call_is_served() -> None:
-    parts = fakes.make_doors(fakes.make_tokenizer())
+    parts = fakes.make_servers(fakes.make_tokenizer())
     parts.frontend.clock = time.monotonic
     bounds = limits(concurrent_requests=1, requests_per_minute=1)
     async with gated(FakeWorker("d0"), limits=bounds) as (gate, _), asyncio.timeout(WAIT_S):

@@ -205,7 +205,7 @@ async def test_a_late_first_token_is_hedged_and_the_first_answer_wins(prompt: tu
 
 
 async def test_a_twin_that_finds_no_worker_counts_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    worker, tried, beside = FakeWorker("d0"), asyncio.Event(), ChoiceRun.submit_beside
+    worker, tried, beside = FakeWorker("d0"), asyncio.Event(), ChoiceRun.submit_hedge
 
     def noted(twin: ChoiceRun, other: ChoiceRun, *, apart: int) -> None:
         tried.set()
@@ -213,7 +213,7 @@ async def test_a_twin_that_finds_no_worker_counts_for_nothing(monkeypatch: pytes
 
     async with cluster(worker, settings=HEDGED) as router:
         await warm(router)
-        monkeypatch.setattr(ChoiceRun, "submit_beside", noted)
+        monkeypatch.setattr(ChoiceRun, "submit_hedge", noted)
         worker.script = hold
         client = asyncio.create_task(collect(router.generate(routed())))
         await tried.wait()

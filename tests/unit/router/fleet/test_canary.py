@@ -47,7 +47,7 @@ async def test_a_dead_engine_behind_a_live_session_is_not_ready_until_a_token_co
 
 
 async def test_load_balancers_hear_that_no_key_is_good() -> None:
-    parts, why = fakes.make_doors(fakes.make_tokenizer()), "no API key is accepted: the file was not read for 300 s"
+    parts, why = fakes.make_servers(fakes.make_tokenizer()), "no API key is accepted: the file was not read for 300 s"
     told: list[str | None] = [None]
     async with cluster(FakeWorker("d0")) as router:
         parts.ready = ReadinessCheck(router.registry, RouterMetrics("m"), lambda _: True, lambda: told[0])
@@ -61,8 +61,8 @@ async def test_load_balancers_hear_that_no_key_is_good() -> None:
 
 
 async def test_load_balancers_hear_of_an_engine_that_died_behind_a_live_session() -> None:
-    """At the door: /health goes on to say that the router lives, /readyz says 503 until a token has come."""
-    parts = fakes.make_doors(fakes.make_tokenizer())
+    """At the server: /health goes on to say that the router lives, /readyz says 503 until a token has come."""
+    parts = fakes.make_servers(fakes.make_tokenizer())
     dead = FakeWorker("d0", script=hold)
     async with cluster(dead) as router, _canary(router, timeout_s=0.1) as (canary, readiness):
         parts.ready = readiness
@@ -80,7 +80,7 @@ async def test_load_balancers_hear_of_an_engine_that_died_behind_a_live_session(
 
 
 async def test_readyz_without_workers_is_ready_while_the_pools_are_down_and_not_while_draining() -> None:
-    parts = fakes.make_doors(fakes.make_tokenizer())
+    parts = fakes.make_servers(fakes.make_tokenizer())
     async with cluster(FakeWorker("d0")) as router:
         parts.ready = readiness = ReadinessCheck(router.registry, RouterMetrics("m"), lambda _: False)
         async with client_of(parts) as client:

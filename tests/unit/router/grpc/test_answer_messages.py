@@ -25,14 +25,14 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture
-def parts(tokenizer: Tokenizer) -> fakes.Doors:
-    made = fakes.make_doors(tokenizer)
+def parts(tokenizer: Tokenizer) -> fakes.Servers:
+    made = fakes.make_servers(tokenizer)
     made.generator = Various()
     made.generator.tokenizer = tokenizer
     return made
 
 
-async def ask(parts: fakes.Doors, body: dict[str, Any]) -> list[pb.GenerateResponse]:
+async def ask(parts: fakes.Servers, body: dict[str, Any]) -> list[pb.GenerateResponse]:
     return await answers_of(service_of(parts), in_grpcs_words(body))
 
 
@@ -44,7 +44,7 @@ def texts_of(answers: list[pb.GenerateResponse]) -> dict[int, str]:
     return texts
 
 
-async def test_the_likeliest_are_told(parts: fakes.Doors) -> None:
+async def test_the_likeliest_are_told(parts: fakes.Servers) -> None:
     answers = await ask(parts, PLAIN | {"n": 3, "best_of": 5, "prompt_logprobs": 0, "prompt": [5, 6, 7]})
     assert texts_of(answers) == {0: TEXTS[1], 1: TEXTS[3], 2: TEXTS[2]}
     assert [place.token_id for place in answers[0].prompt_logprobs] == [6, 7]
@@ -56,7 +56,7 @@ async def test_the_likeliest_are_told(parts: fakes.Doors) -> None:
 
 
 async def test_an_answer_is_told_in_messages_that_clients_take(
-    parts: fakes.Doors, monkeypatch: pytest.MonkeyPatch
+    parts: fakes.Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.grpc.answer_messages._VALUES_PER_MESSAGE", 2)
     answers = await ask(parts, PLAIN | {"n": 2, "best_of": 3, "logprobs": 0})
@@ -67,7 +67,7 @@ async def test_an_answer_is_told_in_messages_that_clients_take(
     assert [answer.choice_index for answer in answers if answer.finish_reason] == [0, 1]
 
 
-async def test_a_vote(parts: fakes.Doors) -> None:
+async def test_a_vote(parts: fakes.Servers) -> None:
     answers = await ask(parts, HELLO | {"n": 5, "vote": True, "vote_pattern": "[0-9]"})
     assert texts_of(answers) == {0: TEXTS[0]}
     assert (answers[-1].vote.answer, answers[-1].vote.votes, answers[-1].vote.of) == ("5", 2, 5)
@@ -76,7 +76,7 @@ async def test_a_vote(parts: fakes.Doors) -> None:
     assert refused.value.param == "vote_pattern"
 
 
-async def test_beams(parts: fakes.Doors) -> None:
+async def test_beams(parts: fakes.Servers) -> None:
     asked = {"n": 2, "best_of": 4, "use_beam_search": True, "length_penalty": 0.5, "early_stopping": "never"}
     answers = await ask(parts, PLAIN | asked)
     (routed,) = parts.generator.requests
@@ -88,7 +88,7 @@ async def test_beams(parts: fakes.Doors) -> None:
 
 async def test_what_is_told_at_the_end_is_bounded_as_over_http(tokenizer: Tokenizer) -> None:
     config = fakes.RouterConfig(max_answer_values=64)
-    bounded = fakes.make_doors(tokenizer, config)
+    bounded = fakes.make_servers(tokenizer, config)
     bounded.say("hello")
     for more in ({"best_of": 2}, {"n": 2, "vote": True}, {"n": 2, "use_beam_search": True}):
         with pytest.raises(InvalidRequest) as refused:
@@ -162,7 +162,7 @@ def unknown_in(message: Any) -> None:
         (HELLO, lambda r: setattr(r, "length_penalty", float("nan")), "length_penalty"),
     ],
 )
-async def test_what_is_refused(parts: fakes.Doors, body: dict[str, Any], change: Any, param: str) -> None:
+async def test_what_is_refused(parts: fakes.Servers, body: dict[str, Any], change: Any, param: str) -> None:
     asked = in_grpcs_words(body)
     change(asked)
     with pytest.raises(InvalidRequest) as refused:
@@ -171,7 +171,7 @@ async def test_what_is_refused(parts: fakes.Doors, body: dict[str, Any], change:
     assert not parts.generator.requests
 
 
-async def test_a_mark_and_a_name_exclude_each_other(parts: fakes.Doors) -> None:
+async def test_a_mark_and_a_name_exclude_each_other(parts: fakes.Servers) -> None:
     asked = chat_of(*["a"] * 5)
     for turn in asked.chat.messages:
         turn.cache_control.SetInParent()

@@ -1,4 +1,4 @@
-"""Named caches over gRPC, with the client: made, found, used, prolonged and deleted, at either door."""
+"""Named caches over gRPC, with the client: made, found, used, prolonged and deleted, at either server."""
 
 from collections.abc import AsyncIterator
 
@@ -118,7 +118,7 @@ async def test_other_refusals(world: World, tokenizer: Tokenizer) -> None:
     world.keeper.says = PinOutcome.NO_ROOM
     with pytest.raises(Exception, match="no_room"):
         await service.CreateCachedContent(pb.CreateCachedContentRequest(chat=BEGINNING), Call())
-    nothing = service_of(fakes.make_doors(tokenizer))
+    nothing = service_of(fakes.make_servers(tokenizer))
     with pytest.raises(InvalidRequest) as refused:
         await nothing.ListCachedContents(pb.ListCachedContentsRequest(), Call())
     assert refused.value.param == "cached_content"

@@ -25,17 +25,17 @@ def tokenizer() -> Tokenizer:
 
 
 @asynccontextmanager
-async def door_of(parts: fakes.Doors) -> AsyncIterator[InferenceStub]:
+async def door_of(parts: fakes.Servers) -> AsyncIterator[InferenceStub]:
     server = build_server(parts.frontend, parts.generator, parts.config, parts.metrics)
     async with (
-        GrpcServer(server, host="127.0.0.1", port=0, grace_s=0.0) as door,
-        grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel,
+        GrpcServer(server, host="127.0.0.1", port=0, grace_s=0.0) as grpc_server,
+        grpc.aio.insecure_channel(f"127.0.0.1:{grpc_server.port}") as channel,
     ):
         yield InferenceStub(channel)
 
 
-def router(tokenizer: Tokenizer, *, seed: int = 99, **script: Any) -> fakes.Doors:
-    parts = fakes.make_doors(tokenizer, mint_seed=lambda: seed)
+def router(tokenizer: Tokenizer, *, seed: int = 99, **script: Any) -> fakes.Servers:
+    parts = fakes.make_servers(tokenizer, mint_seed=lambda: seed)
     parts.say(TEXT, cached_tokens=7, **script)
     return parts
 

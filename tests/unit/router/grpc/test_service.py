@@ -57,7 +57,7 @@ def message_timeout_s() -> float:
 @pytest.fixture
 async def channel(tokenizer: Any, message_timeout_s: float) -> AsyncIterator[grpc.aio.Channel]:
     config = RouterConfig(api_keys=(ApiKey(key=SecretStr(KEY)),))
-    parts = fakes.make_doors(tokenizer, config)
+    parts = fakes.make_servers(tokenizer, config)
     parts.say("hello")
     keys = AccessControl(config).keys
     interceptor = StatusInterceptor(parts.metrics, keys, message_timeout_s=message_timeout_s)
@@ -65,8 +65,8 @@ async def channel(tokenizer: Any, message_timeout_s: float) -> AsyncIterator[grp
     service = InferenceService(parts.frontend, parts.generator, keys, parts.metrics)
     add_InferenceServicer_to_server(service, server)
     async with (
-        GrpcServer(server, host="127.0.0.1", port=0, grace_s=0.0) as door,
-        grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel,
+        GrpcServer(server, host="127.0.0.1", port=0, grace_s=0.0) as grpc_server,
+        grpc.aio.insecure_channel(f"127.0.0.1:{grpc_server.port}") as channel,
     ):
         yield channel
 

@@ -23,8 +23,8 @@ def tokenizer() -> Tokenizer:
     return fakes.make_tokenizer()
 
 
-def parts_of(tokenizer: Tokenizer, *, seed: int = 99, **script: Any) -> fakes.Doors:
-    parts = fakes.make_doors(tokenizer, mint_seed=lambda: seed, grammars=fakes.AnyGrammar(), context=4096)
+def parts_of(tokenizer: Tokenizer, *, seed: int = 99, **script: Any) -> fakes.Servers:
+    parts = fakes.make_servers(tokenizer, mint_seed=lambda: seed, grammars=fakes.AnyGrammar(), context=4096)
     parts.say(CALLS, **script)
     return parts
 
@@ -147,7 +147,7 @@ class _NoMetadata:
 
 
 async def test_variables_of_the_template() -> None:
-    parts = fakes.make_doors(fakes.make_tokenizer(VARIABLE_TEMPLATE))
+    parts = fakes.make_servers(fakes.make_tokenizer(VARIABLE_TEMPLATE))
     parts.say("hello")
     kwargs = {"think": True, "level": 7}
     await answers_of(service_of(parts), in_grpcs_words(HELLO | {"chat_template_kwargs": kwargs}))

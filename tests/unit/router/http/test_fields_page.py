@@ -1,4 +1,4 @@
-"""docs/use/fields.md says of every field what becomes of it, and the doors do so."""
+"""docs/use/fields.md says of every field what becomes of it, and the servers do so."""
 
 import re
 from pathlib import Path

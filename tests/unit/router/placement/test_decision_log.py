@@ -154,7 +154,7 @@ def test_of_many_candidates_the_best_are_shown() -> None:
 
 
 async def ask(config: RouterConfig, decisions: DecisionLog | None, query: str, key: str = "") -> httpx.Response:
-    parts = fakes.make_doors(fakes.make_tokenizer())
+    parts = fakes.make_servers(fakes.make_tokenizer())
     app = create_app(
         parts.frontend, parts.generator, parts.ready, config, parts.metrics, OptionalRoutes(decisions=decisions)
     )

@@ -1,4 +1,4 @@
-"""The end of a router: new requests are refused at both doors while accepted ones end, within one bound."""
+"""The end of a router: new requests are refused at both servers while accepted ones end, within one bound."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ WAIT_S = 20.0
 
 @dataclass
 class _Router:
-    """Both doors over a real dispatcher."""
+    """Both servers over a real dispatcher."""
 
     core: Cluster
     queue: AdmissionQueue
@@ -51,7 +51,7 @@ class _Router:
 
 @asynccontextmanager
 async def _router(worker: FakeWorker) -> AsyncIterator[_Router]:
-    parts = fakes.make_doors(fakes.make_tokenizer())
+    parts = fakes.make_servers(fakes.make_tokenizer())
     # Deadlines are on dispatch's clock.
     parts.frontend.clock = asyncio.get_running_loop().time
     async with gated(worker, running=100) as (queue, core):
@@ -96,7 +96,7 @@ async def test_both_doors_share_one_bound() -> None:
         asking = asyncio.create_task(router.ask())
         for _ in range(2):
             await worker.submissions.get()
-        # Either door alone would wait for a minute.
+        # Either server alone would wait for a minute.
         await router.drain(0.1)
         with pytest.raises(grpc.aio.AioRpcError):
             await reading
@@ -150,7 +150,7 @@ async def test_who_was_in_the_queue_of_a_port_that_is_left_is_served() -> None:
 
 
 async def _answered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
-    """All that the door says to a request until it closes."""
+    """All that the server says to a request until it closes."""
     writer.write(REQUEST)
     answer = await reader.read()
     writer.close()

@@ -88,7 +88,7 @@ async def usage(client: httpx.AsyncClient, key: str | None) -> dict:
 
 
 async def test_a_key_sees_its_own_tenant_and_an_operator_all() -> None:
-    parts = fakes.make_doors(fakes.make_tokenizer(), RouterConfig(api_keys=KEYS))
+    parts = fakes.make_servers(fakes.make_tokenizer(), RouterConfig(api_keys=KEYS))
     ids = parts.say("hello")
     async with client_of(parts) as client:
         for key in ("one", "one", "two"):
@@ -117,7 +117,7 @@ async def test_a_key_sees_its_own_tenant_and_an_operator_all() -> None:
 
 
 async def test_without_keys_there_is_one_tenant_and_who_asked_in_vain_spent_nothing() -> None:
-    parts = fakes.make_doors(fakes.make_tokenizer())
+    parts = fakes.make_servers(fakes.make_tokenizer())
     async with client_of(parts) as client:
         assert (await client.post(CHAT, json=HELLO | {"n": 0})).status_code == 400
         assert (await usage(client, None))["data"] == []
@@ -128,7 +128,7 @@ async def test_without_keys_there_is_one_tenant_and_who_asked_in_vain_spent_noth
 
 async def test_usage_names_tenants_as_metrics_do() -> None:
     keys = [{"key": "nameless"}, {"key": "named", "tenant": "acme"}, {"key": "boss", "operator": True}]
-    parts = fakes.make_doors(fakes.make_tokenizer(), RouterConfig(api_keys=keys))
+    parts = fakes.make_servers(fakes.make_tokenizer(), RouterConfig(api_keys=keys))
     parts.say("hello")
     async with client_of(parts) as client:
         for key in ("nameless", "named"):

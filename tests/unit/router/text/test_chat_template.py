@@ -21,9 +21,9 @@ TRIMS = TEMPLATE.replace("m.content", "m.content | trim")
 DROPS = TEMPLATE.replace("m.content", "m.role")
 
 
-def parts_of(source: str) -> fakes.Doors:
+def parts_of(source: str) -> fakes.Servers:
     template = ChatTemplate(source, {"bos_token": "<|bos|>"})
-    parts = fakes.make_doors(Tokenizer(fakes.byte_level_spec(), template))
+    parts = fakes.make_servers(Tokenizer(fakes.byte_level_spec(), template))
     parts.say("hello")
     return parts
 

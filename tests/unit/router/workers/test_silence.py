@@ -12,7 +12,7 @@ def test_silence_is_seen_within_a_look() -> None:
 def test_words_put_it_off() -> None:
     watch = SilenceWatch(silence_s=1.0, period_s=0.2, now_s=0.0)
     for look in range(1, 100):
-        watch.heard(0.2 * look - 0.1)
+        watch.on_message(0.2 * look - 0.1)
         assert not watch.is_silent(0.2 * look)
 
 

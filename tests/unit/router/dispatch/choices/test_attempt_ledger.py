@@ -26,13 +26,13 @@ def test_a_failover_costs_its_prompt_again_and_the_wait_between() -> None:
     ledger = AttemptLedger(prompt_length=PROMPT, clock=clock, arrived_s=49.0)
     ledger.begin(0, kv_bytes_per_token=10)
     clock.now_s = 52.0
-    ledger.heard(started(40, prefill_s=1.5, prefill_queue_s=0.5, kv_byte_s=7.0))
+    ledger.on_started(started(40, prefill_s=1.5, prefill_queue_s=0.5, kv_byte_s=7.0))
     clock.now_s = 56.0
     ledger.ended(8)
     clock.now_s = 57.0
     ledger.begin(8)
     clock.now_s = 58.0
-    ledger.heard(started(96, prefill_s=1.0))
+    ledger.on_started(started(96, prefill_s=1.0))
     clock.now_s = 60.0
     ledger.ended(20, PhaseTimes(prefill_s=1.0, decode_s=2.0, kv_byte_s=3.0))
     total = ledger.total()

@@ -52,7 +52,7 @@ async def test_who_asks_while_it_is_read_has_part_in_the_next_reading_and_may_le
 
 
 async def test_scrapes_that_come_at_once_are_answered_with_one_reading():
-    parts, readings = fakes.make_doors(fakes.make_tokenizer()), []
+    parts, readings = fakes.make_servers(fakes.make_tokenizer()), []
 
     async def read():
         readings.append(1)

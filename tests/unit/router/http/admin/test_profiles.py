@@ -75,8 +75,8 @@ async def serving(worker: Worker | None) -> AsyncIterator[Mapping[WorkerKey, str
 
 
 @asynccontextmanager
-async def door(tokenizer, addresses, **bounds) -> AsyncIterator[httpx.AsyncClient]:
-    parts = fakes.make_doors(tokenizer, config=KEYED)
+async def http_server(tokenizer, addresses, **bounds) -> AsyncIterator[httpx.AsyncClient]:
+    parts = fakes.make_servers(tokenizer, config=KEYED)
     profiles = Profiles(ProfilingConfig(enabled=True, **bounds), lambda: addresses, AUTH.client_metadata())
     extras = OptionalRoutes(profiles=ProfileRoutes(profiles))
     app = create_app(parts.frontend, parts.generator, parts.ready, KEYED, parts.metrics, extras)
@@ -110,7 +110,7 @@ async def hangs_up(client: httpx.AsyncClient, path: str, query: str, leaves: asy
 
 
 async def test_operators_alone_may_look(tokenizer):
-    async with door(tokenizer, {}) as client:
+    async with http_server(tokenizer, {}) as client:
         for path in (ROUTER, WORKER):
             assert (await client.post(path)).status_code == 401
             refused = await client.post(path, headers={"Authorization": "Bearer key-of-a-tenant"})
@@ -119,7 +119,7 @@ async def test_operators_alone_may_look(tokenizer):
 
 
 async def test_off_there_is_nothing_and_the_setting_is_named(tokenizer):
-    parts = fakes.make_doors(tokenizer, config=KEYED)
+    parts = fakes.make_servers(tokenizer, config=KEYED)
     app = create_app(parts.frontend, parts.generator, parts.ready, KEYED, parts.metrics)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
         answer = await client.post(ROUTER, headers=OPERATOR)
@@ -136,7 +136,7 @@ async def test_off_there_is_nothing_and_the_setting_is_named(tokenizer):
     ],
 )
 async def test_a_router_shows_itself(tokenizer, shape, media_type, begins):
-    async with door(tokenizer, {}) as client:
+    async with http_server(tokenizer, {}) as client:
         answer = await client.post(ROUTER, params={"seconds": 0.05, "format": shape}, headers=OPERATOR)
     assert answer.status_code == 200, answer.text
     assert answer.headers["content-type"].startswith(media_type)
@@ -152,7 +152,7 @@ async def test_a_flame_graph_is_not_drawn_on_the_event_loop(tokenizer, monkeypat
         return title
 
     monkeypatch.setattr("router.http.admin.profiles.flame_svg", draw)
-    async with door(tokenizer, {}) as client:
+    async with http_server(tokenizer, {}) as client:
         answer = await client.post(ROUTER, params={"seconds": 0.01, "format": "svg"}, headers=OPERATOR)
     assert answer.text.startswith("router, 0.01 s")
     assert drew
@@ -179,7 +179,7 @@ async def test_who_hangs_up_ends_what_was_asked_for(tokenizer, monkeypatch, path
             stopped.set()
 
     monkeypatch.setattr("router.fleet.profiles.StackSampler", Sampler)
-    async with serving(worker) as addresses, door(tokenizer, addresses) as client:
+    async with serving(worker) as addresses, http_server(tokenizer, addresses) as client:
         leaves = asyncio.Event()
         looking = asyncio.create_task(hangs_up(client, path, query, leaves))
         await (sampling if path == ROUTER else worker.was_asked).wait()
@@ -203,7 +203,7 @@ async def test_who_hangs_up_ends_what_was_asked_for(tokenizer, monkeypatch, path
         (ROUTER, {"seconds": "soon"}, "seconds"),
         (ROUTER, {"format": "pdf"}, "format"),
         (ROUTER, {"steps": "3"}, "parameter"),
-        (WORKER, {}, "which worker"),
+        (WORKER, {}, "worker is required"),
         (WORKER, {"worker": "decode-9"}, "live workers: decode-0"),
         (WORKER, {"worker": "decode-0", "steps": "201"}, "profiling.max_steps"),
         (WORKER, {"worker": "decode-0", "steps": "1.5"}, "integer"),
@@ -211,7 +211,7 @@ async def test_who_hangs_up_ends_what_was_asked_for(tokenizer, monkeypatch, path
 )
 async def test_what_is_out_of_bounds_is_refused_by_name(tokenizer, path, asked, says):
     addresses = {WorkerKey(WorkerId("decode-0"), Incarnation(1)): "127.0.0.1:1"}
-    async with door(tokenizer, addresses) as client:
+    async with http_server(tokenizer, addresses) as client:
         answer = await client.post(path, params=asked, headers=OPERATOR)
     assert answer.status_code == 400
     assert says in answer.json()["error"]["message"]
@@ -220,7 +220,7 @@ async def test_what_is_out_of_bounds_is_refused_by_name(tokenizer, path, asked, 
 async def test_a_workers_trace_is_passed_on_and_only_one_at_a_time(tokenizer):
     worker = Worker()
     asked = {"worker": "decode-0", "steps": "7", "seconds": "2.5"}
-    async with serving(worker) as addresses, door(tokenizer, addresses) as client:
+    async with serving(worker) as addresses, http_server(tokenizer, addresses) as client:
         first = asyncio.create_task(client.post(WORKER, params=asked, headers=OPERATOR))
         await worker.was_asked.wait()
         for path, more in ((WORKER, asked), (ROUTER, {"seconds": "0.01"})):
@@ -242,14 +242,14 @@ async def test_a_workers_refusal_is_told(tokenizer, code, status, says):
     worker = Worker()
     worker.refuses = code
     worker.go_on.set()
-    async with serving(worker) as addresses, door(tokenizer, addresses) as client:
+    async with serving(worker) as addresses, http_server(tokenizer, addresses) as client:
         answer = await client.post(WORKER, params={"worker": "decode-0"}, headers=OPERATOR)
     assert answer.status_code == status
     assert says in answer.json()["error"]["message"]
 
 
 async def test_a_worker_that_serves_none_is_told_apart(tokenizer):
-    async with serving(None) as addresses, door(tokenizer, addresses) as client:
+    async with serving(None) as addresses, http_server(tokenizer, addresses) as client:
         answer = await client.post(WORKER, params={"worker": "decode-0"}, headers=OPERATOR)
     assert answer.status_code == 503
     assert "profiling.enabled is off there" in answer.json()["error"]["message"]
@@ -264,7 +264,7 @@ async def test_more_than_the_bound_is_not_kept(tokenizer):
         yield pb.TracePart(content=large, num_steps=1)
 
     worker.Trace = trace
-    async with serving(worker) as addresses, door(tokenizer, addresses, max_bytes=1024) as client:
+    async with serving(worker) as addresses, http_server(tokenizer, addresses, max_bytes=1024) as client:
         answer = await client.post(WORKER, params={"worker": "decode-0"}, headers=OPERATOR)
     assert answer.status_code == 503
     assert "profiling.max_bytes" in answer.json()["error"]["message"]

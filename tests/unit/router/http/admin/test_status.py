@@ -31,28 +31,28 @@ def tokenizer() -> Tokenizer:
 
 
 class World:
-    """A door with a status, and a client of it."""
+    """A server with a status, and a client of it."""
 
-    def __init__(self, whole: WholeRouter, feed: StatusFeed, client: httpx.AsyncClient, door: HttpServer) -> None:
+    def __init__(self, whole: WholeRouter, feed: StatusFeed, client: httpx.AsyncClient, listener: HttpServer) -> None:
         self.whole = whole
         self.feed = feed
         self.client = client
-        self.door = door
+        self.listener = listener
 
 
 @asynccontextmanager
 async def world(tokenizer: Tokenizer, config: RouterConfig | None = None, most: int = 4) -> AsyncIterator[World]:
     whole = WholeRouter(1)
-    parts = fakes.make_doors(tokenizer, config)
+    parts = fakes.make_servers(tokenizer, config)
     async with StatusFeed(sources_of(whole), most_listeners=most) as feed:
         app = create_app(
             parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics, OptionalRoutes(status=feed)
         )
         async with (
-            HttpServer(app, host="127.0.0.1", port=0, grace_s=1.0) as door,
-            httpx.AsyncClient(base_url=f"http://127.0.0.1:{door.port}", timeout=WAIT_S, trust_env=False) as client,
+            HttpServer(app, host="127.0.0.1", port=0, grace_s=1.0) as listener,
+            httpx.AsyncClient(base_url=f"http://127.0.0.1:{listener.port}", timeout=WAIT_S, trust_env=False) as client,
         ):
-            yield World(whole, feed, client, door)
+            yield World(whole, feed, client, listener)
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -93,7 +93,7 @@ async def test_a_listener_that_leaves_makes_room(tokenizer: Tokenizer) -> None:
             assert refused.headers["retry-after"] == "10"
             assert (await w.client.get("/status/snapshot")).status_code == 200
         async with asyncio.timeout(WAIT_S):
-            while w.feed.num_listeners:  # noqa: ASYNC110 - the door hears of it by itself
+            while w.feed.num_listeners:  # noqa: ASYNC110 - the server hears of it by itself
                 await asyncio.sleep(0.01)
         async with w.client.stream("GET", "/status/events") as stream:
             assert stream.status_code == 200
@@ -123,11 +123,11 @@ async def test_a_stream_ends_so_that_its_key_is_shown_again(
 async def test_a_reader_that_takes_nothing_is_dropped(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.http.app.STATUS_WRITE_TIMEOUT_S", 0.1)
     async with world(tokenizer) as w:
-        reader, writer = await asyncio.open_connection("127.0.0.1", w.door.port, limit=1024)
+        reader, writer = await asyncio.open_connection("127.0.0.1", w.listener.port, limit=1024)
         writer.write(b"GET /status/events HTTP/1.1\r\nHost: r\r\n\r\n")
         await writer.drain()
         async with asyncio.timeout(WAIT_S):
-            while not w.feed.num_listeners:  # noqa: ASYNC110 - the door hears of it by itself
+            while not w.feed.num_listeners:  # noqa: ASYNC110 - the server hears of it by itself
                 await asyncio.sleep(0.01)
             while w.feed.num_listeners:
                 for listener in tuple(w.feed._listeners):
@@ -192,7 +192,7 @@ async def test_docs_page_needs_no_other_host_and_runs_under_the_policy(tokenizer
 
 
 async def test_a_door_without_a_status_has_no_page(tokenizer: Tokenizer) -> None:
-    parts = fakes.make_doors(tokenizer)
+    parts = fakes.make_servers(tokenizer)
     app = create_app(parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
         for path in ("/", "/docs", "/status/snapshot", "/status/events"):

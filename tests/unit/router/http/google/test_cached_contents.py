@@ -1,4 +1,4 @@
-"""Named caches at the HTTP door, in process: made, found, used, prolonged, deleted, bounded, each tenant's own."""
+"""Named caches at the HTTP server, in process: made, found, used, prolonged, deleted, bounded, each tenant's own."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -236,7 +236,7 @@ async def test_each_tenant_has_its_own(tokenizer: Tokenizer) -> None:
 
 
 async def test_where_nothing_is_kept_by_name_it_is_said(tokenizer: Tokenizer) -> None:
-    parts = fakes.make_doors(tokenizer)
+    parts = fakes.make_servers(tokenizer)
     async with client_of(parts) as client:
         assert (await client.post(PATH, json=content())).status_code == 404
         refused = await client.post(CHAT, json=ASK | {"cached_content": "cachedContents/x"})

@@ -1,4 +1,4 @@
-"""The HTTP door in process: what it refuses, and how errors look."""
+"""The HTTP server in process: what it refuses, and how errors look."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -24,12 +24,12 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture
-def parts(tokenizer: Tokenizer) -> fakes.Doors:
-    return fakes.make_doors(tokenizer)
+def parts(tokenizer: Tokenizer) -> fakes.Servers:
+    return fakes.make_servers(tokenizer)
 
 
 @pytest.fixture
-async def client(parts: fakes.Doors) -> AsyncIterator[httpx.AsyncClient]:
+async def client(parts: fakes.Servers) -> AsyncIterator[httpx.AsyncClient]:
     async with client_of(parts) as client:
         yield client
 
@@ -125,7 +125,7 @@ async def client(parts: fakes.Doors) -> AsyncIterator[httpx.AsyncClient]:
     ],
 )
 async def test_refused_fields(
-    client: httpx.AsyncClient, parts: fakes.Doors, change: dict[str, Any], param: str
+    client: httpx.AsyncClient, parts: fakes.Servers, change: dict[str, Any], param: str
 ) -> None:
     parts.say("hello")
     answer = await client.post(CHAT, json=HELLO | change)
@@ -175,7 +175,7 @@ async def test_what_would_do_nothing_to_tokenize_is_refused(
     assert (answer.status_code, error_of(answer)["param"]) == (400, param)
 
 
-async def test_fields_that_ask_for_nothing(client: httpx.AsyncClient, parts: fakes.Doors) -> None:
+async def test_fields_that_ask_for_nothing(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     parts.say("hello")
     notes = {
         "user": "u", "metadata": {"a": "b"}, "store": False, "parallel_tool_calls": True, "tools": [],
@@ -189,7 +189,7 @@ async def test_fields_that_ask_for_nothing(client: httpx.AsyncClient, parts: fak
     assert (await client.post(CHAT, json=body)).status_code == 200
 
 
-async def test_sampling_fields_reach_dispatch(client: httpx.AsyncClient, parts: fakes.Doors) -> None:
+async def test_sampling_fields_reach_dispatch(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     parts.say("hello")
     given = {
         "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "presence_penalty": 0.2, "frequency_penalty": 0.3,
@@ -249,7 +249,7 @@ async def test_bad_json(client: httpx.AsyncClient, body: bytes) -> None:
         assert error_of(answer)["type"] == "BadRequestError"
 
 
-async def test_too_large(client: httpx.AsyncClient, parts: fakes.Doors) -> None:
+async def test_too_large(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     answer = await client.post(CHAT, content=b" " * (parts.config.max_body_bytes + 1))
     assert answer.status_code == 413
     assert error_of(answer)["code"] == "request_too_large"
@@ -281,7 +281,7 @@ async def test_context_and_model_errors(client: httpx.AsyncClient) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_errors_before_the_first_token_keep_their_status(
-    client: httpx.AsyncClient, parts: fakes.Doors, stream: bool
+    client: httpx.AsyncClient, parts: fakes.Servers, stream: bool
 ) -> None:
     for error, status, retry in ((Overloaded("full", retry_after_s=2.5), 429, "3"), (Unavailable("none"), 503, "1")):
         parts.generator.script = fakes.Script(error=error)
@@ -292,7 +292,7 @@ async def test_errors_before_the_first_token_keep_their_status(
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_time_that_ran_out_is_a_gateways_timeout(
-    client: httpx.AsyncClient, parts: fakes.Doors, stream: bool
+    client: httpx.AsyncClient, parts: fakes.Servers, stream: bool
 ) -> None:
     parts.generator.script = fakes.Script(error=DeadlineExceeded("the request's time ran out in the queue"))
     answer = await client.post(CHAT, json=HELLO | {"stream": stream, "priority": 4})
@@ -303,7 +303,7 @@ async def test_time_that_ran_out_is_a_gateways_timeout(
     assert (request.priority, request.deadline_s) == (4, 1000.0 + parts.config.request_timeout_s)
 
 
-async def test_error_after_the_first_token_is_an_event(client: httpx.AsyncClient, parts: fakes.Doors) -> None:
+async def test_error_after_the_first_token_is_an_event(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     parts.say("hello world", error=InternalError("worker lost"), error_after=2)
     answer = await client.post(CHAT, json=HELLO | {"stream": True})
     assert answer.status_code == 200
@@ -312,7 +312,7 @@ async def test_error_after_the_first_token_is_an_event(client: httpx.AsyncClient
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_bug_shows_nothing_of_itself(
-    client: httpx.AsyncClient, parts: fakes.Doors, stream: bool, monkeypatch: pytest.MonkeyPatch
+    client: httpx.AsyncClient, parts: fakes.Servers, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(_request: object) -> None:
         raise ZeroDivisionError("secret detail")
@@ -328,12 +328,12 @@ async def test_a_bug_shows_nothing_of_itself(
     }
 
 
-async def test_a_choice_that_failed_is_no_answer(client: httpx.AsyncClient, parts: fakes.Doors) -> None:
+async def test_a_choice_that_failed_is_no_answer(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     parts.say("hello", reason=FinishReason.ERROR)
     assert (await client.post(CHAT, json=HELLO)).status_code == 500
 
 
-async def test_request_ids(client: httpx.AsyncClient, parts: fakes.Doors) -> None:
+async def test_request_ids(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     parts.say("hello")
     made = await client.post(CHAT, json=HELLO)
     given = await client.post(CHAT, json=HELLO | {"request_id": "mine-2"}, headers={"X-Request-Id": "mine-1"})
@@ -350,7 +350,7 @@ async def test_request_ids(client: httpx.AsyncClient, parts: fakes.Doors) -> Non
 
 
 async def test_keys(tokenizer: Tokenizer) -> None:
-    parts = fakes.make_doors(tokenizer, RouterConfig(api_keys=(SecretStr("key-a"), SecretStr("key-b"))))
+    parts = fakes.make_servers(tokenizer, RouterConfig(api_keys=(SecretStr("key-a"), SecretStr("key-b"))))
     parts.say("hello")
     async with client_of(parts) as client:
         for headers in (
@@ -373,7 +373,7 @@ async def test_keys(tokenizer: Tokenizer) -> None:
     assert first == third != second
 
 
-async def test_metrics_page(client: httpx.AsyncClient, parts: fakes.Doors) -> None:
+async def test_metrics_page(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     ids = parts.say("hello world")
     await client.post(CHAT, json=HELLO)
     await client.get("/secret-path")
@@ -391,7 +391,7 @@ async def test_metrics_page(client: httpx.AsyncClient, parts: fakes.Doors) -> No
     ("keep", "kept"), [(3, [3, 4, 5]), (5, [1, 2, 3, 4, 5]), (9, [1, 2, 3, 4, 5]), (-1, [1, 2, 3, 4, 5])]
 )
 async def test_only_the_last_tokens_of_a_prompt_are_kept(
-    client: httpx.AsyncClient, parts: fakes.Doors, keep: int, kept: list[int]
+    client: httpx.AsyncClient, parts: fakes.Servers, keep: int, kept: list[int]
 ) -> None:
     parts.say("hello")
     body = {"prompt": [1, 2, 3, 4, 5], "truncate_prompt_tokens": keep}
@@ -400,7 +400,7 @@ async def test_only_the_last_tokens_of_a_prompt_are_kept(
 
 
 async def test_a_prompt_longer_than_the_context_is_cut_when_asked(
-    client: httpx.AsyncClient, parts: fakes.Doors
+    client: httpx.AsyncClient, parts: fakes.Servers
 ) -> None:
     parts.say("hello")
     text = "x" * (2 * fakes.CONTEXT)

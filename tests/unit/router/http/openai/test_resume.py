@@ -25,10 +25,10 @@ def tokenizer() -> Tokenizer:
 
 
 class Router:
-    """One router's door, which another router of the cluster may share the secret with."""
+    """One router's server, which another router of the cluster may share the secret with."""
 
     def __init__(self, tokenizer: Tokenizer, seed: int = 99, **script: Any) -> None:
-        self.parts = fakes.make_doors(tokenizer, mint_seed=lambda: seed)
+        self.parts = fakes.make_servers(tokenizer, mint_seed=lambda: seed)
         self.parts.say(TEXT, cached_tokens=7, **script)
 
     async def events(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> list[dict[str, Any]]:
@@ -187,14 +187,14 @@ async def test_a_client_that_has_gone_on_elsewhere_before_its_first_event_is_tol
     tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Over a real socket: uvicorn answers 500 in plain text, and logs an error, when nobody else answers."""
-    parts = fakes.make_doors(tokenizer)
+    parts = fakes.make_servers(tokenizer)
     parts.generator.script = fakes.Script(error=StreamTaken("the client has taken this stream elsewhere"))
     app = create_app(parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics)
     async with (
-        HttpServer(app, host="127.0.0.1", port=0, grace_s=1.0) as door,
+        HttpServer(app, host="127.0.0.1", port=0, grace_s=1.0) as listener,
         httpx.AsyncClient(trust_env=False) as client,
     ):
-        answer = await client.post(f"http://127.0.0.1:{door.port}{CHAT}", json=HELLO | {"stream": True})
+        answer = await client.post(f"http://127.0.0.1:{listener.port}{CHAT}", json=HELLO | {"stream": True})
     assert answer.status_code == 409
     error = error_of(answer)
     assert (error["code"], error["type"]) == ("stream_taken", "ConflictError")

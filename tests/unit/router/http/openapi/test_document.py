@@ -1,4 +1,4 @@
-"""The OpenAPI document says what the door does: all routes, bodies as they are validated, answers as they come."""
+"""The OpenAPI document says what the server does: all routes, bodies as they are validated, answers as they come."""
 
 import json
 import re
@@ -23,12 +23,12 @@ RESPONSES = "/v1/responses"
 
 
 @pytest.fixture
-def parts() -> fakes.Doors:
-    return fakes.make_doors(fakes.make_tokenizer())
+def parts() -> fakes.Servers:
+    return fakes.make_servers(fakes.make_tokenizer())
 
 
 @pytest_asyncio.fixture
-async def client(parts: fakes.Doors) -> AsyncIterator[httpx.AsyncClient]:
+async def client(parts: fakes.Servers) -> AsyncIterator[httpx.AsyncClient]:
     async with client_of(parts) as made:
         yield made
 
@@ -40,7 +40,7 @@ WORDS = {"model": fakes.MODEL, "max_tokens": 20, "messages": [{"role": "user", "
 BY_NAME = {"name": "clock", "input_schema": {"type": "object"}}
 
 
-async def test_every_answer_is_as_described(client: httpx.AsyncClient, parts: fakes.Doors) -> None:
+async def test_every_answer_is_as_described(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     described = await Described.by(client)
     parts.say("hello", logprobs=True)
     for method, path, shown, body in (
@@ -79,7 +79,7 @@ async def test_every_answer_is_as_described(client: httpx.AsyncClient, parts: fa
     ],
 )
 async def test_every_event_is_as_described(
-    client: httpx.AsyncClient, parts: fakes.Doors, path: str, body: dict[str, Any]
+    client: httpx.AsyncClient, parts: fakes.Servers, path: str, body: dict[str, Any]
 ) -> None:
     described = await Described.by(client)
     headers = {"X-Tandem-Timing": "1"} | ({} if path == RESPONSES else {"X-Tandem-Stream-Ids": "1"})
@@ -135,7 +135,7 @@ def test_what_is_no_event_of_a_stream_is_not_as_described() -> None:
     ],
 )
 async def test_a_body_fits_the_document_if_and_only_if_it_is_taken(
-    client: httpx.AsyncClient, parts: fakes.Doors, path: str, body: dict[str, Any], fits: bool
+    client: httpx.AsyncClient, parts: fakes.Servers, path: str, body: dict[str, Any], fits: bool
 ) -> None:
     described = await Described.by(client)
     parts.say("hello")
@@ -145,7 +145,7 @@ async def test_a_body_fits_the_document_if_and_only_if_it_is_taken(
 
 @pytest.mark.parametrize("keys", [(), ("a-key",)])
 async def test_it_says_where_a_key_is_asked_for(keys: tuple[str, ...]) -> None:
-    parts = fakes.make_doors(fakes.make_tokenizer(), RouterConfig(api_keys=keys))
+    parts = fakes.make_servers(fakes.make_tokenizer(), RouterConfig(api_keys=keys))
     async with client_of(parts) as client:
         document = (await Described.by(client)).document
         for path, operations in document["paths"].items():

@@ -30,7 +30,7 @@ BOUNDS = BodyBounds.for_model(1 << 16, 512)
 
 async def answers() -> list[tuple[int, dict[str, str], str]]:
     """Of good and bad requests to each direct route, with what is new in each left out."""
-    parts = fakes.make_doors(fakes.make_tokenizer(), KEYED)
+    parts = fakes.make_servers(fakes.make_tokenizer(), KEYED)
     parts.say("hello")
     found = []
     async with client_of(parts) as client:
