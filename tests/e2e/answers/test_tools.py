@@ -114,7 +114,7 @@ async def test_forced_calls_in_a_stream(client):
     ]
 
 
-async def test_the_same_calls_over_grpc(cluster, client):
+async def test_tool_calls_over_grpc_equal_http(cluster, client):
     """With `tandem.client`; and what else is new there against what HTTP says, on real workers."""
     whole = (await client.chat.completions.create(**asked("required", temperature=1.0, seed=4))).choices[0].message
     tools = [
@@ -142,7 +142,7 @@ async def test_the_same_calls_over_grpc(cluster, client):
 
 
 @pytest.mark.slow
-async def test_a_call_goes_on_when_its_worker_dies():
+async def test_tool_call_survives_worker_loss():
     many = {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 60, "maxItems": 60}
     schema = NOTHING | {"properties": {"colours": many}, "required": ["colours"]}
     tool = {"type": "function", "function": {"name": "paint", "parameters": schema}}
@@ -160,7 +160,7 @@ async def test_a_call_goes_on_when_its_worker_dies():
         jsonschema.validate(json.loads(text), schema)
 
 
-async def test_the_result_goes_back_and_an_answer_comes(client):
+async def test_tool_result_yields_an_answer(client):
     first = (await client.chat.completions.create(**asked("required", seed=1))).choices[0].message
     results = [{"role": "tool", "tool_call_id": call.id, "content": "rain"} for call in first.tool_calls]
     again = asked("auto", messages=[*ASKED, first, *results], max_tokens=20)
@@ -185,7 +185,7 @@ async def test_strict_tools_and_a_format_beside_them(client):
             jsonschema.validate(json.loads(one.message.content), schema)
 
 
-async def test_a_schema_that_cannot_be_kept_is_refused(client):
+async def test_unsupported_tool_schema_is_refused(client):
     parameters = {"type": "object", "properties": {"x": {"type": "array", "uniqueItems": True}}}
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
     with pytest.raises(openai.BadRequestError, match="uniqueItems") as caught:

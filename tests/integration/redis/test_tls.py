@@ -50,7 +50,7 @@ async def tls_door(server: RedisServer, authority: trustme.CA):
         await asyncio.gather(*carrying, return_exceptions=True)
 
 
-async def test_the_board_is_read_and_written_through_tls_and_a_strangers_certificate_is_refused(tmp_path: Path) -> None:
+async def test_redis_over_tls_works_and_refuses_foreign_certificate(tmp_path: Path) -> None:
     ours, theirs = trustme.CA(), trustme.CA()
     for name, authority in (("ours", ours), ("theirs", theirs)):
         authority.cert_pem.write_to_path(tmp_path / name)
@@ -75,9 +75,7 @@ async def test_the_board_is_read_and_written_through_tls_and_a_strangers_certifi
     ("kind", "told"),
     [("fifo", "a FIFO, not a regular file"), ("empty", "no certificate in PEM"), ("absent", "No such")],
 )
-async def test_authorities_that_cannot_be_read_make_redis_down_and_are_not_waited_for(
-    tmp_path: Path, kind: str, told: str
-) -> None:
+async def test_redis_unreadable_ca_counts_as_down(tmp_path: Path, kind: str, told: str) -> None:
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "empty").touch()
     settings = RedisSettings(host="127.0.0.1", port=1, tls=True, ca=str(tmp_path / kind), timeout_s=20.0)

@@ -35,7 +35,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines() if line]
 
 
-async def test_who_asked_for_what_is_written_down_and_not_what_was_said(tmp_path: Path) -> None:
+async def test_audit_log_entry_has_caller_and_no_content(tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
     config = RouterConfig(api_keys=({"key": "a-key", "tenant": "acme"},), audit_log={"path": str(path)})
     parts = fakes.make_servers(fakes.make_tokenizer(), config)
@@ -94,7 +94,7 @@ async def test_calls_over_grpc_are_written_down_too(tmp_path: Path) -> None:
     assert (told["ListModels"]["status"], told["ListModels"]["tenant"]) == ("UNAUTHENTICATED", None)
 
 
-def test_it_is_rotated_by_size_and_follows_whoever_renames_it(tmp_path: Path) -> None:
+def test_audit_file_full_or_renamed_is_reopened(tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
     for route in "abcdefg":
         log = AuditFile(AuditConfig(path=str(path), max_bytes=300, keep=2))
@@ -115,7 +115,7 @@ def test_it_is_rotated_by_size_and_follows_whoever_renames_it(tmp_path: Path) ->
     assert [one["route"] for one in lines(path)] == ["first", "second"]
 
 
-def test_a_full_disk_costs_lines_alone_and_they_are_counted(tmp_path: Path) -> None:
+def test_audit_file_full_disk_loses_and_counts_lines(tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
     disk = {"room": 1}
 
@@ -142,7 +142,7 @@ def test_a_full_disk_costs_lines_alone_and_they_are_counted(tmp_path: Path) -> N
     assert {sample.labels["result"]: sample.value for sample in family.samples} == {"written": 0.0, "lost": 3.0}
 
 
-def test_a_disk_that_hangs_keeps_nobody_waiting(tmp_path: Path) -> None:
+def test_audit_file_hanging_disk_delays_no_request(tmp_path: Path) -> None:
     hangs, let_go = threading.Event(), threading.Event()
 
     def write(fd: int, data: bytes) -> int:
@@ -162,6 +162,6 @@ def test_a_disk_that_hangs_keeps_nobody_waiting(tmp_path: Path) -> None:
     assert log.num_written == 10_001 - lost
 
 
-def test_a_log_that_cannot_be_written_stops_the_start(tmp_path: Path) -> None:
+def test_audit_file_unwritable_at_start_is_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"router\.audit_log\.path"):
         AuditFile(AuditConfig(path=str(tmp_path / "absent" / "log")))

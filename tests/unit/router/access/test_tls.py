@@ -122,7 +122,7 @@ async def test_answers_and_streams_come_in_tls(tls: RouterTls, tmp_path: Path) -
         assert await models(rpc.port, tmp_path) == [fakes.MODEL]
 
 
-async def test_a_request_right_behind_the_handshake_is_not_lost(tls: RouterTls, tmp_path: Path) -> None:
+async def test_tls_request_sent_with_handshake_is_answered(tls: RouterTls, tmp_path: Path) -> None:
     ask = b"GET /health HTTP/1.1\r\nHost: r\r\nConnection: close\r\n\r\n"
     context = believing(tmp_path)
 
@@ -151,7 +151,7 @@ async def test_a_request_right_behind_the_handshake_is_not_lost(tls: RouterTls, 
             assert (await asyncio.to_thread(talk, http.port)).startswith(b"HTTP/1.1 200")
 
 
-async def test_who_speaks_no_tls_or_an_old_one_is_not_answered(tls: RouterTls, tmp_path: Path) -> None:
+async def test_tls_plaintext_or_old_version_is_refused(tls: RouterTls, tmp_path: Path) -> None:
     async with opened(tls) as (_, http, rpc):
         reader, writer = await asyncio.open_connection(LOCAL, http.port)
         writer.write(b"GET /v1/models HTTP/1.1\r\nHost: r\r\n\r\n")
@@ -200,9 +200,7 @@ async def test_new_certificates_are_shown_to_who_comes_and_nobody_is_cut_off(
         assert (await kept.get("/v1/models")).status_code == 200
 
 
-async def test_with_an_authority_of_clients_nobody_else_comes_in(
-    tls: RouterTls, authority: Authority, tmp_path: Path
-) -> None:
+async def test_tls_client_authority_refuses_other_clients(tls: RouterTls, authority: Authority, tmp_path: Path) -> None:
     one, other = tmp_path / "one", tmp_path / "other"
     for folder, issuer in ((one, authority), (other, Authority())):
         folder.mkdir()

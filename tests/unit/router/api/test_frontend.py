@@ -29,7 +29,7 @@ def parts(tokenizer: Tokenizer) -> fakes.Servers:
 HELLO = [Message(role="user", content="hello")]
 
 
-async def test_defaults(parts: fakes.Servers) -> None:
+async def test_frontend_absent_fields_get_defaults(parts: fakes.Servers) -> None:
     conversation = await parts.frontend.prepare_chat(HELLO, ClientRequest())
     size = len(conversation.request.prompt_token_ids)
     assert conversation.request.sampling.max_tokens == fakes.CONTEXT - size
@@ -42,7 +42,7 @@ async def test_defaults(parts: fakes.Servers) -> None:
     assert prompt.request.request_id != conversation.request.request_id
 
 
-async def test_given_values_hold(parts: fakes.Servers) -> None:
+async def test_frontend_stated_fields_are_kept(parts: fakes.Servers) -> None:
     sampling = SamplingParams(ignore_eos=True, stop_token_ids=(9,), min_tokens=2, temperature=0.0)
     fields = ClientRequest(
         sampling=sampling, max_tokens=99, seed=-5, num_choices=3, priority=-2, time_left_s=2.0, stop=("x",)
@@ -101,7 +101,7 @@ async def test_top_k_of_zero_or_minus_one_keeps_every_token(parts: fakes.Servers
         await parts.frontend.prepare_chat(HELLO, ClientRequest(sampling=SamplingParams(top_k=-2)))
 
 
-async def test_unknown_model(parts: fakes.Servers) -> None:
+async def test_frontend_unknown_model_is_refused(parts: fakes.Servers) -> None:
     with pytest.raises(ModelNotFound, match="tiny"):
         await parts.frontend.prepare_chat(HELLO, ClientRequest(model="gpt-4"))
 
@@ -143,7 +143,7 @@ async def test_prompt_truncated_to_the_context_leaves_room_for_max_tokens(parts:
         assert one.request.sampling.max_tokens == fakes.CONTEXT - kept
 
 
-async def test_messages(parts: fakes.Servers) -> None:
+async def test_frontend_invalid_messages_are_refused(parts: fakes.Servers) -> None:
     for messages in (
         [],
         HELLO * (MAX_MESSAGES + 1),
@@ -175,13 +175,13 @@ async def test_messages(parts: fakes.Servers) -> None:
         [[[1]]],
     ],
 )
-def test_prompt_shapes(parts: fakes.Servers, value: object) -> None:
+def test_frontend_invalid_prompt_is_refused(parts: fakes.Servers, value: object) -> None:
     with pytest.raises(InvalidRequest) as caught:
         parts.frontend.prompts.parse_prompts(value)
     assert caught.value.param == "prompt"
 
 
-def test_prompts_parsed(parts: fakes.Servers) -> None:
+def test_frontend_prompt_forms_are_parsed(parts: fakes.Servers) -> None:
     parse = parts.frontend.prompts.parse_prompts
     assert parse("a") == ["a"]
     assert parse(["a", "b"]) == ["a", "b"]

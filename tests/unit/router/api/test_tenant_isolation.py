@@ -1,6 +1,6 @@
 """Time tells no tenant what another has asked (docs/extend/incidents.md; CVE-2025-46570).
 
-The servers' own names, through the router's prefix map and an engine's cache: whoever sends another tenant's prompt finds
+Servers' own names, through the router's prefix map and an engine's cache: whoever sends another tenant's prompt finds
 nothing of it anywhere, so that it is computed, and takes as long, as if nobody had ever sent it.
 """
 

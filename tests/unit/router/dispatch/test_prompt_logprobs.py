@@ -50,7 +50,7 @@ def prefill(name: str, script: object = None) -> FakeWorker:
     return made
 
 
-async def test_a_prefill_worker_reads_and_then_the_answer_comes_as_ever() -> None:
+async def test_scoring_by_prefill_worker_precedes_the_answer() -> None:
     decode, reads = FakeWorker("d0"), prefill("p0")
     async with cluster(decode, reads) as router:
         reading, reader = await run(router, asked())
@@ -64,7 +64,7 @@ async def test_a_prefill_worker_reads_and_then_the_answer_comes_as_ever() -> Non
         router.assert_idle()
 
 
-async def test_without_a_prefill_pool_a_decode_worker_reads_and_nothing_need_be_generated() -> None:
+async def test_scoring_without_prefill_pool_uses_decode_worker() -> None:
     decode = FakeWorker("d0")
     async with cluster(decode) as router:
         reading, reader = await run(router, asked(PromptScoringRequest(num_top=None, only=True), num_choices=2))
@@ -77,7 +77,7 @@ async def test_without_a_prefill_pool_a_decode_worker_reads_and_nothing_need_be_
         router.assert_idle()
 
 
-async def test_what_comes_in_parts_is_one() -> None:
+async def test_scores_in_parts_are_assembled() -> None:
     def in_parts(reading: ReadAttempt) -> None:
         reading.give(0, 4)
         reading.give(4, 5)
@@ -88,7 +88,7 @@ async def test_what_comes_in_parts_is_one() -> None:
 
 
 @pytest.mark.parametrize("code", ["Overloaded", "Unavailable", "InternalError"])
-async def test_who_refuses_is_followed_by_another(code: str) -> None:
+async def test_scoring_refused_by_worker_tries_another(code: str) -> None:
     async with cluster(FakeWorker("d0"), prefill("p0", lambda reading: reading.refuse(code)), prefill("p1")) as router:
         assert_whole((await run(router, asked()))[0])
         router.assert_idle()
@@ -97,9 +97,7 @@ async def test_who_refuses_is_followed_by_another(code: str) -> None:
 @pytest.mark.parametrize(
     ("code", "error", "asked_of"), [("Overloaded", Overloaded, 3), ("ContextLengthExceeded", ServingError, 1)]
 )
-async def test_when_all_refuse_the_client_hears_what_the_last_said(
-    code: str, error: type[ServingError], asked_of: int
-) -> None:
+async def test_scoring_refused_by_all_raises_last_refusal(code: str, error: type[ServingError], asked_of: int) -> None:
     workers = [prefill("p0"), prefill("p1"), FakeWorker("d0")]
     for one in workers:
         one.read_script = lambda reading: reading.refuse(code)
@@ -110,7 +108,7 @@ async def test_when_all_refuse_the_client_hears_what_the_last_said(
         router.assert_idle()
 
 
-async def test_a_reader_that_dies_is_followed_by_another_but_not_by_a_third() -> None:
+async def test_scoring_gives_up_after_two_lost_workers() -> None:
     readers = [prefill(f"p{i}", lambda _: None) for i in range(2)]
     decode = FakeWorker("d0")
     async with cluster(decode, *readers) as router:
@@ -129,7 +127,7 @@ async def test_a_reader_that_dies_is_followed_by_another_but_not_by_a_third() ->
         router.assert_idle()
 
 
-async def test_a_prompt_waits_a_while_for_a_worker_to_come_back() -> None:
+async def test_scoring_waits_for_returning_worker() -> None:
     decode, reads = FakeWorker("d0"), prefill("p0", lambda _: None)
     async with cluster(decode, reads) as router:
         decode.read_script = lambda _: None
@@ -151,7 +149,7 @@ async def test_a_prompt_waits_a_while_for_a_worker_to_come_back() -> None:
         assert_whole((await task)[0])
 
 
-async def test_the_only_reader_is_asked_again_when_its_session_broke_and_is_back() -> None:
+async def test_scoring_retries_only_worker_in_new_session() -> None:
     """The same process: it was frozen, or its network was away."""
     alone = FakeWorker("d0")
     alone.read_script = lambda _: None
@@ -166,7 +164,7 @@ async def test_the_only_reader_is_asked_again_when_its_session_broke_and_is_back
         router.assert_idle()
 
 
-async def test_who_leaves_or_runs_out_of_time_is_cancelled_at_the_worker() -> None:
+async def test_scoring_abandoned_is_cancelled_on_worker() -> None:
     slow = prefill("p0", lambda _: None)
     async with cluster(FakeWorker("d0"), slow) as router:
         task = asyncio.create_task(run(router, asked()))
@@ -182,7 +180,7 @@ async def test_who_leaves_or_runs_out_of_time_is_cancelled_at_the_worker() -> No
         router.assert_idle()
 
 
-async def test_nonsense_is_not_believed() -> None:
+async def test_malformed_scores_are_an_internal_error() -> None:
     async with cluster(FakeWorker("d0"), prefill("p0", lambda reading: reading.give(3))) as router:
         assert_whole((await run(router, asked()))[0])
     lone = FakeWorker("d0")
@@ -192,13 +190,13 @@ async def test_nonsense_is_not_believed() -> None:
             await run(router, asked())
 
 
-async def test_streams_for_nobody_read_nothing() -> None:
+async def test_generate_with_scoring_is_an_invariant_error() -> None:
     async with cluster(FakeWorker("d0")) as router:
         with pytest.raises(InvariantError):
             await collect(router.generate(asked()))
 
 
-def test_the_prefill_worker_that_is_done_first_reads() -> None:
+def test_scoring_chooses_worker_done_first() -> None:
     idle, busy = worker("p0", backlog=10), worker("p1", backlog=1000)
     decode = worker("d0")
     everybody = [busy, idle, decode]
@@ -216,7 +214,7 @@ def test_the_prefill_worker_that_is_done_first_reads() -> None:
     assert choose_scoring_worker([replace(idle, draining=True)], 5, excluded=(), avoided=()) is None
 
 
-async def test_a_beam_search_asks_one_worker_for_what_may_follow_and_survives_its_loss() -> None:
+async def test_beam_search_stays_on_one_worker_and_survives_its_loss() -> None:
     """The likeliest token is always its position; the second ends the answer."""
     asked_of: dict[str, list[int]] = {"p0": [], "p1": []}
 

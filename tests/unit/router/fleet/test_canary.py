@@ -32,7 +32,7 @@ async def _canary(
     yield canary, ReadinessCheck(router.registry, RouterMetrics("m"), canary.answering)
 
 
-async def test_a_dead_engine_behind_a_live_session_is_not_ready_until_a_token_comes() -> None:
+async def test_readiness_with_dead_engine_fails_until_a_token() -> None:
     dead = FakeWorker("d0", script=hold)
     async with cluster(dead) as router, _canary(router, timeout_s=0.1) as (canary, readiness):
         assert readiness.not_ready_reason() is None
@@ -46,7 +46,7 @@ async def test_a_dead_engine_behind_a_live_session_is_not_ready_until_a_token_co
         router.assert_idle()
 
 
-async def test_load_balancers_hear_that_no_key_is_good() -> None:
+async def test_readyz_without_accepted_key_is_503() -> None:
     parts, why = fakes.make_servers(fakes.make_tokenizer()), "no API key is accepted: the file was not read for 300 s"
     told: list[str | None] = [None]
     async with cluster(FakeWorker("d0")) as router:
@@ -60,7 +60,7 @@ async def test_load_balancers_hear_that_no_key_is_good() -> None:
             assert (await client.get("/health")).status_code == 200
 
 
-async def test_load_balancers_hear_of_an_engine_that_died_behind_a_live_session() -> None:
+async def test_readyz_with_dead_engine_is_503() -> None:
     """At the server: /health goes on to say that the router lives, /readyz says 503 until a token has come."""
     parts = fakes.make_servers(fakes.make_tokenizer())
     dead = FakeWorker("d0", script=hold)
@@ -128,7 +128,7 @@ async def test_queue_with_one_engine_alive_takes_new_requests() -> None:
         await collect(gate.generate(of("a", 0)))
 
 
-async def test_a_canary_asks_each_worker_for_one_token_and_is_not_counted() -> None:
+async def test_canary_requests_one_uncounted_token_per_worker() -> None:
     workers = [FakeWorker("d0"), FakeWorker("d1", script=hold)]
     async with cluster(*workers) as router, _canary(router, timeout_s=0.3, silence_s=10.0) as (canary, readiness):
         keys = {w.info.key.worker_id: w.info.key for w in router.registry.snapshots()}
@@ -148,7 +148,7 @@ async def test_a_canary_asks_each_worker_for_one_token_and_is_not_counted() -> N
         router.assert_idle()
 
 
-async def test_a_fault_is_logged_and_workers_are_asked_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+async def test_canary_error_is_logged_and_probing_continues(caplog: pytest.LogCaptureFixture) -> None:
     async with cluster(FakeWorker("d0")) as router, _canary(router) as (canary, _):
         generate, asked = router.dispatcher.generate, asyncio.Event()
 
@@ -164,7 +164,7 @@ async def test_a_fault_is_logged_and_workers_are_asked_all_the_same(caplog: pyte
         assert "a fault of ours" in caplog.text
 
 
-def test_only_silent_decode_workers_are_asked() -> None:
+def test_canary_probes_silent_decode_workers_only() -> None:
     schedule = CanarySchedule(CanarySettings(silence_s=10.0))
     silent, busy = replace(worker("d0"), answered_s=5.0), replace(worker("d1"), answered_s=10.0)
     leaving, prefill = replace(worker("d2"), draining=True), worker("p0")

@@ -55,7 +55,7 @@ async def outcome(call: Any) -> str:
 
 
 @pytest.mark.parametrize("most_streams", [None, BURST // 4])
-async def test_a_burst_on_one_channel_is_answered(
+async def test_grpc_burst_on_one_channel_is_answered(
     tokenizer: Any, most_streams: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beyond what may be sent at a time a client keeps the rest, and loses none."""
@@ -68,7 +68,7 @@ async def test_a_burst_on_one_channel_is_answered(
         assert Counter(await asyncio.gather(*calls)) == {"OK": BURST}
 
 
-async def test_more_calls_than_there_may_be_are_told_when_to_come_back(tokenizer: Any) -> None:
+async def test_grpc_calls_beyond_bound_get_retry_after(tokenizer: Any) -> None:
     parts = fakes.make_servers(tokenizer)
     parts.say("hello", hang_after=0)
     keys = ApiKeyStore()
@@ -99,7 +99,7 @@ def reflected(channel: grpc.aio.Channel, metadata: Any) -> Any:
 
 
 @pytest.mark.parametrize("metadata", [(), (("authorization", "Bearer wrong"),)])
-async def test_without_a_key_not_even_what_there_is_is_told(tokenizer: Any, metadata: Any) -> None:
+async def test_grpc_reflection_without_key_is_refused(tokenizer: Any, metadata: Any) -> None:
     parts = fakes.make_servers(tokenizer, RouterConfig(api_keys=("key-a",)))
     async with opened(build_server(parts.frontend, parts.generator, parts.config, parts.metrics)) as channel:
         assert (await refused(reflected(channel, metadata))).code() is grpc.StatusCode.UNAUTHENTICATED
@@ -116,7 +116,7 @@ async def test_without_a_key_not_even_what_there_is_is_told(tokenizer: Any, meta
     assert "Secret" not in counted(parts.metrics)
 
 
-async def test_where_there_are_no_keys_everybody_is_told(tokenizer: Any) -> None:
+async def test_grpc_reflection_without_configured_keys_is_open(tokenizer: Any) -> None:
     parts = fakes.make_servers(tokenizer)
     async with opened(build_server(parts.frontend, parts.generator, parts.config, parts.metrics)) as channel:
         assert [one async for one in reflected(channel, ())]

@@ -50,7 +50,7 @@ def stub(channel: grpc.aio.Channel) -> InferenceStub:
     return InferenceStub(channel)
 
 
-async def test_the_times_come_behind_the_answer(parts: fakes.Servers, stub: InferenceStub) -> None:
+async def test_grpc_trailers_have_timing(parts: fakes.Servers, stub: InferenceStub) -> None:
     parts.say("hello")
     call = stub.Generate(pb.GenerateRequest(chat=HELLO))
     usage = [answer async for answer in call][-1].usage
@@ -61,7 +61,7 @@ async def test_the_times_come_behind_the_answer(parts: fakes.Servers, stub: Infe
     assert (usage.times.cached.prefill_pool, usage.times.cached.fetched, usage.times.cached.host) == (4, 2, 1)
 
 
-async def test_generate(parts: fakes.Servers, stub: InferenceStub) -> None:
+async def test_grpc_generate_streams_text(parts: fakes.Servers, stub: InferenceStub) -> None:
     ids = parts.say("hello wörld 😀 STOP", logprobs=True)
     sampling = common_pb2.SamplingParams(temperature=0.0, seed=4, num_logprobs=2)
     request = pb.GenerateRequest(chat=HELLO, sampling=sampling, n=2, priority=-1, cache_salt="s")
@@ -99,7 +99,7 @@ async def test_stop_strings(parts: fakes.Servers, stub: InferenceStub) -> None:
     assert "".join([a.text async for a in stub.Generate(request)]) == "hello "
 
 
-async def test_texts(parts: fakes.Servers, stub: InferenceStub) -> None:
+async def test_grpc_generated_text_equals_http(parts: fakes.Servers, stub: InferenceStub) -> None:
     answer = await stub.Tokenize(pb.TokenizeRequest(text="hello 😀"))
     assert list(answer.token_ids) == parts.tokenizer.encode("hello 😀")
     assert answer.max_model_len == fakes.CONTEXT
@@ -127,7 +127,7 @@ async def test_texts(parts: fakes.Servers, stub: InferenceStub) -> None:
         ),
     ],
 )
-async def test_bad_requests(
+async def test_grpc_invalid_requests_are_refused(
     stub: InferenceStub, parts: fakes.Servers, make: Callable[[], pb.GenerateRequest], param: str
 ) -> None:
     error = await refused(stub.Generate(make()))
@@ -136,7 +136,9 @@ async def test_bad_requests(
     assert not parts.generator.requests
 
 
-async def test_status_codes(stub: InferenceStub, parts: fakes.Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_grpc_errors_have_status_codes(
+    stub: InferenceStub, parts: fakes.Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert (
         await refused(stub.Generate(pb.GenerateRequest(model="gpt-4", prompt="a")))
     ).code() is grpc.StatusCode.NOT_FOUND
@@ -175,7 +177,7 @@ async def test_cancel_and_deadline_close_the_request(stub: InferenceStub, parts:
     assert parts.generator.requests[1].deadline_s < 1000.0 + 0.3 + 0.1
 
 
-async def test_keys(tokenizer: Tokenizer) -> None:
+async def test_grpc_without_key_is_unauthenticated(tokenizer: Tokenizer) -> None:
     parts = fakes.make_servers(tokenizer, RouterConfig(api_keys=(SecretStr("key-a"),)))
     parts.say("hello")
     server = build_server(parts.frontend, parts.generator, parts.config, parts.metrics)
@@ -202,7 +204,7 @@ async def test_health_and_reflection(grpc_server: GrpcServer, channel: grpc.aio.
     assert SERVICE_NAME in {service.name for service in answer.list_services_response.service}
 
 
-async def test_a_taken_port_is_an_error(grpc_server: GrpcServer, parts: fakes.Servers) -> None:
+async def test_grpc_server_on_port_in_use_raises(grpc_server: GrpcServer, parts: fakes.Servers) -> None:
     server = build_server(parts.frontend, parts.generator, parts.config, parts.metrics)
     with pytest.raises(OSError, match="cannot listen"):
         async with GrpcServer(server, host="127.0.0.1", port=grpc_server.port):

@@ -49,7 +49,7 @@ async def _rest(call: grpc.aio.UnaryStreamCall) -> grpc.aio.AioRpcError:
     pytest.fail("the call went well")
 
 
-async def test_a_client_that_reads_nothing_is_given_up() -> None:
+async def test_grpc_client_reading_nothing_is_given_up() -> None:
     parts = fakes.make_servers(fakes.make_tokenizer())
     parts.say("hello world " * 20_000, per_delta=64)
     async with grpc_server(parts, parts.generator, write_timeout_s=0.05) as stub:
@@ -61,7 +61,7 @@ async def test_a_client_that_reads_nothing_is_given_up() -> None:
         assert "did not read" in error.details()
 
 
-async def test_one_that_leaves_with_its_answer_unread_is_no_error_of_ours(caplog: pytest.LogCaptureFixture) -> None:
+async def test_grpc_client_leaving_unread_answer_is_cancelled(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "router.grpc.call_guard")
     parts = fakes.make_servers(fakes.make_tokenizer())
     parts.say("hello world " * 20_000, per_delta=64)
@@ -74,7 +74,7 @@ async def test_one_that_leaves_with_its_answer_unread_is_no_error_of_ours(caplog
     assert {(record.levelname, record.name) for record in caplog.records} == {("DEBUG", "router.grpc.call_guard")}
 
 
-async def test_the_deadline_ends_a_request_whose_client_reads_nothing() -> None:
+async def test_grpc_deadline_ends_unread_request() -> None:
     """Both of two places are held by clients that do not read; at the deadline a third one has its turn."""
     parts = fakes.make_servers(fakes.make_tokenizer(), RouterConfig(request_timeout_s=1.0))
     parts.frontend.clock = asyncio.get_running_loop().time
@@ -95,7 +95,7 @@ async def test_the_deadline_ends_a_request_whose_client_reads_nothing() -> None:
             assert (await _rest(call)).code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
-async def test_a_client_that_reads_slowly_gets_all_of_it() -> None:
+async def test_grpc_slow_client_gets_whole_answer() -> None:
     parts = fakes.make_servers(fakes.make_tokenizer())
     ids = parts.say("hello world " * 500)
     async with grpc_server(parts, parts.generator) as stub:

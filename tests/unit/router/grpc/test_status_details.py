@@ -30,7 +30,7 @@ async def stub(parts: fakes.Servers) -> AsyncIterator[InferenceStub]:
         yield InferenceStub(channel)
 
 
-async def test_a_wrong_field_is_named(stub: InferenceStub) -> None:
+async def test_grpc_status_names_invalid_field(stub: InferenceStub) -> None:
     request = pb.GenerateRequest(chat=HELLO, n=0)
     error = await refused(stub.Generate(request))
     status, found = details_of(error)
@@ -42,7 +42,7 @@ async def test_a_wrong_field_is_named(stub: InferenceStub) -> None:
 
 
 @pytest.mark.parametrize("error", [Overloaded("full", retry_after_s=2.25), Unavailable("nobody", retry_after_s=0.5)])
-async def test_the_time_to_come_back_is_told(
+async def test_grpc_status_has_retry_delay(
     parts: fakes.Servers, stub: InferenceStub, error: Overloaded | Unavailable
 ) -> None:
     parts.generator.script = fakes.Script(error=error)
@@ -53,7 +53,7 @@ async def test_the_time_to_come_back_is_told(
     assert BadRequest not in found
 
 
-async def test_the_kind_of_a_refusal_is_its_own(parts: fakes.Servers, stub: InferenceStub) -> None:
+async def test_grpc_status_has_error_reason(parts: fakes.Servers, stub: InferenceStub) -> None:
     long = pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=[5] * fakes.CONTEXT))
     _, found = details_of(await refused(stub.Generate(long)))
     assert found[ErrorInfo].reason == "CONTEXT_LENGTH_EXCEEDED"
@@ -102,7 +102,7 @@ async def test_fields_that_http_has_are_honoured(parts: fakes.Servers, stub: Inf
     assert fox in routed.sampling.bad_words
 
 
-def test_the_options_that_keep_connections_alive_bear_the_names_that_grpc_reads() -> None:
+def test_grpc_keepalive_options_have_known_names() -> None:
     """A misspelt one is ignored in silence."""
     kept = dict(SERVER_OPTIONS)
     assert kept["grpc.http2.max_ping_strikes"] == 0

@@ -66,7 +66,7 @@ async def _router(worker: FakeWorker) -> AsyncIterator[_Router]:
             yield _Router(core, queue, http, rpc, client, InferenceStub(channel))
 
 
-async def test_draining_doors_refuse_at_once_and_finish_what_runs() -> None:
+async def test_drain_refuses_new_and_finishes_running_requests() -> None:
     worker = FakeWorker("d0", script=hold)
     async with _router(worker) as router:
         call = router.stub.Generate(pb.GenerateRequest(prompt="a"))
@@ -89,7 +89,7 @@ async def test_draining_doors_refuse_at_once_and_finish_what_runs() -> None:
             await router.ask()
 
 
-async def test_both_doors_share_one_bound() -> None:
+async def test_drain_both_servers_share_one_bound() -> None:
     worker = FakeWorker("d0", script=hold)
     async with _router(worker) as router:
         reading = asyncio.create_task(router.stub.Generate(pb.GenerateRequest(prompt="a")).read())
@@ -106,7 +106,7 @@ async def test_both_doors_share_one_bound() -> None:
         assert refused.json()["error"]["code"] == "unavailable"
 
 
-async def test_a_router_that_is_not_alone_leaves_what_is_new_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_drain_with_siblings_leaves_new_connections_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """And serves who is connected, whether it has asked before or not."""
     monkeypatch.setattr(router_drain, "_HAND_OVER_S", 60.0)
     worker = FakeWorker("d0")
@@ -137,7 +137,7 @@ async def _answer(submission: Submission) -> None:
     submission.give_all()
 
 
-async def test_who_was_in_the_queue_of_a_port_that_is_left_is_served() -> None:
+async def test_drain_serves_queued_connections() -> None:
     worker = FakeWorker("d0")
     async with _router(worker) as router:
         unseen = [socket.create_connection(("127.0.0.1", router.http.port)) for _ in range(20)]

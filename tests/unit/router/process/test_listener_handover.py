@@ -40,7 +40,7 @@ async def find(config):
     return await asyncio.to_thread(RunningRouter.connect, config)
 
 
-async def test_a_successor_gets_the_very_socket_and_relieves(config, server):
+async def test_handover_successor_gets_socket_and_confirms(config, server):
     relieved = asyncio.Event()
     async with hands_over(config, server, on_handed_over=relieved.set) as handing:
         found = await find(config)
@@ -57,7 +57,7 @@ async def test_a_successor_gets_the_very_socket_and_relieves(config, server):
         found.close()
 
 
-async def test_one_that_dies_before_it_serves_changes_nothing(config, server):
+async def test_handover_successor_dying_early_changes_nothing(config, server):
     async with hands_over(config, server, on_handed_over=lambda: pytest.fail("relieved")) as handing:
         for _ in range(2):
             found = await find(config)
@@ -66,7 +66,7 @@ async def test_one_that_dies_before_it_serves_changes_nothing(config, server):
         assert not handing.is_handed_over
 
 
-async def test_nobody_is_found_where_nobody_is_or_other_doors_are(config, server, monkeypatch):
+async def test_handover_without_matching_router_finds_none(config, server, monkeypatch):
     assert await find(config) is None
     async with hands_over(config, server, on_handed_over=lambda: None):
         with pytest.raises(ConfigError, match="listens on other addresses"):
@@ -87,7 +87,7 @@ def unnamed(tmp_path, monkeypatch):
     return RouterConfig(host="127.0.0.1", port=8123, grpc_port=8124)
 
 
-async def test_routers_at_one_port_of_two_addresses_leave_each_other_alone(unnamed, server, caplog):
+async def test_handover_same_port_other_address_is_ignored(unnamed, server, caplog):
     async with hands_over(unnamed, server, on_handed_over=lambda: pytest.fail("relieved")):
         other = unnamed.model_copy(update={"host": "127.0.0.2"})
         assert await find(other) is None
@@ -100,7 +100,7 @@ async def test_routers_at_one_port_of_two_addresses_leave_each_other_alone(unnam
     assert list((runtime_folder()).iterdir()) == []
 
 
-async def test_a_successor_that_cannot_be_accepted_once_is_accepted_later(config, server, monkeypatch):
+async def test_handover_accepts_again_after_descriptor_shortage(config, server, monkeypatch):
     loop, refused = asyncio.get_running_loop(), asyncio.Event()
     real = loop.sock_accept
 
@@ -139,7 +139,7 @@ class Sessions:
         )
 
 
-async def test_a_successor_opens_the_doors_when_it_has_every_worker_of_its_predecessor(config, server, monkeypatch):
+async def test_handover_successor_waits_for_predecessors_workers(config, server, monkeypatch):
     """Not with the first that answers: all load of the router would fall on that one."""
     alone = Sessions()
     alone.join("a")
@@ -171,7 +171,7 @@ async def test_a_successor_opens_the_doors_when_it_has_every_worker_of_its_prede
         found.close()
 
 
-async def test_a_successor_does_not_wait_for_ever_and_not_once_it_is_told_to_stop(config, server, monkeypatch, caplog):
+async def test_handover_wait_for_workers_is_bounded_and_stoppable(config, server, monkeypatch, caplog):
     asked = asyncio.Event()
 
     def told():
@@ -193,7 +193,7 @@ async def test_a_successor_does_not_wait_for_ever_and_not_once_it_is_told_to_sto
         found.close()
 
 
-async def test_a_predecessor_that_has_gone_is_waited_for_by_nobody(config, server):
+async def test_handover_ended_predecessor_is_not_waited_for(config, server):
     async with hands_over(config, server, reached=lambda: frozenset({"b:1"}), on_handed_over=lambda: None):
         found, sessions = await find(config), Sessions()
     sessions.join("a")
@@ -213,7 +213,7 @@ class HandedOverBefore(ListenerHandover):
                 self._on_handed_over()
 
 
-async def test_a_predecessor_that_knows_no_questions_is_handed_over_all_the_same(config, server):
+async def test_handover_from_older_version_succeeds(config, server):
     relieved = asyncio.Event()
     async with HandedOverBefore(config, lambda: server, reached=frozenset, on_handed_over=relieved.set):
         found, sessions = await find(config), Sessions()
@@ -225,7 +225,7 @@ async def test_a_predecessor_that_knows_no_questions_is_handed_over_all_the_same
         found.close()
 
 
-async def test_a_predecessor_that_is_silent_for_a_while_is_asked_again(config, server, monkeypatch):
+async def test_handover_silent_predecessor_is_queried_again(config, server, monkeypatch):
     """Else the successor would take over at once, with the first worker that it has met."""
     monkeypatch.setattr(listener_handover, "_ANSWER_S", 0.05)
     monkeypatch.setattr(listener_handover, "_LOOK_S", 0.0)
@@ -254,7 +254,7 @@ async def test_a_predecessor_that_is_silent_for_a_while_is_asked_again(config, s
         found[0].close()
 
 
-async def test_who_takes_over_from_one_that_says_nothing_tells_so(config, server, monkeypatch, caplog):
+async def test_handover_from_silent_predecessor_is_logged(config, server, monkeypatch, caplog):
     monkeypatch.setattr(listener_handover, "_ANSWER_S", 0.05)
     monkeypatch.setattr(listener_handover, "_JOIN_S", 0.0)
     async with hands_over(config, server, on_handed_over=lambda: None) as handing:
@@ -269,7 +269,7 @@ async def test_who_takes_over_from_one_that_says_nothing_tells_so(config, server
     assert "cannot confirm to the previous router that this one serves" in caplog.text
 
 
-async def test_of_two_successors_that_found_the_same_router_one_stays(config, server, monkeypatch):
+async def test_handover_of_two_successors_one_stays(config, server, monkeypatch):
     """Only the last one has the place; nobody has a link to the other to tell it."""
     monkeypatch.setattr(listener_handover, "_LOOK_S", 0.01)
     relieved = [asyncio.Event() for _ in range(2)]
@@ -294,7 +294,7 @@ async def test_of_two_successors_that_found_the_same_router_one_stays(config, se
         one.close()
 
 
-async def test_the_successors_own_socket_stays_when_the_predecessor_leaves(config, server):
+async def test_handover_successors_unix_socket_survives_predecessor(config, server):
     first = hands_over(config, server, on_handed_over=lambda: None)
     await first.__aenter__()
     async with hands_over(config, server, on_handed_over=lambda: None, succeeds=True):
@@ -306,14 +306,14 @@ async def test_the_successors_own_socket_stays_when_the_predecessor_leaves(confi
         found.close()
 
 
-async def test_where_others_can_enter_nobody_is_awaited(config, server, tmp_path, caplog):
+async def test_handover_in_shared_folder_is_disabled(config, server, tmp_path, caplog):
     tmp_path.chmod(0o755)
     async with hands_over(config, server, on_handed_over=lambda: None):
         assert "a successor cannot find this router" in caplog.text
         assert await find(config) is None
 
 
-async def test_whoever_could_be_somebody_else_is_not_believed(config, server, tmp_path):
+async def test_handover_from_other_user_is_refused(config, server, tmp_path):
     async with hands_over(config, server, on_handed_over=lambda: pytest.fail("relieved")):
         tmp_path.chmod(0o777)
         with pytest.raises(ConfigError, match="can be written to by others"):
@@ -336,7 +336,7 @@ def accepted(listening):
         count += 1
 
 
-def test_the_kernel_brings_what_is_new_to_the_last_of_two_and_then_to_the_only_one():
+def test_port_steering_prefers_last_listener():
     first = socket.create_server(("127.0.0.1", 0), reuse_port=True)
     address = first.getsockname()
     with socket.create_server(address, reuse_port=True) as second:

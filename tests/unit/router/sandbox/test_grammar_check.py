@@ -41,7 +41,7 @@ def asked(shape: Shape, value: object) -> str:
 LARGE = {"type": "object", "properties": {f"p{i}": {"enum": [f"{i}-{j}" for j in range(40)]} for i in range(100)}}
 
 
-async def test_what_can_be_followed_comes_back_and_is_asked_once(
+async def test_grammar_check_valid_grammar_is_returned_and_cached(
     checker: GrammarProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grammar = asked(Shape.JSON_SCHEMA, {"type": "integer"})
@@ -54,7 +54,7 @@ async def test_what_can_be_followed_comes_back_and_is_asked_once(
 
 
 @pytest.mark.parametrize(("num_dead", "begins"), [(2, True), (3, False)])
-async def test_a_process_that_dies_before_it_begins_is_begun_again(
+async def test_grammar_check_process_dying_at_start_is_restarted(
     checker: GrammarProcess, monkeypatch: pytest.MonkeyPatch, num_dead: int, begins: bool
 ) -> None:
     exec_of, num_begun = asyncio.create_subprocess_exec, 0
@@ -85,7 +85,7 @@ async def test_a_process_that_dies_before_it_begins_is_begun_again(
         (Shape.GRAMMAR, "root ::= " + "(" * 5000, "recursion"),
     ],
 )
-async def test_what_cannot_is_refused_by_the_name_of_its_field(
+async def test_grammar_check_invalid_grammar_names_its_field(
     checker: GrammarProcess, shape: Shape, value: object, message: str
 ) -> None:
     for _ in range(2):
@@ -124,7 +124,7 @@ NESTED = "(" * 5 + "a" + "{1,999})" * 5
 
 
 @pytest.mark.parametrize("pattern", ["a{900000000}", "(x|y)a{900000000}", "[a-f]{3}(g|h)a{900000000}", NESTED])
-async def test_what_compiles_but_takes_too_much_to_follow_is_refused(checker: GrammarProcess, pattern: str) -> None:
+async def test_grammar_check_expensive_to_follow_is_refused(checker: GrammarProcess, pattern: str) -> None:
     with pytest.raises(InvalidRequest, match=r"^field: it takes too much to follow: \w") as refused:
         await checker.checked(asked(Shape.REGEX, pattern), "field")
     assert refused.value.param == "field"
@@ -159,11 +159,13 @@ def _resident_bytes(pid: int) -> int:
         (Shape.REGEX, "(a+)+b"),
     ],
 )
-async def test_what_is_large_and_harmless_is_followed(checker: GrammarProcess, shape: Shape, value: object) -> None:
+async def test_grammar_check_large_harmless_grammar_is_accepted(
+    checker: GrammarProcess, shape: Shape, value: object
+) -> None:
     assert await checker.checked(asked(shape, value), "field")
 
 
-async def test_a_loop_without_end_is_killed_wherever_it_begins() -> None:
+async def test_grammar_check_endless_loop_is_killed() -> None:
     """llguidance 1.9 goes on for ever when a greedy lexeme leaves nothing for what must follow it."""
     checker = process(compile_s=1.0)
     with pytest.raises(InvalidRequest, match="more than 1 s"):
@@ -172,14 +174,14 @@ async def test_a_loop_without_end_is_killed_wherever_it_begins() -> None:
     await checker.close()
 
 
-async def test_what_takes_too_deep_a_stack_ends_its_process_alone(checker: GrammarProcess) -> None:
+async def test_grammar_check_stack_overflow_ends_only_its_process(checker: GrammarProcess) -> None:
     rules = "\n".join(f'r{index}: /[a-z]{{3,9}}/ "x{index}" r{index + 1}?' for index in range(1000))
     with pytest.raises(InvalidRequest, match="too much memory"):
         await checker.checked(asked(Shape.GRAMMAR, f'start: r0\n{rules}\nr1000: "q"'), "field")
     assert await checker.checked(asked(Shape.REGEX, "a"), "field")
 
 
-async def test_what_takes_too_long_is_killed_and_the_next_one_is_judged() -> None:
+async def test_grammar_check_slow_grammar_is_killed_and_next_checked() -> None:
     checker = process(compile_s=1e-4)
     with pytest.raises(InvalidRequest, match="more than 0"):
         await checker.checked(asked(Shape.JSON_SCHEMA, LARGE), "field")
@@ -189,7 +191,7 @@ async def test_what_takes_too_long_is_killed_and_the_next_one_is_judged() -> Non
     await checker.close()
 
 
-async def test_what_takes_too_much_memory_ends_its_process_alone() -> None:
+async def test_grammar_check_memory_exhaustion_ends_only_its_process() -> None:
     checker = process(compile_bytes=1 << 20)
     with pytest.raises(InvalidRequest, match="too much memory"):
         await checker.checked(asked(Shape.CHOICE, [f"{i}" * 9 for i in range(4096)]), "field")
@@ -197,7 +199,7 @@ async def test_what_takes_too_much_memory_ends_its_process_alone() -> None:
     await checker.close()
 
 
-async def test_a_process_that_died_is_started_again(checker: GrammarProcess) -> None:
+async def test_grammar_check_dead_process_is_restarted(checker: GrammarProcess) -> None:
     await checker.checked(asked(Shape.REGEX, "a"), "field")
     assert checker._process is not None
     os.kill(checker._process.pid, signal.SIGKILL)
@@ -205,7 +207,7 @@ async def test_a_process_that_died_is_started_again(checker: GrammarProcess) -> 
     assert await checker.checked(asked(Shape.REGEX, "b"), "field")
 
 
-async def test_those_who_ask_for_the_same_share_a_verdict_though_one_leaves(checker: GrammarProcess) -> None:
+async def test_grammar_check_concurrent_callers_share_verdict(checker: GrammarProcess) -> None:
     grammar = asked(Shape.JSON_SCHEMA, LARGE)
     callers = [asyncio.create_task(checker.checked(grammar, f"field{i}")) for i in range(5)]
     await asyncio.sleep(0)
@@ -214,7 +216,9 @@ async def test_those_who_ask_for_the_same_share_a_verdict_though_one_leaves(chec
     assert callers[0].cancelled()
 
 
-async def test_too_many_at_once_are_told_so(checker: GrammarProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_grammar_check_queue_beyond_bound_is_overloaded(
+    checker: GrammarProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(grammar_check, "_MAX_WAITING", 1)
     first = asyncio.create_task(checker.checked(asked(Shape.REGEX, "a"), "field"))
     await asyncio.sleep(0)
@@ -223,7 +227,7 @@ async def test_too_many_at_once_are_told_so(checker: GrammarProcess, monkeypatch
     await first
 
 
-async def test_a_process_that_cannot_begin_is_an_overload_not_a_hang(tmp_path: object) -> None:
+async def test_grammar_check_process_not_starting_is_overloaded(tmp_path: object) -> None:
     checker = GrammarProcess(
         TOKENIZER.with_name("none.json"), vocab_size=1, eos_token_ids=[], compile_s=1.0, compile_bytes=1 << 30
     )

@@ -151,7 +151,7 @@ class ServerUnderTest:
 
 @pytest.mark.parametrize("num_requests", [800, pytest.param(30_000, marks=pytest.mark.slow)])
 @pytest.mark.turn(1)
-async def test_nor_at_the_door(num_requests: int) -> None:
+async def test_memory_of_http_server_does_not_grow(num_requests: int) -> None:
     soak = Soak(2)
     server = ServerUnderTest(soak)
     meter = Meter(soak.roots | {"app": server.app, "frontend": server._parts.frontend})
@@ -181,7 +181,7 @@ def forgetting_nothing(*_: object, **__: object) -> None:
     ],
 )
 @pytest.mark.in_turns
-async def test_whoever_forgets_nothing_is_found(
+async def test_memory_meter_finds_a_leak(
     owner: type, forgets: str, keeper: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, forgets, forgetting_nothing)

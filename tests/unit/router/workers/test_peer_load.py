@@ -32,7 +32,7 @@ def load(router: Incarnation, sequence: int, *shares: Share) -> RouterLoad:
     return RouterLoad(router=router, sequence=sequence, shares=shares)
 
 
-def test_what_a_peer_sent_since_a_report_counts_until_a_newer_one_is_here() -> None:
+def test_peer_load_since_report_counts_until_newer_report() -> None:
     peers = PeerLoads(lease_s=3.0)
     assert peers.at(ME, 4) is NO_PEERS
     peers.update(load(A, 1, share(5, 100, 2, 40, 1)), 0.0)
@@ -45,7 +45,7 @@ def test_what_a_peer_sent_since_a_report_counts_until_a_newer_one_is_here() -> N
     assert peers.at(WorkerKey(ME.worker_id, Incarnation(2)), 5) is NO_PEERS, "a restarted worker has none of it"
 
 
-def test_a_load_that_is_not_renewed_lapses_also_when_redis_shows_it_for_ever() -> None:
+def test_peer_load_unrenewed_lapses() -> None:
     peers = PeerLoads(lease_s=3.0)
     assert peers.update(load(A, 7, share(1, 10, 1)), 0.0)
     for now_s in (1.0, 2.0, 2.9):
@@ -58,7 +58,7 @@ def test_a_load_that_is_not_renewed_lapses_also_when_redis_shows_it_for_ever() -
     assert len(peers) == 0
 
 
-def test_an_old_load_that_is_put_back_counts_no_more() -> None:
+def test_peer_load_replayed_old_load_is_ignored() -> None:
     peers = PeerLoads(lease_s=3.0)
     peers.update(load(A, 6, share(1, 10, 1)), 0.0)
     peers.update(load(A, 7, share(1, 20, 1)), 0.0)
@@ -73,7 +73,7 @@ def test_an_old_load_that_is_put_back_counts_no_more() -> None:
     assert peers.at(ME, 1).backlog_tokens == 40
 
 
-def test_not_every_router_there_ever_was_is_remembered() -> None:
+def test_peer_load_remembered_routers_are_bounded() -> None:
     peers = PeerLoads(lease_s=3.0)
     peers.update(load(Incarnation(1), 1), 0.0)
     for number in range(2, MAX_REMEMBERED + 2):
@@ -83,7 +83,7 @@ def test_not_every_router_there_ever_was_is_remembered() -> None:
     assert len(peers._sequences) == MAX_REMEMBERED
 
 
-def test_a_router_that_left_counts_no_more() -> None:
+def test_peer_load_of_departed_router_is_removed() -> None:
     peers = PeerLoads(lease_s=3.0)
     peers.update(load(A, 1, share(1, 10, 1)), 0.0)
     assert peers.routers == {A}
@@ -99,7 +99,7 @@ def registry_with(peers: PeerLoads) -> WorkerRegistry:
     return registry
 
 
-def test_the_registry_counts_a_request_once_whoever_tells_of_it() -> None:
+def test_registry_counts_each_request_once() -> None:
     peers = PeerLoads(lease_s=3.0)
     registry = registry_with(peers)
     key = registry.snapshots()[0].info.key
@@ -122,7 +122,7 @@ def test_the_registry_counts_a_request_once_whoever_tells_of_it() -> None:
     assert (seen.backlog_tokens, seen.num_active) == (150, 2), "what is left of a dead router, the worker tells"
 
 
-def test_a_router_tells_what_it_has_under_way_and_nothing_of_idle_workers() -> None:
+def test_registry_in_flight_leaves_out_idle_workers() -> None:
     registry = registry_with(PeerLoads(lease_s=3.0))
     key = registry.snapshots()[0].info.key
     assert registry.in_flight() == ()
@@ -135,7 +135,7 @@ def test_a_router_tells_what_it_has_under_way_and_nothing_of_idle_workers() -> N
     assert registry.in_flight() == ()
 
 
-def test_several_routers_never_count_a_request_twice_nor_miss_one_for_long() -> None:
+def test_registries_of_several_routers_converge() -> None:
     """A worker, three routers, reports and loads that come when they like: never more than is there and was there."""
     for seed in range(40):
         rng = Random(seed)

@@ -109,7 +109,7 @@ async def hangs_up(client: httpx.AsyncClient, path: str, query: str, leaves: asy
     return sent[0]
 
 
-async def test_operators_alone_may_look(tokenizer):
+async def test_profiles_require_operator_key(tokenizer):
     async with http_server(tokenizer, {}) as client:
         for path in (ROUTER, WORKER):
             assert (await client.post(path)).status_code == 401
@@ -118,7 +118,7 @@ async def test_operators_alone_may_look(tokenizer):
             assert "operator" in refused.json()["error"]["message"]
 
 
-async def test_off_there_is_nothing_and_the_setting_is_named(tokenizer):
+async def test_profiles_disabled_name_the_setting(tokenizer):
     parts = fakes.make_servers(tokenizer, config=KEYED)
     app = create_app(parts.frontend, parts.generator, parts.ready, KEYED, parts.metrics)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
@@ -135,7 +135,7 @@ async def test_off_there_is_nothing_and_the_setting_is_named(tokenizer):
         ("collapsed", "text/plain", b""),
     ],
 )
-async def test_a_router_shows_itself(tokenizer, shape, media_type, begins):
+async def test_router_profile_is_returned(tokenizer, shape, media_type, begins):
     async with http_server(tokenizer, {}) as client:
         answer = await client.post(ROUTER, params={"seconds": 0.05, "format": shape}, headers=OPERATOR)
     assert answer.status_code == 200, answer.text
@@ -144,7 +144,7 @@ async def test_a_router_shows_itself(tokenizer, shape, media_type, begins):
     assert b"event loop" in answer.content
 
 
-async def test_a_flame_graph_is_not_drawn_on_the_event_loop(tokenizer, monkeypatch):
+async def test_flame_graph_is_drawn_off_the_event_loop(tokenizer, monkeypatch):
     drew = []
 
     def draw(tally, *, title):
@@ -162,7 +162,7 @@ async def test_a_flame_graph_is_not_drawn_on_the_event_loop(tokenizer, monkeypat
 @pytest.mark.parametrize(
     ("path", "query"), [(ROUTER, "seconds=60"), (WORKER, "worker=decode-0&seconds=60")], ids=["router", "worker"]
 )
-async def test_who_hangs_up_ends_what_was_asked_for(tokenizer, monkeypatch, path, query):
+async def test_profile_of_departed_client_is_cancelled(tokenizer, monkeypatch, path, query):
     worker, sampling, stopped = Worker(), asyncio.Event(), threading.Event()
 
     class Sampler:
@@ -209,7 +209,7 @@ async def test_who_hangs_up_ends_what_was_asked_for(tokenizer, monkeypatch, path
         (WORKER, {"worker": "decode-0", "steps": "1.5"}, "integer"),
     ],
 )
-async def test_what_is_out_of_bounds_is_refused_by_name(tokenizer, path, asked, says):
+async def test_profile_out_of_bounds_is_refused_by_name(tokenizer, path, asked, says):
     addresses = {WorkerKey(WorkerId("decode-0"), Incarnation(1)): "127.0.0.1:1"}
     async with http_server(tokenizer, addresses) as client:
         answer = await client.post(path, params=asked, headers=OPERATOR)
@@ -217,7 +217,7 @@ async def test_what_is_out_of_bounds_is_refused_by_name(tokenizer, path, asked, 
     assert says in answer.json()["error"]["message"]
 
 
-async def test_a_workers_trace_is_passed_on_and_only_one_at_a_time(tokenizer):
+async def test_worker_trace_is_returned_one_at_a_time(tokenizer):
     worker = Worker()
     asked = {"worker": "decode-0", "steps": "7", "seconds": "2.5"}
     async with serving(worker) as addresses, http_server(tokenizer, addresses) as client:
@@ -238,7 +238,7 @@ async def test_a_workers_trace_is_passed_on_and_only_one_at_a_time(tokenizer):
     ("code", "status", "says"),
     [(grpc.StatusCode.RESOURCE_EXHAUSTED, 429, "because"), (grpc.StatusCode.OUT_OF_RANGE, 503, "because")],
 )
-async def test_a_workers_refusal_is_told(tokenizer, code, status, says):
+async def test_worker_trace_refusal_is_reported(tokenizer, code, status, says):
     worker = Worker()
     worker.refuses = code
     worker.go_on.set()
@@ -248,14 +248,14 @@ async def test_a_workers_refusal_is_told(tokenizer, code, status, says):
     assert says in answer.json()["error"]["message"]
 
 
-async def test_a_worker_that_serves_none_is_told_apart(tokenizer):
+async def test_worker_without_profiling_is_reported(tokenizer):
     async with serving(None) as addresses, http_server(tokenizer, addresses) as client:
         answer = await client.post(WORKER, params={"worker": "decode-0"}, headers=OPERATOR)
     assert answer.status_code == 503
     assert "profiling.enabled is off there" in answer.json()["error"]["message"]
 
 
-async def test_more_than_the_bound_is_not_kept(tokenizer):
+async def test_worker_trace_beyond_bound_is_refused(tokenizer):
     worker = Worker()
     worker.go_on.set()
     large = b"x" * 2048

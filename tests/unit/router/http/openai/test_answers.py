@@ -27,7 +27,7 @@ async def client(parts: fakes.Servers) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-async def test_chat(parts: fakes.Servers, client: httpx.AsyncClient) -> None:
+async def test_chat_unstreamed_answer_is_whole(parts: fakes.Servers, client: httpx.AsyncClient) -> None:
     ids = parts.say("hello wörld 😀")
     answer = await client.post(CHAT, json=HELLO, headers={"X-Tandem-Timing": "1"})
     body = answer.json()
@@ -62,14 +62,14 @@ async def test_chat(parts: fakes.Servers, client: httpx.AsyncClient) -> None:
     assert (queue, total) == ("queue;dur=250.000", "total;dur=0.000")
 
 
-async def test_who_does_not_ask_is_told_no_times(parts: fakes.Servers, client: httpx.AsyncClient) -> None:
+async def test_timing_is_sent_on_request_only(parts: fakes.Servers, client: httpx.AsyncClient) -> None:
     parts.say("hello")
     answer = await client.post(CHAT, json=HELLO)
     assert "timing" not in answer.json()
     assert "server-timing" not in answer.headers
 
 
-async def test_chat_stream(parts: fakes.Servers, client: httpx.AsyncClient) -> None:
+async def test_chat_stream_joins_to_whole_answer(parts: fakes.Servers, client: httpx.AsyncClient) -> None:
     ids = parts.say("hello 😀")
     options = {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
     answer = await client.post(CHAT, json=HELLO | options, headers={"X-Tandem-Timing": "1"})
@@ -98,7 +98,7 @@ async def test_continuous_usage_and_timing_without_usage(parts: fakes.Servers, c
     assert chunks[-1]["choices"]
 
 
-async def test_choices_interleave(parts: fakes.Servers, client: httpx.AsyncClient) -> None:
+async def test_chat_stream_choices_interleave(parts: fakes.Servers, client: httpx.AsyncClient) -> None:
     ids = parts.say("hello world")
     body = (await client.post(CHAT, json=HELLO | {"n": 3})).json()
     assert [c["message"]["content"] for c in body["choices"]] == ["hello world"] * 3
@@ -199,7 +199,7 @@ async def test_models_and_texts(client: httpx.AsyncClient, parts: fakes.Servers)
     assert error_of(await client.post("/detokenize", json={"tokens": [-1]}))["param"] == "tokens"
 
 
-async def test_probes(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
+async def test_health_and_readyz_answer(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     assert (await client.get("/health")).status_code == 200
     assert (await client.get("/readyz")).status_code == 200
     parts.ready.reason = "no decode worker"
@@ -212,7 +212,7 @@ async def test_probes(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
 @pytest.mark.parametrize(
     ("asked", "along"), [({}, False), ({"stream": True}, True), ({"stop": ["wörld"]}, True), ({"n": 2}, False)]
 )
-async def test_whole_answers_are_read_at_their_end_unless_their_text_may_end_them(
+async def test_unstreamed_answer_reads_along_only_for_stop_strings(
     parts: fakes.Servers, client: httpx.AsyncClient, asked: dict[str, object], along: bool
 ) -> None:
     parts.say("hello wörld")

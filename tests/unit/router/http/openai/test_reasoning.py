@@ -56,7 +56,7 @@ def says(parts: fakes.Servers, *, is_open: bool, answer: str = ANSWER, **script:
 
 
 @pytest.mark.parametrize("template", [OPENS, WRITES], ids=["the template begins", "the model begins"])
-async def test_chat(template: str) -> None:
+async def test_chat_separates_reasoning(template: str) -> None:
     parts = parts_of(template)
     count = says(parts, is_open=template == OPENS)
     async with client_of(parts) as client:
@@ -108,7 +108,7 @@ def lead_of(parts: fakes.Servers) -> str:
     ],
     ids=["json", "required", "named", "strict", "json or calls"],
 )
-async def test_a_structure_stands_behind_the_thinking(
+async def test_structured_output_follows_reasoning(
     client: httpx.AsyncClient, parts: fakes.Servers, asked: dict[str, Any], answer: str
 ) -> None:
     count = says(parts, is_open=True, answer=answer)
@@ -125,7 +125,7 @@ async def test_a_structure_stands_behind_the_thinking(
     assert message["content"] == (None if answer == CALL else answer)
 
 
-async def test_a_model_that_begins_to_think_itself_need_not() -> None:
+async def test_reasoning_begun_by_model_is_optional() -> None:
     parts = parts_of(WRITES)
     parts.say('{"a":4}')
     async with client_of(parts) as client:
@@ -135,7 +135,7 @@ async def test_a_model_that_begins_to_think_itself_need_not() -> None:
 
 
 @pytest.mark.parametrize(("asked", "answer"), [({}, ANSWER), ({"tools": [TOOL], "tool_choice": "required"}, CALL)])
-async def test_grpc_tells_it_apart_too(parts: fakes.Servers, asked: dict[str, Any], answer: str) -> None:
+async def test_grpc_separates_reasoning(parts: fakes.Servers, asked: dict[str, Any], answer: str) -> None:
     count = says(parts, is_open=True, answer=answer, per_delta=2)
     turns = [*HELLO["messages"], {"role": "assistant", "content": "b", "reasoning_content": "c"}, *HELLO["messages"]]
     request = in_grpcs_words(HELLO | asked | {"messages": turns, "stream": True})
@@ -152,7 +152,7 @@ async def test_grpc_tells_it_apart_too(parts: fakes.Servers, asked: dict[str, An
         assert "".join(call.name for one in told for call in one.tool_calls) == ("clock" if answer == CALL else "")
 
 
-async def test_an_answer_that_is_cut_while_it_thinks(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
+async def test_answer_cut_during_reasoning_has_no_content(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     ids = parts.tokenizer.encode("Let me")
     parts.generator.script = fakes.Script(tokens=ids, reason=FinishReason.LENGTH)
     body = (await client.post(CHAT, json=HELLO)).json()
@@ -165,7 +165,7 @@ def deltas_of(told: list[dict[str, str]]) -> list[dict[str, Any]]:
     return [json.loads(event["data"])["choices"][0]["delta"] for event in told]
 
 
-async def test_a_stream_goes_on_where_it_broke(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
+async def test_reasoning_stream_resumes_where_it_broke(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     says(parts, is_open=True)
     headers = {"X-Tandem-Stream-Ids": "1"}
     full = list(events_of((await client.post(CHAT, json=HELLO | {"stream": True}, headers=headers)).text))[:-1]
@@ -176,7 +176,7 @@ async def test_a_stream_goes_on_where_it_broke(client: httpx.AsyncClient, parts:
             assert "".join(delta.get(name) or "" for delta in told) == expected
 
 
-async def test_responses(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
+async def test_responses_separate_reasoning(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     count = says(parts, is_open=True)
     described = await Described.by(client)
     whole = await client.post("/v1/responses", json={"input": "a"})
@@ -207,7 +207,7 @@ async def test_log_probabilities_are_those_of_the_answer(client: httpx.AsyncClie
     assert last["output"][1]["content"][0]["logprobs"] == shown
 
 
-async def test_messages(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
+async def test_anthropic_messages_separate_reasoning(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     says(parts, is_open=True)
     described = await Described.by(client)
     whole = await client.post("/v1/messages", json=WORDS)
@@ -225,7 +225,7 @@ async def test_messages(client: httpx.AsyncClient, parts: fakes.Servers) -> None
     assert f"[{THOUGHT}]{ANSWER}" in parts.tokenizer.decode(parts.generator.requests[-1].prompt_token_ids)
 
 
-async def test_who_wants_no_thinking_gets_none(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
+async def test_reasoning_turned_off_is_absent(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     parts.say(ANSWER)
     for path, body in (
         ("/v1/messages", WORDS | {"thinking": {"type": "disabled"}}),
@@ -239,7 +239,7 @@ async def test_who_wants_no_thinking_gets_none(client: httpx.AsyncClient, parts:
         assert prompt.endswith("<think>\n\n</think>\n\n")
 
 
-async def test_a_model_that_always_thinks_says_so() -> None:
+async def test_reasoning_that_cannot_be_turned_off_is_refused() -> None:
     async with client_of(parts_of(WRITES)) as client:
         answer = await client.post("/v1/messages", json=WORDS | {"thinking": {"type": "disabled"}})
         assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
@@ -249,7 +249,7 @@ async def test_a_model_that_always_thinks_says_so() -> None:
         assert (await client.post("/v1/messages", json=WORDS | {"thinking": budget})).status_code == 400
 
 
-async def test_without_a_family_all_is_answer() -> None:
+async def test_answer_without_reasoning_family_is_all_content() -> None:
     text = f"<think>{THOUGHT}</think>{ANSWER}"
     for template, config in ((fakes.TEMPLATE, None), (OPENS, RouterConfig(reasoning_parser="none"))):
         parts = parts_of(template, config)
@@ -266,7 +266,7 @@ async def test_plain_prompts_are_shown_as_they_are(client: httpx.AsyncClient, pa
     assert text.startswith("<think>")
 
 
-async def test_a_vote_compares_answers_alone(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
+async def test_vote_ignores_reasoning(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     says(parts, is_open=True)
     (choice,) = (await client.post(CHAT, json=HELLO | {"n": 3, "vote": True})).json()["choices"]
     assert choice["vote"] == {"answer": ANSWER, "votes": 3, "of": 3}

@@ -40,9 +40,7 @@ LARGE: dict[str, Any] = {"prompt": ["a", "b"], "n": 4, "max_tokens": 100, "logpr
 
 
 @pytest.mark.parametrize("fewer", [{"prompt": "a"}, {"n": 2}, {"max_tokens": 59}, {"logprobs": 10}, {"stream": True}])
-async def test_what_is_in_memory_at_once_is_bounded_by_all_its_factors(
-    small: fakes.Servers, fewer: dict[str, Any]
-) -> None:
+async def test_unstreamed_answer_beyond_memory_bound_is_refused(small: fakes.Servers, fewer: dict[str, Any]) -> None:
     async with client_of(small) as client:
         refused = await client.post(PLAIN, json=LARGE)
         assert refused.status_code == 400
@@ -54,7 +52,7 @@ async def test_what_is_in_memory_at_once_is_bounded_by_all_its_factors(
         assert (await client.post(PLAIN, json=LARGE | fewer)).status_code == 200
 
 
-async def test_who_states_no_length_gets_what_the_bound_leaves(small: fakes.Servers) -> None:
+async def test_unstreamed_answer_without_length_is_bounded(small: fakes.Servers) -> None:
     async with client_of(small) as client:
         body = HELLO | {"n": 16, "logprobs": True, "top_logprobs": 20}
         assert (await client.post(CHAT, json=body)).status_code == 200
@@ -74,7 +72,7 @@ async def test_length_that_the_model_states_is_cut_to_what_the_bound_leaves(toke
     assert parts.generator.requests[0].sampling.max_tokens == 10_000 // (16 * 21)
 
 
-async def test_the_default_bound_takes_a_whole_context(tokenizer: Tokenizer) -> None:
+async def test_default_memory_bound_allows_whole_context(tokenizer: Tokenizer) -> None:
     frontend = fakes.make_servers(tokenizer).frontend
     sampling = SamplingParams(num_logprobs=20)
     fields = ClientRequest(sampling=sampling, num_choices=16, max_tokens=fakes.CONTEXT - 1, reads_along=False)
@@ -128,9 +126,7 @@ async def test_log_probabilities_are_shown_in_slices_that_leave_turns_to_others(
     assert turns >= len(sizes)
 
 
-async def test_a_large_whole_answer_is_what_its_stream_is(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_large_unstreamed_answer_equals_stream(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also beyond what one slice, one part of its text and one piece of its body hold."""
     parts = fakes.make_servers(tokenizer)
     monkeypatch.setattr(whole_answer, "_PIECE_BYTES", 10_000)
@@ -148,7 +144,7 @@ async def test_a_large_whole_answer_is_what_its_stream_is(
     assert whole["finish_reason"] == "stop"
 
 
-async def test_the_text_of_a_long_answer_is_made_while_it_comes(tokenizer: Tokenizer) -> None:
+async def test_long_answer_is_detokenized_on_arrival(tokenizer: Tokenizer) -> None:
     """No turn of the loop makes the text of all of it."""
     parts = fakes.make_servers(tokenizer)
     parts.say("hello " * 3000, per_delta=32)

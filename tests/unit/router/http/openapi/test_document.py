@@ -40,7 +40,7 @@ WORDS = {"model": fakes.MODEL, "max_tokens": 20, "messages": [{"role": "user", "
 BY_NAME = {"name": "clock", "input_schema": {"type": "object"}}
 
 
-async def test_every_answer_is_as_described(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
+async def test_openapi_answers_match_schemas(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     described = await Described.by(client)
     parts.say("hello", logprobs=True)
     for method, path, shown, body in (
@@ -78,7 +78,7 @@ async def test_every_answer_is_as_described(client: httpx.AsyncClient, parts: fa
         ("/v1/messages", WORDS | {"tools": [BY_NAME]}),
     ],
 )
-async def test_every_event_is_as_described(
+async def test_openapi_events_match_schemas(
     client: httpx.AsyncClient, parts: fakes.Servers, path: str, body: dict[str, Any]
 ) -> None:
     described = await Described.by(client)
@@ -94,7 +94,7 @@ async def test_every_event_is_as_described(
         described.check("POST", path, answer)
 
 
-def test_what_is_no_event_of_a_stream_is_not_as_described() -> None:
+def test_openapi_event_schema_rejects_other_events() -> None:
     """The comparison itself sees what is wrong."""
     number = {"type": "string", "contentSchema": {"type": "integer"}}
     schema = {"type": "object", "required": ["data"], "properties": {"data": number}}
@@ -134,7 +134,7 @@ def test_what_is_no_event_of_a_stream_is_not_as_described() -> None:
         ("/detokenize", {"tokens": []}, True),
     ],
 )
-async def test_a_body_fits_the_document_if_and_only_if_it_is_taken(
+async def test_openapi_body_schema_accepts_exactly_valid_bodies(
     client: httpx.AsyncClient, parts: fakes.Servers, path: str, body: dict[str, Any], fits: bool
 ) -> None:
     described = await Described.by(client)
@@ -144,7 +144,7 @@ async def test_a_body_fits_the_document_if_and_only_if_it_is_taken(
 
 
 @pytest.mark.parametrize("keys", [(), ("a-key",)])
-async def test_it_says_where_a_key_is_asked_for(keys: tuple[str, ...]) -> None:
+async def test_openapi_document_marks_routes_that_require_keys(keys: tuple[str, ...]) -> None:
     parts = fakes.make_servers(fakes.make_tokenizer(), RouterConfig(api_keys=keys))
     async with client_of(parts) as client:
         document = (await Described.by(client)).document

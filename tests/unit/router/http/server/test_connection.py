@@ -84,7 +84,7 @@ async def listener(app: ASGIApp = hello, *, most: int = 100, **timeouts: float) 
 
 
 @pytest.mark.parametrize("begun", [b"", b"POST / HTTP/1.1\r\nHost: r\r\nX-A: "])
-async def test_a_connection_that_never_asks_is_closed(begun: bytes) -> None:
+async def test_connection_without_request_is_closed(begun: bytes) -> None:
     async with listener(head_timeout_s=0.1) as opened:
         client = await opened.connect()
         client.writer.write(begun)
@@ -92,20 +92,20 @@ async def test_a_connection_that_never_asks_is_closed(begun: bytes) -> None:
         assert opened.http.num_connections == 0
 
 
-async def test_a_head_that_drips_is_cut_off() -> None:
+async def test_connection_dripping_head_is_cut_off() -> None:
     async with listener(head_timeout_s=0.1) as opened:
         await (await opened.connect()).drip(b"GET / HTTP/1.1\r\nX-A: " + b"a" * 5000)
 
 
 @pytest.mark.parametrize("next_bytes", [b"GET /" + b"a" * 5000, b"\r\n" * 2500])
-async def test_a_next_head_that_drips_is_cut_off(next_bytes: bytes) -> None:
+async def test_connection_dripping_next_head_is_cut_off(next_bytes: bytes) -> None:
     async with listener(head_timeout_s=0.1, keep_alive_s=0.1) as opened:
         client = await opened.connect()
         assert (await client.ask()).endswith(b"hello")
         await client.drip(next_bytes)
 
 
-async def test_a_body_that_drips_behind_its_answer_is_cut_off() -> None:
+async def test_connection_dripping_body_after_answer_is_cut_off() -> None:
     async with listener(head_timeout_s=0.1) as opened:
         client = await opened.connect()
         client.writer.write(b"POST / HTTP/1.1\r\nHost: r\r\nContent-Length: 6000\r\n\r\n")
@@ -113,7 +113,7 @@ async def test_a_body_that_drips_behind_its_answer_is_cut_off() -> None:
         await client.drip(b"a" * 5000)
 
 
-async def test_a_connection_that_asks_nothing_more_is_closed() -> None:
+async def test_connection_idle_after_answer_is_closed() -> None:
     async with listener(keep_alive_s=0.1) as opened:
         client = await opened.connect()
         for _ in range(3):
@@ -122,7 +122,7 @@ async def test_a_connection_that_asks_nothing_more_is_closed() -> None:
         assert opened.http.num_connections == 0
 
 
-async def test_a_slow_answer_is_waited_for() -> None:
+async def test_connection_with_slow_answer_stays_open() -> None:
     go = asyncio.Event()
 
     async def slow(scope: Scope, receive: Receive, send: Send) -> None:
@@ -139,7 +139,7 @@ async def test_a_slow_answer_is_waited_for() -> None:
         assert (await asking).endswith(b"hello")
 
 
-async def test_more_silent_connections_than_there_is_room_for_shut_nobody_out() -> None:
+async def test_connections_silent_beyond_bound_make_way() -> None:
     async with listener(most=8) as opened, httpx.AsyncClient(trust_env=False) as client:
         kept = await opened.connect()
         await kept.ask()
@@ -152,7 +152,7 @@ async def test_more_silent_connections_than_there_is_room_for_shut_nobody_out() 
         await kept.closed()
 
 
-async def test_those_that_ask_are_not_closed_for_others() -> None:
+async def test_connections_with_requests_are_not_closed_for_others() -> None:
     go = asyncio.Event()
 
     async def slow(scope: Scope, receive: Receive, send: Send) -> None:
@@ -176,9 +176,7 @@ async def test_those_that_ask_are_not_closed_for_others() -> None:
 @pytest.mark.parametrize(
     ("size", "num_asked", "headers"), [(8 << 20, 1, {}), (8 << 20, 1, {"Connection": "close"}), (200_000, 60, {})]
 )
-async def test_whole_answers_that_are_never_read_are_given_up(
-    size: int, num_asked: int, headers: dict[str, str]
-) -> None:
+async def test_connection_with_unread_answer_is_given_up(size: int, num_asked: int, headers: dict[str, str]) -> None:
     """Nothing of them stays in memory for a client that does not read."""
     asked = asyncio.Event()
 
@@ -198,7 +196,7 @@ async def test_whole_answers_that_are_never_read_are_given_up(
                 await asyncio.sleep(0.01)
 
 
-async def test_too_many_requests_sent_ahead_are_cut_off() -> None:
+async def test_connection_pipelining_beyond_bound_is_cut_off() -> None:
     async with listener() as opened:
         client = await opened.connect()
         client.writer.write(ASK * 60)

@@ -98,7 +98,7 @@ def endlessly() -> Iterator[bytes]:
     ],
     ids=["value", "name", "trailer", "extension"],
 )
-async def test_a_header_without_end_ends_at_its_bound(begin: bytes) -> None:
+async def test_head_beyond_bound_is_431(begin: bytes) -> None:
     async with listening() as listener:
         reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
         answering = asyncio.create_task(reader.readuntil(b"}}"))
@@ -120,7 +120,7 @@ async def test_a_header_without_end_ends_at_its_bound(begin: bytes) -> None:
         )
 
 
-async def test_a_target_without_end_is_refused() -> None:
+async def test_target_beyond_bound_is_refused() -> None:
     async with listening() as listener:
         assert (await answer_to(listener, b"GET /" + b"x" * 20_000)).startswith(b"HTTP/1.1 414 ")
 
@@ -141,7 +141,7 @@ async def test_a_target_without_end_is_refused() -> None:
         (b"GET / HTTP/1.1\r\nHost: r/metrics\r\n", b"Host"),
     ],
 )
-async def test_a_head_that_can_be_read_in_two_ways_is_refused(head: bytes, named: bytes) -> None:
+async def test_ambiguous_head_is_refused(head: bytes, named: bytes) -> None:
     async with listening() as listener:
         answer = await answer_to(listener, head + b"\r\n1\r\na\r\n0\r\n\r\n" + ASK)
     assert answer.startswith(b"HTTP/1.1 400 Bad Request\r\n")
@@ -181,19 +181,19 @@ async def test_connection_upgrade_that_is_not_served_is_answered_and_not_logged(
         b"GET / HTTP/1.1\r\nHost: llm_1.example.com:8000 \r\nConnection: close\r\n",
     ],
 )
-async def test_one_host_or_an_old_client_is_answered(head: bytes) -> None:
+async def test_valid_host_or_http_1_0_is_answered(head: bytes) -> None:
     async with listening() as listener:
         assert (await answer_to(listener, head + b"\r\n")).startswith(b"HTTP/1.1 200 ")
 
 
-async def test_what_stands_behind_a_chunked_body_is_no_header() -> None:
+async def test_trailers_of_chunked_body_are_ignored() -> None:
     async with listening() as listener:
         sent = CHUNKED.replace(b"chunked", b"Chunked\r\nConnection: close")
         answer = await answer_to(listener, sent + b"1\r\na\r\n0\r\nAuthorization: Bearer key\r\nX-A: b\r\n\r\n")
     assert answer.endswith(b'{"size":1,"headers":["connection","host","transfer-encoding"]}')
 
 
-async def test_a_bad_request_behind_a_stream_says_nothing_into_it() -> None:
+async def test_malformed_request_after_stream_does_not_disturb_it() -> None:
     began = asyncio.Event()
 
     async def stream(scope: Scope, receive: Receive, send: Send) -> None:
@@ -215,7 +215,7 @@ async def test_a_bad_request_behind_a_stream_says_nothing_into_it() -> None:
 
 
 @pytest.mark.parametrize("length", [b"Content-Length: %d" % (32 << 20), b"Transfer-Encoding: chunked"])
-async def test_a_refusal_reaches_a_client_that_sends_all_before_it_reads(length: bytes) -> None:
+async def test_refusal_reaches_client_still_sending(length: bytes) -> None:
     async with listening(too_large) as listener:
         begin = b"POST / HTTP/1.1\r\nHost: r\r\n" + length + b"\r\n\r\n"
         chunk = PIECE if length.startswith(b"Content") else b"%x\r\n%b\r\n" % (len(PIECE), PIECE)
@@ -226,7 +226,7 @@ async def test_a_refusal_reaches_a_client_that_sends_all_before_it_reads(length:
     assert b'"code":"request_too_large"' in answer
 
 
-async def test_what_is_sent_behind_a_refusal_is_read_on_for_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connection_after_refusal_reads_bounded_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "_MOST_BEHIND_BODY", 1 << 20)
     async with listening(too_large) as listener:
         _, num_taken = await asyncio.to_thread(poured, listener.port, CHUNKED + b"ffffffffff\r\n", endlessly())
@@ -234,7 +234,7 @@ async def test_what_is_sent_behind_a_refusal_is_read_on_for_so_many_bytes(monkey
         await ended(listener)
 
 
-async def test_what_is_sent_behind_a_refusal_is_read_on_for_so_long() -> None:
+async def test_connection_after_refusal_reads_bounded_time() -> None:
     async with listening(too_large, head_timeout_s=0.1) as listener:
         reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
         writer.write(b"POST / HTTP/1.1\r\nHost: r\r\nContent-Length: 100\r\n\r\n")
@@ -244,7 +244,7 @@ async def test_what_is_sent_behind_a_refusal_is_read_on_for_so_long() -> None:
         writer.close()
 
 
-async def test_an_answer_that_breaks_off_ends_its_connection_though_its_client_sends() -> None:
+async def test_aborted_answer_closes_connection_of_sending_client() -> None:
     async def broken(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         raise ZeroDivisionError

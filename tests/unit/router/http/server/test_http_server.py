@@ -159,13 +159,13 @@ async def test_reader_that_never_reads_is_given_up() -> None:
         writer.transport.abort()
 
 
-async def test_a_taken_port_is_an_error(listener: HttpServer) -> None:
+async def test_http_server_on_port_in_use_raises(listener: HttpServer) -> None:
     with pytest.raises(OSError, match="in use"):
         async with HttpServer(None, host="127.0.0.1", port=listener.port):
             pass
 
 
-async def test_a_body_that_stops_coming(listener: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stalled_body_times_out(listener: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_body, "BODY_TIMEOUT_S", 0.05)
     answer = await raw(listener, CHAT + b"Content-Length: 100\r\n\r\n{")
     assert answer.startswith(b"HTTP/1.1 408 ")
@@ -185,7 +185,7 @@ async def test_closing_lets_running_streams_end(parts: fakes.Servers) -> None:
         assert probe.connect_ex(("127.0.0.1", listener.port)) != 0
 
 
-async def test_a_client_that_sent_the_next_request_ahead_and_leaves() -> None:
+async def test_pipelining_client_leaving_cancels() -> None:
     began, ended = asyncio.Event(), asyncio.Event()
 
     async def run(events: EventStream) -> None:
@@ -210,7 +210,7 @@ async def test_a_client_that_sent_the_next_request_ahead_and_leaves() -> None:
 @pytest.mark.parametrize(
     "ahead", [b"GET /health HTTP/1.1\r\nHost: r\r\n\r\n", CHAT + b"Content-Length: 300000\r\n\r\n"]
 )
-async def test_a_client_that_sends_the_next_request_later_and_leaves_a_whole_answer(
+async def test_client_leaving_unstreamed_answer_cancels(
     listener: HttpServer, parts: fakes.Servers, ahead: bytes
 ) -> None:
     """Nothing is written meanwhile, and nothing is read any more behind the next request."""

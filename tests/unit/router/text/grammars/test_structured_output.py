@@ -61,7 +61,7 @@ SCHEMA = {"type": "integer"}
         ({"guided_grammar": 'start: "a"'}, Shape.GRAMMAR, 'start: "a"'),
     ],
 )  # fmt: skip
-async def test_every_way_reaches_the_workers(
+async def test_structured_output_every_form_reaches_workers(
     client: httpx.AsyncClient, parts: fakes.Servers, field: dict[str, Any], shape: Shape, value: object
 ) -> None:
     parts.say("hello")
@@ -131,7 +131,7 @@ async def test_schema_closes_where_it_is_strict_or_the_operator_says_so(
         ({"guided_regex": "a", "min_tokens": 2}, "min_tokens"),
     ],
 )
-async def test_what_cannot_be_kept_is_refused_by_name(
+async def test_structured_output_unsupported_is_refused_by_field(
     client: httpx.AsyncClient, parts: fakes.Servers, change: dict[str, Any], param: str
 ) -> None:
     answer = await client.post(CHAT, json=HELLO | change)
@@ -140,7 +140,7 @@ async def test_what_cannot_be_kept_is_refused_by_name(
     assert not parts.generator.requests
 
 
-async def test_a_router_that_can_judge_no_grammar_promises_none(tokenizer: Tokenizer) -> None:
+async def test_structured_output_without_checker_is_refused(tokenizer: Tokenizer) -> None:
     parts = fakes.make_servers(tokenizer)
     async with client_of(parts) as client:
         answer = await client.post(CHAT, json=HELLO | {"guided_regex": "a"})
