@@ -143,7 +143,7 @@ class RateLimitFile:
                 return
 
     def unlock(self) -> None:
-        """Unlock the account."""
+        """Unlock the account after `lock`."""
         if self._is_locked and self._descriptor is not None:
             fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, 0)
         self._is_locked = False

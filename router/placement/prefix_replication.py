@@ -55,7 +55,7 @@ class _Heat:
         self.rate = 0.0
         """Milliseconds of a holder's time per second."""
         self.num_copies = 1
-        """Copies wanted."""
+        """Number of copies wanted."""
         self.settles_s = 0.0
 
 
@@ -70,7 +70,7 @@ class HotPrefix:
     busy_share: float
     """Share of one holder's time that the work on it would take."""
     num_copies: int
-    """Copies wanted."""
+    """Number of copies wanted."""
 
 
 class HotPrefixes:

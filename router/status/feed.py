@@ -75,7 +75,7 @@ class StatusFeed:
         metrics = sources.metrics
         self._bounds = {"ttft": metrics.ttft.bounds, "itl": metrics.itl.bounds}
         self._listeners: dict[StatusListener, None] = {}
-        """Ordered by arrival."""
+        """Connected listeners, ordered by arrival."""
         self._made: tuple[float, dict[str, Any]] | None = None
         self._making = asyncio.Lock()
         self._closed = False

@@ -31,7 +31,7 @@ class Reload(Enum):
 
     START = "start"
     GAP = "gap"
-    """Entries were lost."""
+    """Entries of the log were lost."""
     BEHIND = "behind"
     """The worker has published changes that were never received."""
 

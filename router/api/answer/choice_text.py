@@ -34,7 +34,7 @@ class TextDelta(NamedTuple):
     reading: ScoredPrompt | None = None
     """Scores of the prompt whose first choice this is, sent before its tokens."""
     cached_tokens: int | None = None
-    """See ChoiceDelta."""
+    """Prompt tokens whose KV was reused, see ChoiceDelta."""
 
 
 class ChoiceText:

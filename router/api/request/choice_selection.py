@@ -15,7 +15,7 @@ class ChoiceSelection:
     candidates: int
     """Choices to generate: the request's `num_choices`."""
     keep: int
-    """Choices to show."""
+    """Number of choices to show."""
     votes: bool = False
     """Whether one choice is shown: the answer that most candidates gave."""
     pattern: str | None = None

@@ -13,7 +13,7 @@ from tandem.values.outputs import FinishReason, SampledToken
 
 
 class Beam(NamedTuple):
-    """One partial answer."""
+    """One partial answer of a search."""
 
     tokens: tuple[SampledToken, ...]
     total: float

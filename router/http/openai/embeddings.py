@@ -29,7 +29,7 @@ from tandem.errors import InvalidRequest
 
 
 class EmbeddingBody(StrictBody):
-    """The request body."""
+    """The body of an embeddings request."""
 
     input: Any
     """Text, several texts, token ids or lists of them; the frontend parses it."""

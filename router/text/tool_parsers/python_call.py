@@ -128,7 +128,7 @@ class _Reader:
         return pairs
 
     def _texts(self, found: re.Match[str]) -> str:
-        """Concatenate adjacent strings."""
+        """Concatenate adjacent strings, as Python does."""
         parts = []
         while True:
             self._at = found.end()

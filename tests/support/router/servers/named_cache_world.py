@@ -30,9 +30,9 @@ class Keeper:
     def pin(self, order: PinOrder) -> None:
         self.orders.append(order)
         if self.says is not None:
-            self.tell(order.key, self.says)
+            self.report_outcome(order.key, self.says)
 
-    def tell(self, key: PinKey, outcome: PinOutcome) -> None:
+    def report_outcome(self, key: PinKey, outcome: PinOutcome) -> None:
         self.pins.on_outcome(WORKER, PinTold(key=key, outcome=outcome, num_tokens=16))
 
     def unpin(self, key: PinKey) -> None:

@@ -23,7 +23,7 @@ WAIT_S = 20.0
 SCORES = PromptScoringRequest(num_top=2)
 
 
-def asked(ask: PromptScoringRequest = SCORES, **fields: object) -> RoutedRequest:
+def scoring_request(ask: PromptScoringRequest = SCORES, **fields: object) -> RoutedRequest:
     return replace(routed(), reads=ask, **fields)
 
 
@@ -53,7 +53,7 @@ def prefill(name: str, script: object = None) -> FakeWorker:
 async def test_scoring_by_prefill_worker_precedes_the_answer() -> None:
     decode, reads = FakeWorker("d0"), prefill("p0")
     async with cluster(decode, reads) as router:
-        reading, reader = await run(router, asked())
+        reading, reader = await run(router, scoring_request())
         assert_whole(reading)
         assert reader.token_ids() == expected_tokens(PROMPT, count=8, seed=3)
         finish = reader.taken[-1].finish
@@ -67,7 +67,9 @@ async def test_scoring_by_prefill_worker_precedes_the_answer() -> None:
 async def test_scoring_without_prefill_pool_uses_decode_worker() -> None:
     decode = FakeWorker("d0")
     async with cluster(decode) as router:
-        reading, reader = await run(router, asked(PromptScoringRequest(num_top=None, only=True), num_choices=2))
+        reading, reader = await run(
+            router, scoring_request(PromptScoringRequest(num_top=None, only=True), num_choices=2)
+        )
         assert list(reading.mean) == [len(PROMPT), 3.0, 4.0]
         assert [(d.choice_index, d.finish.reason) for d in reader.taken[1:] if d.finish] == [
             (0, FinishReason.LENGTH),
@@ -84,13 +86,13 @@ async def test_scores_in_parts_are_assembled() -> None:
         reading.give(5)
 
     async with cluster(FakeWorker("d0"), prefill("p0", in_parts)) as router:
-        assert_whole((await run(router, asked()))[0])
+        assert_whole((await run(router, scoring_request()))[0])
 
 
 @pytest.mark.parametrize("code", ["Overloaded", "Unavailable", "InternalError"])
 async def test_scoring_refused_by_worker_tries_another(code: str) -> None:
     async with cluster(FakeWorker("d0"), prefill("p0", lambda reading: reading.refuse(code)), prefill("p1")) as router:
-        assert_whole((await run(router, asked()))[0])
+        assert_whole((await run(router, scoring_request()))[0])
         router.assert_idle()
 
 
@@ -103,7 +105,7 @@ async def test_scoring_refused_by_all_raises_last_refusal(code: str, error: type
         one.read_script = lambda reading: reading.refuse(code)
     async with cluster(*workers) as router:
         with pytest.raises(error):
-            await run(router, asked())
+            await run(router, scoring_request())
         assert sum(one.reads.qsize() for one in workers) == asked_of
         router.assert_idle()
 
@@ -112,7 +114,7 @@ async def test_scoring_gives_up_after_two_lost_workers() -> None:
     readers = [prefill(f"p{i}", lambda _: None) for i in range(2)]
     decode = FakeWorker("d0")
     async with cluster(decode, *readers) as router:
-        task = asyncio.create_task(run(router, asked()))
+        task = asyncio.create_task(run(router, scoring_request()))
         for _ in range(2):
             arrivals = [asyncio.create_task(one.reads.get()) for one in readers]
             done, pending = await asyncio.wait(arrivals, return_when=asyncio.FIRST_COMPLETED, timeout=WAIT_S)
@@ -131,7 +133,7 @@ async def test_scoring_waits_for_returning_worker() -> None:
     decode, reads = FakeWorker("d0"), prefill("p0", lambda _: None)
     async with cluster(decode, reads) as router:
         decode.read_script = lambda _: None
-        task = asyncio.create_task(run(router, asked()))
+        task = asyncio.create_task(run(router, scoring_request()))
         await asyncio.wait_for(reads.reads.get(), WAIT_S)
         await reads.crash()
         await asyncio.wait_for(decode.reads.get(), WAIT_S)
@@ -143,7 +145,7 @@ async def test_scoring_waits_for_returning_worker() -> None:
     async with cluster(alone, settings=DispatchSettings(rejoin_s=WAIT_S)) as router:
         await alone.crash()
         await router.registry.until_live(0)
-        task = asyncio.create_task(run(router, asked()))
+        task = asyncio.create_task(run(router, scoring_request()))
         await asyncio.sleep(0)
         await alone.start()
         assert_whole((await task)[0])
@@ -154,7 +156,7 @@ async def test_scoring_retries_only_worker_in_new_session() -> None:
     alone = FakeWorker("d0")
     alone.read_script = lambda _: None
     async with cluster(alone) as router:
-        task = asyncio.create_task(run(router, asked()))
+        task = asyncio.create_task(run(router, scoring_request()))
         await asyncio.wait_for(alone.reads.get(), WAIT_S)
         await alone.crash()
         await router.registry.until_live(0)
@@ -167,14 +169,14 @@ async def test_scoring_retries_only_worker_in_new_session() -> None:
 async def test_scoring_abandoned_is_cancelled_on_worker() -> None:
     slow = prefill("p0", lambda _: None)
     async with cluster(FakeWorker("d0"), slow) as router:
-        task = asyncio.create_task(run(router, asked()))
+        task = asyncio.create_task(run(router, scoring_request()))
         reading = await asyncio.wait_for(slow.reads.get(), WAIT_S)
         task.cancel()
         await asyncio.wait_for(reading.cancelled.wait(), WAIT_S)
         await asyncio.gather(task, return_exceptions=True)
         now_s = router.dispatcher._context.clock()
         with pytest.raises(DeadlineExceeded):
-            await run(router, asked(deadline_s=now_s + 0.05))
+            await run(router, scoring_request(deadline_s=now_s + 0.05))
         reading = await asyncio.wait_for(slow.reads.get(), WAIT_S)
         await asyncio.wait_for(reading.cancelled.wait(), WAIT_S)
         router.assert_idle()
@@ -182,18 +184,18 @@ async def test_scoring_abandoned_is_cancelled_on_worker() -> None:
 
 async def test_malformed_scores_are_an_internal_error() -> None:
     async with cluster(FakeWorker("d0"), prefill("p0", lambda reading: reading.give(3))) as router:
-        assert_whole((await run(router, asked()))[0])
+        assert_whole((await run(router, scoring_request()))[0])
     lone = FakeWorker("d0")
     lone.read_script = lambda reading: reading.give(3)
     async with cluster(lone) as router:
         with pytest.raises(InternalError):
-            await run(router, asked())
+            await run(router, scoring_request())
 
 
 async def test_generate_with_scoring_is_an_invariant_error() -> None:
     async with cluster(FakeWorker("d0")) as router:
         with pytest.raises(InvariantError):
-            await collect(router.generate(asked()))
+            await collect(router.generate(scoring_request()))
 
 
 def test_scoring_chooses_worker_done_first() -> None:

@@ -30,7 +30,7 @@ def probe_of(router: Cluster) -> tuple[QualityProbe, CollectorRegistry]:
     return made, registry
 
 
-def told(registry: CollectorRegistry, name: str, role: str) -> float | None:
+def exported_loss(registry: CollectorRegistry, name: str, role: str) -> float | None:
     return registry.get_sample_value("tandem_quality_loss_nats", {"worker": name, "role": role})
 
 
@@ -54,7 +54,7 @@ async def test_quality_probe_reports_each_worker() -> None:
     async with cluster(decode, reads) as router:
         probe, registry = probe_of(router)
         await probe.probe_due()
-        assert (told(registry, "d0", "decode"), told(registry, "p0", "prefill")) == (10.0, 10.0)
+        assert (exported_loss(registry, "d0", "decode"), exported_loss(registry, "p0", "prefill")) == (10.0, 10.0)
         for one in (decode, reads):
             order = one.reads.get_nowait().order
             assert (list(order.prompt_token_ids), order.hash_root, order.num_top) == (list(TEXT), ROOT, 0)
@@ -71,12 +71,12 @@ async def test_quality_probe_skips_refusing_and_departed_workers() -> None:
     async with cluster(decode, reads) as router:
         probe, registry = probe_of(router)
         await probe.probe_due()
-        assert (told(registry, "d0", "decode"), told(registry, "p0", "prefill")) == (None, 10.0)
+        assert (exported_loss(registry, "d0", "decode"), exported_loss(registry, "p0", "prefill")) == (None, 10.0)
         assert reads.reads.qsize() == 1
         await reads.crash()
         await router.registry.until_live(1)
         await probe.probe_due()
-        assert told(registry, "p0", "prefill") is None
+        assert exported_loss(registry, "p0", "prefill") is None
 
 
 @pytest.mark.parametrize(
@@ -97,11 +97,11 @@ async def test_quality_probe_failure_removes_earlier_loss(sick: Callable[[ReadAt
         registry = CollectorRegistry()
         registry.register(probe)
         await probe.probe_due()
-        assert told(registry, "d0", "decode") == 10.0
+        assert exported_loss(registry, "d0", "decode") == 10.0
         later_s = 61.0
         decode.read_script = sick
         await probe.probe_due()
-        assert told(registry, "d0", "decode") is None
+        assert exported_loss(registry, "d0", "decode") is None
 
 
 async def test_quality_probe_runs_only_while_entered() -> None:

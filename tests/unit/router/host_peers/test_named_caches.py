@@ -69,7 +69,7 @@ def processes(clock: list[float]) -> list[Process]:
     return [Process(clock) for _ in range(3)]
 
 
-def tell(news: NamedCacheUpdate, *hearers: Process) -> None:
+def apply_to(news: NamedCacheUpdate, *hearers: Process) -> None:
     for hearer in hearers:
         hearer.names.apply(_decoded(_encoded(news)))
 
@@ -79,7 +79,7 @@ def test_named_cache_update_carries_pin_location(processes: list[Process], clock
     cache = one.make("a")
     adopted = one.pins.adopt(PinKey("t", "a"), _record(ends_s=100.0))
     assert adopted
-    tell(one.names.update_for("t", "a"), other)
+    apply_to(one.names.update_for("t", "a"), other)
     assert other.caches.get("t", "a") == cache
     record = other.pins.find("t", "a")
     assert record is not None
@@ -90,11 +90,11 @@ def test_named_cache_update_carries_pin_location(processes: list[Process], clock
 
     clock[0] = 50.0
     other.caches.prolong("t", "a", 1e9 + 200.0)
-    tell(other.names.update_for("t", "a"), one)
+    apply_to(other.names.update_for("t", "a"), one)
     assert one.caches.get("t", "a").expires_s == 1e9 + 200.0
     assert one.pins.find("t", "a").ends_s == 200.0  # type: ignore[union-attr]
     other.caches.remove("t", "a")
-    tell(other.names.update_for("t", "a"), one)
+    apply_to(other.names.update_for("t", "a"), one)
     assert one.ended == [PinKey("t", "a")]
     with pytest.raises(CacheNotFound):
         one.caches.get("t", "a")
@@ -111,7 +111,7 @@ def test_named_cache_updates_in_any_order_agree(clock: list[float]) -> None:
         for name in "abc":
             processes[0].make(name)
             news.append(processes[0].names.update_for("t", name))
-            tell(news[-1], *processes[1:])
+            apply_to(news[-1], *processes[1:])
             for _ in range(rng.randrange(4)):
                 writer = rng.choice(processes)
                 if writer.caches.find("t", name) is not None:
@@ -123,7 +123,7 @@ def test_named_cache_updates_in_any_order_agree(clock: list[float]) -> None:
                 news.append(writer.names.update_for("t", name))
         for hearer in processes:
             for one in rng.sample(news, len(news)) + rng.choices(news, k=3):
-                tell(one, hearer)
+                apply_to(one, hearer)
         shown = [{cache.name: cache.expires_s for cache in one.caches.all("t")} for one in processes]
         assert shown[0] == shown[1] == shown[2]
         assert set(shown[0]) == set("abc") - {one.name for one in news if one.cache is None}

@@ -146,11 +146,11 @@ async def test_handover_successor_waits_for_predecessors_workers(config, server,
     assert await alone.wait(None)
     reached, asked = {"a:1", "b:1"}, asyncio.Event()
 
-    def told():
+    def reached_workers():
         asked.set()
         return frozenset(reached)
 
-    async with hands_over(config, server, reached=told, on_handed_over=lambda: None):
+    async with hands_over(config, server, reached=reached_workers, on_handed_over=lambda: None):
         found, sessions = await find(config), Sessions()
         waits = sessions.wait(found)
         sessions.join("a")
@@ -174,11 +174,11 @@ async def test_handover_successor_waits_for_predecessors_workers(config, server,
 async def test_handover_wait_for_workers_is_bounded_and_stoppable(config, server, monkeypatch, caplog):
     asked = asyncio.Event()
 
-    def told():
+    def reached_workers():
         asked.set()
         return frozenset({"a:1", "b:1"})
 
-    async with hands_over(config, server, reached=told, on_handed_over=lambda: None):
+    async with hands_over(config, server, reached=reached_workers, on_handed_over=lambda: None):
         found, sessions = await find(config), Sessions()
         sessions.join("a")
         waits = sessions.wait(found)

@@ -109,7 +109,7 @@ class World:
     def whom(self, target: str) -> list[str]:
         return [share.holder.worker_id for share, _, _ in self.ports[key(target)].migrated]
 
-    def asked(self) -> list[str]:
+    def fetch_orders(self) -> list[str]:
         return [name.worker_id for name, port in self.ports.items() if port.migrated]
 
 
@@ -120,7 +120,7 @@ def key(name: str) -> WorkerKey:
 def test_migration_runs_from_offer_to_end() -> None:
     world = World(made("d0", rate=10.0), made("d1"), made("d2", free=10, rate=30.0))
     world.offer_cache("d0")
-    assert world.asked() == ["d1"]
+    assert world.fetch_orders() == ["d1"]
     [(share, within_s, rate)] = world.ports[key("d1")].migrated
     assert (share.holder.worker_id, share.chains, within_s, rate) == ("d0", CHAINS, 5.0, 30.0)
     world.migrations.migration_ended(key("d2"), key("d0"))  # it was not asked
@@ -165,7 +165,7 @@ def test_migration_leaving_workers_are_no_targets() -> None:
     world = World(made("d0"), made("d1"))
     world.offer_cache("d0")
     world.offer_cache("d1")
-    assert world.asked() == ["d1"], "who leaves later is asked before that is known"
+    assert world.fetch_orders() == ["d1"], "who leaves later is asked before that is known"
     assert world.ports[key("d1")].num_ended == 1
     world.migrations.migration_ended(key("d1"), key("d0"))
     assert world.ports[key("d0")].num_ended == 1, "nobody else is there"
@@ -177,7 +177,7 @@ def test_migration_draining_target_is_replaced_in_time() -> None:
     world.offer_cache("d0")
     world.now_s += 1.0
     world.offer_cache("d1")
-    assert world.asked() == ["d1", "d2"]
+    assert world.fetch_orders() == ["d1", "d2"]
     world.migrations.migration_ended(key("d1"), key("d0"))
     assert world.whom("d2") == ["d1", "d0"]
     assert not world.ports[key("d0")].num_ended
@@ -187,7 +187,7 @@ def test_migration_draining_target_is_replaced_in_time() -> None:
     world.migrations.migration_ended(key("d2"), key("d0"))
     world.migrations.migration_ended(key("d2"), key("d1"))
     assert [world.ports[key(name)].num_ended for name in ("d0", "d1")] == [1, 1]
-    assert world.asked() == ["d1", "d2"]
+    assert world.fetch_orders() == ["d1", "d2"]
     assert not len(world.migrations)
 
 
@@ -195,7 +195,7 @@ def test_migration_offer_of_serving_worker_is_ignored() -> None:
     world = World(made("d0"), made("d1"))
     for _ in range(3):
         world.migrations.cache_offered(key("d0"), CacheOffer(chains=CHAINS, lends_s=5.0))
-    assert not world.asked()
+    assert not world.fetch_orders()
     assert not len(world.migrations)
 
 

@@ -42,7 +42,7 @@ class World:
     def use(self, worker: WorkerKey, name: str = "x", *, num_tokens: int = 50, ttl_s: float = 300.0) -> None:
         self.pins.used("t", [PinRequest(name=name, num_tokens=num_tokens, ttl_s=ttl_s)], worker, NAMES)
 
-    def told(self, worker: WorkerKey, outcome: PinOutcome) -> None:
+    def report_outcome(self, worker: WorkerKey, outcome: PinOutcome) -> None:
         self.pins.on_outcome(worker, PinTold(key=PinKey("t", "x"), outcome=outcome, num_tokens=48))
 
 
@@ -67,7 +67,7 @@ def test_pin_used_elsewhere_is_renewed_in_place(said: PinOutcome | None) -> None
     world = World()
     world.use(P0)
     if said is not None:
-        world.told(P0, said)
+        world.report_outcome(P0, said)
     world.now_s += 200.0
     world.use(P1)
     assert [len(world.ports[key].pins) for key in (P0, P1)] == [2, 0]
@@ -78,7 +78,7 @@ def test_pin_used_elsewhere_is_renewed_in_place(said: PinOutcome | None) -> None
 def test_pin_refused_by_worker_is_made_anew_on_use(said: PinOutcome) -> None:
     world = World()
     world.use(P0)
-    world.told(P0, said)
+    world.report_outcome(P0, said)
     record = world.pins.find("t", "x")
     assert record is not None
     assert record.outcome is said
@@ -102,7 +102,7 @@ def test_pin_of_leaving_worker_moves_on_use() -> None:
 def test_pin_report_of_other_worker_is_ignored() -> None:
     world = World()
     world.use(P0)
-    world.told(P1, PinOutcome.GAVE_WAY)
+    world.report_outcome(P1, PinOutcome.GAVE_WAY)
     record = world.pins.find("t", "x")
     assert record is not None
     assert record.outcome is None

@@ -207,7 +207,7 @@ async def test_cached_content_of_departed_client_is_removed(world: World) -> Non
         await computed.wait()
     (order,) = world.keeper.orders
     task.cancel()
-    world.keeper.tell(order.key, PinOutcome.HELD)
+    world.keeper.report_outcome(order.key, PinOutcome.HELD)
     with pytest.raises(asyncio.CancelledError):
         await task
     assert world.keeper.unpinned == [order.key]
