@@ -49,7 +49,7 @@ _OF_FASTAPI = ("HTTPValidationError", "ValidationError")
 _REFUSALS = {
     "400": "A field, a header or the body is wrong; `param` names it",
     "401": "No API key, or a wrong one",
-    "403": "A good key, and not for this",
+    "403": "A good key, and not for this; without keys, a web page of another origin",
     "404": "No such model or route",
     "408": "The body did not come in time",
     "409": "The client reads the stream elsewhere",

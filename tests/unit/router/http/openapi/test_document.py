@@ -156,7 +156,7 @@ async def test_it_says_where_a_key_is_asked_for(keys: tuple[str, ...]) -> None:
 
 async def test_document_has_every_route_and_nothing_that_it_does_not_say() -> None:
     app = whole_app()
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://r") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
         document = (await Described.by(client)).document
     paths = document["paths"]
     found = {(method.upper(), path) for path, operations in paths.items() for method in operations}
@@ -173,7 +173,7 @@ async def test_document_has_every_route_and_nothing_that_it_does_not_say() -> No
 async def test_document_describes_the_bodies_that_routes_are_validated_with() -> None:
     """Of each body the very class that its route's dependency validates with."""
     app = whole_app()
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://r") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
         described = await Described.by(client)
     bodies = 0
     for route in routes_of(app):
