@@ -110,7 +110,7 @@ class StandbyWorkers:
             _log.warning("%s; another one is started", reason)
         else:
             _log.error(
-                "%s, the last of %d: no more standby workers are started; replacing a worker that dies takes longer now",
+                "%s, the last of %d: no more are started, and replacing a worker that dies takes longer now",
                 reason,
                 MAX_FAILURES,
             )
