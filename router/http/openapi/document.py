@@ -32,7 +32,7 @@ _REF_TEMPLATE = "#/components/schemas/{model}"
 _PROMPTS = {"CompletionBody": "prompt", "EmbeddingBody": "input"}
 _APIS = ("/v1/", "/v1beta/")
 _TOKEN_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
-_SCORES_PROMPTS = {
+_SCORES_PROMPTS: dict[str, dict[str, Schema]] = {
     "ChatBody": {"prompt_logprobs": {"type": "integer"}},
     "CompletionBody": {"prompt_logprobs": {"type": "integer"}, "echo": {"const": True}},
 }

@@ -102,7 +102,7 @@ async def _answer_head(app: ASGIApp, scope: Scope, receive: Receive, send: Send)
     try:
         await app(as_get, receive, send_head)
     finally:
-        scope |= {name: as_get[name] for name in ("path", "route") if name in as_get}
+        scope.update({name: as_get[name] for name in ("path", "route") if name in as_get})
 
 
 def _label(scope: Scope) -> str:

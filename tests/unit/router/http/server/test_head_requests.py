@@ -22,7 +22,7 @@ OF_THE_MOMENT = ("/metrics", "/v1/usage", "/status/snapshot")
 async def listening() -> AsyncIterator[tuple[HttpServer, list[str]]]:
     """A server with every route that there can be, and the paths of those that GET has, without parameters."""
     app = whole_app()
-    paths = [route.path for route in routes_of(app) if route.methods == {"GET"} and "{" not in route.path]
+    paths = [path for route in routes_of(app) if route.methods == {"GET"} and "{" not in (path := route.path_format)]
     async with HttpServer(app, host="127.0.0.1", port=0, grace_s=1.0) as server:
         yield server, paths
 
