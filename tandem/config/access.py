@@ -90,8 +90,8 @@ class RouterAccess(Section):
     allowed_origins: tuple[Origin, ...] = ()
     """Origins of web pages, such as `https://chat.example.com`, that may use a router without API keys. Pages of other
     origins than the router's own get 403, and so do requests to a loopback router without TLS for a `Host` that is
-    neither a loopback name nor named here. State the public origin of a reverse proxy in front of such a router. With API keys
-    nothing of this is checked: a page does not know one. No CORS headers are sent."""
+    neither a loopback name nor named here. State the public origin of a reverse proxy in front of such a router. With
+    API keys nothing of this is checked: a page does not know one. No CORS headers are sent."""
     tls: RouterTls | None = None
     operator_access: OperatorAccess = OperatorAccess()
     audit_log: AuditConfig | None = None
