@@ -100,7 +100,7 @@ class RouterGroup:
 
 _HINTS = {
     401: ": it wants a key, --api-key-file",
-    403: ": the key is no operator's",
+    403: ": the key is no operator's, or a router without keys is not called by this name",
     404: ": no router, or its metrics are not for this address",
 }
 

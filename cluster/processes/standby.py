@@ -2,17 +2,22 @@
 
 Importing PyTorch takes most of a worker's start, about two seconds of processor time; a worker that died is replaced
 without it while there is a standby. `python -m cluster.processes.standby --ready-fd N` is such a process: it reads its
-role and arguments from stdin as one JSON line, and then is that worker.
+role and arguments from stdin as one JSON line, and then is that worker, by which `ps` calls it.
 """
 
 import argparse
 import asyncio
+import ctypes
 import importlib
 import json
+import logging
+import os
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from cluster.processes.child import Callbacks, Child
 from tandem.values.roles import WorkerRole
@@ -21,6 +26,11 @@ CALM_S = 1.0
 """From the moment that no process is starting to the start of a standby: it must not slow those down."""
 MAX_FAILURES = 3
 """Maximum number of standbys that end by themselves before no more are started."""
+_ROOM = " " * 512
+"""Last argument of a standby: the command line of the worker that it becomes is written where its own one is."""
+_ARG_START, _ARG_END = 45, 46
+"""Of the fields of /proc/PID/stat that follow the name."""
+_log = logging.getLogger(__name__)
 
 
 class StandbyWorkers:
@@ -85,14 +95,25 @@ class StandbyWorkers:
         while len(self._waiting) < self._count and self._failures < MAX_FAILURES:
             try:
                 self._waiting.append(_Standby(self._environment(), self._ended))
-            except OSError:  # out of processes or memory: a worker that dies starts as it would without us
-                self._failures += 1
+            except OSError as error:  # out of processes or memory
+                self._failed(f"a standby worker cannot be started: {error}")
 
-    def _ended(self, standby: "_Standby") -> None:
+    def _ended(self, standby: "_Standby", status: int) -> None:
         if standby in self._waiting:
             self._waiting.remove(standby)
-            self._failures += 1
+            self._failed(f"a standby worker ended by itself with status {status}")
             self._refill()
+
+    def _failed(self, reason: str) -> None:
+        self._failures += 1
+        if self._failures < MAX_FAILURES:
+            _log.warning("%s; another one is started", reason)
+        else:
+            _log.error(
+                "%s, the last of %d: no more are started, and replacing a worker that dies takes longer now",
+                reason,
+                MAX_FAILURES,
+            )
 
     def _cancel(self) -> None:
         if self._timer is not None:
@@ -103,7 +124,7 @@ class StandbyWorkers:
 class _Standby:
     """One standby process, which waits until `become`."""
 
-    def __init__(self, environment: Mapping[str, str], on_end: Callable[["_Standby"], None]) -> None:
+    def __init__(self, environment: Mapping[str, str], on_end: Callable[["_Standby", int], None]) -> None:
         """Raises OSError when it cannot be started."""
         self._callbacks: Callbacks | None = None
         self._on_end = on_end
@@ -119,14 +140,16 @@ class _Standby:
         return True
 
     def _relay(self) -> Callbacks:
-        """Forward events to the callbacks of the worker that it becomes; earlier ones are dropped."""
+        """Forward events to the callbacks of the worker that it becomes; of earlier ones its lines are logged."""
 
         def to(name: str) -> Callable[..., None]:
-            def call(*values: object) -> None:
+            def call(*values: Any) -> None:
                 if self._callbacks is not None:
                     getattr(self._callbacks, name)(*values)
                 elif name == "on_exit":
-                    self._on_end(self)
+                    self._on_end(self, *values)
+                elif name == "on_log":
+                    _log.warning("standby: %s", *values)
 
             return call
 
@@ -141,7 +164,19 @@ class _Standby:
 
 
 def _command(ready_fd: int) -> list[str]:
-    return [sys.executable, "-m", "cluster.processes.standby", "--ready-fd", str(ready_fd)]
+    return [sys.executable, "-m", "cluster.processes.standby", "--ready-fd", str(ready_fd), _ROOM]
+
+
+def _show_command_line(arguments: Sequence[str]) -> None:
+    """Have `ps` show these arguments in place of those that the process was started with, so far as there is room.
+
+    The kernel reads a command line from the memory of its process, between two addresses that stay as they are.
+    """
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, num_bytes = int(fields[_ARG_START]), int(fields[_ARG_END]) - int(fields[_ARG_START])
+    if start and num_bytes > 0:
+        shown = os.fsencode("\0".join(arguments)) + b"\0"
+        ctypes.memmove(start, shown[: num_bytes - 1].ljust(num_bytes - 1) + b"\0", num_bytes)
 
 
 def main() -> None:
@@ -150,6 +185,7 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(prog="standby", description="a worker that does not know yet which one it is")
     parser.add_argument("--ready-fd", required=True)
+    parser.add_argument("room", nargs="?", help="blanks, over which the worker's command line is written")
     ready_fd: str = parser.parse_args().ready_fd
     serves = {role: importlib.import_module(f"{role.value}_worker.__main__").serve for role in WorkerRole}
     line = sys.stdin.readline()
@@ -157,7 +193,9 @@ def main() -> None:
         end(0)
     order = json.loads(line)
     role = WorkerRole(order["role"])
-    sys.argv = [f"{role.value}_worker", *order["arguments"], "--ready-fd", ready_fd]
+    arguments = [*order["arguments"], "--ready-fd", ready_fd]
+    _show_command_line([sys.executable, "-m", f"{role.value}_worker", *arguments])
+    sys.argv = [f"{role.value}_worker", *arguments]
     end(worker_main(role, serves[role]))
 
 

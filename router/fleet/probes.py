@@ -8,7 +8,6 @@ the queue.
 """
 
 import asyncio
-import contextlib
 import logging
 import time
 from abc import ABC, abstractmethod
@@ -65,8 +64,7 @@ class _Probe(ABC):
         if self._task is not None:
             task, self._task = self._task, None
             task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+            await asyncio.wait([task])  # whoever waits here may be cancelled as well, and then must hear of it
 
     @abstractmethod
     async def probe_due(self) -> None:

@@ -310,7 +310,7 @@ async def test_bytes_of_a_file_come_back_as_they_were(parts: fakes.Servers, tmp_
 async def test_batch_routes_without_folder_are_absent(parts: fakes.Servers) -> None:
     assert make_batches(parts.frontend, parts.generator, Room(), parts.config, parts.metrics) is None
     app = create_app(parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
         for path in ("/v1/files", "/v1/batches", "/v1/batches/batch_1/cancel"):
             answer = await client.post(path, headers={"Authorization": "Bearer one"})
             assert answer.status_code == 404

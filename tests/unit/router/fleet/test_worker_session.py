@@ -203,7 +203,7 @@ async def test_second_worker_of_the_same_id_is_kept_out(caplog: pytest.LogCaptur
     async with one, two, fleet_of(one, registry=registry):
         await registry.until_live(1)
         async with fleet_of(two, registry=registry):
-            await _until_logged(caplog, "worker id d0 is taken")
+            await _until_logged(caplog, "worker id d0 is in use")
         assert registry.snapshots()[0].info.key.incarnation == 1
         async with asyncio.timeout(10.0):
             while not one.num_superseded:  # noqa: ASYNC110 - a fake worker wakes nobody

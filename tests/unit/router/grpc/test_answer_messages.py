@@ -180,6 +180,6 @@ async def test_grpc_breakpoint_with_named_cache_is_refused(parts: fakes.Servers)
     with pytest.raises(InvalidRequest, match="at most 4"):
         await answers_of(service_of(parts), asked)
     asked.cached_content = "cachedContents/x"
-    with pytest.raises(InvalidRequest, match="not together") as refused:
+    with pytest.raises(InvalidRequest, match="cannot be combined") as refused:
         await answers_of(service_of(parts), asked)
     assert refused.value.param == "cache_control"

@@ -1,6 +1,7 @@
 """Servers that go from one router to the next, by real sockets."""
 
 import asyncio
+import os
 import socket
 from pathlib import Path
 
@@ -98,6 +99,16 @@ async def test_handover_same_port_other_address_is_ignored(unnamed, server, capl
         found.http.close()
         found.close()
     assert list((runtime_folder()).iterdir()) == []
+
+
+async def test_router_that_starts_removes_sockets_of_killed_ones(unnamed, server):
+    runtime_folder().mkdir(mode=0o700)
+    dead = runtime_folder() / "router-8999.sock"
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind(str(dead))
+    os.utime(dead, (0, 0))
+    async with hands_over(unnamed, server, on_handed_over=lambda: None):
+        assert [path.name for path in runtime_folder().iterdir()] == ["router-8123.sock"]
 
 
 async def test_handover_accepts_again_after_descriptor_shortage(config, server, monkeypatch):

@@ -80,7 +80,7 @@ async def http_server(tokenizer, addresses, **bounds) -> AsyncIterator[httpx.Asy
     profiles = Profiles(ProfilingConfig(enabled=True, **bounds), lambda: addresses, AUTH.client_metadata())
     extras = OptionalRoutes(profiles=ProfileRoutes(profiles))
     app = create_app(parts.frontend, parts.generator, parts.ready, KEYED, parts.metrics, extras)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
         yield client
 
 
@@ -121,7 +121,7 @@ async def test_profiles_require_operator_key(tokenizer):
 async def test_profiles_disabled_name_the_setting(tokenizer):
     parts = fakes.make_servers(tokenizer, config=KEYED)
     app = create_app(parts.frontend, parts.generator, parts.ready, KEYED, parts.metrics)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
         answer = await client.post(ROUTER, headers=OPERATOR)
     assert answer.status_code == 404
     assert "profiling.enabled" in answer.json()["error"]["message"]

@@ -122,7 +122,7 @@ async def test_status_client_reading_nothing_is_dropped(tokenizer: Tokenizer, mo
     monkeypatch.setattr("router.http.app.STATUS_WRITE_TIMEOUT_S", 0.1)
     async with world(tokenizer) as w:
         reader, writer = await asyncio.open_connection("127.0.0.1", w.listener.port, limit=1024)
-        writer.write(b"GET /status/events HTTP/1.1\r\nHost: r\r\n\r\n")
+        writer.write(b"GET /status/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
         await writer.drain()
         async with asyncio.timeout(WAIT_S):
             while not w.feed.num_listeners:  # noqa: ASYNC110 - the server hears of it by itself
@@ -192,6 +192,6 @@ async def test_docs_page_needs_no_other_host_and_runs_under_the_policy(tokenizer
 async def test_app_without_status_has_no_page(tokenizer: Tokenizer) -> None:
     parts = fakes.make_servers(tokenizer)
     app = create_app(parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
         for path in ("/", "/docs", "/status/snapshot", "/status/events"):
             assert (await client.get(path)).status_code == 404

@@ -15,7 +15,7 @@ from router.http.server.http_server import HttpServer
 from router.text.tokenizer import Tokenizer
 from tests.support.router.servers import fakes
 
-CHAT = b"POST /v1/chat/completions HTTP/1.1\r\nHost: r\r\n"
+CHAT = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
 WAIT_S = 20.0
 
 
@@ -153,7 +153,7 @@ async def test_reader_that_never_reads_is_given_up() -> None:
 
     async with HttpServer(app, host="127.0.0.1", port=0, grace_s=1.0) as listener:
         _reader, writer = await asyncio.open_connection("127.0.0.1", listener.port, limit=1)
-        writer.write(b"GET / HTTP/1.1\r\nHost: r\r\n\r\n")
+        writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
         async with asyncio.timeout(WAIT_S):
             await closed.wait()
         writer.transport.abort()
@@ -200,7 +200,7 @@ async def test_pipelining_client_leaving_cancels() -> None:
 
     async with HttpServer(SseResponse(run), host="127.0.0.1", port=0, grace_s=1.0) as listener, asyncio.timeout(WAIT_S):
         reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
-        writer.write(b"GET / HTTP/1.1\r\nHost: r\r\n\r\n" * 2)
+        writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2)
         await began.wait()
         await reader.read(10)
         writer.close()
@@ -208,7 +208,7 @@ async def test_pipelining_client_leaving_cancels() -> None:
 
 
 @pytest.mark.parametrize(
-    "ahead", [b"GET /health HTTP/1.1\r\nHost: r\r\n\r\n", CHAT + b"Content-Length: 300000\r\n\r\n"]
+    "ahead", [b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n", CHAT + b"Content-Length: 300000\r\n\r\n"]
 )
 async def test_client_leaving_unstreamed_answer_cancels(
     listener: HttpServer, parts: fakes.Servers, ahead: bytes
