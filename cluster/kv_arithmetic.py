@@ -1,7 +1,7 @@
-"""`python -m cluster.kv_arithmetic`: what a model's KV takes, how many tokens a worker holds, what a hand-off moves.
+"""`python -m cluster.kv_arithmetic`: KV memory of a model, the tokens that a worker can hold, the size of a hand-off.
 
-It reads a model's `config.json`, no weights, and uses the engine's own layout, so that what it says is what a worker
-will say at its start; only weights and workspace are estimates.
+Reads only a model's `config.json` and uses the engine's own layout, so its figures are those that a worker reports at
+start; only weights and workspace are estimates.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from tandem.model_path import BUILTIN, BUILTIN_DTYPE, model_directory
 from tandem.values.kv_layout import AUTO_DTYPE, DTYPE_BYTES, KVLayout
 
 HEADROOM = 0.05
-"""Share of a worker's memory that the engine leaves alone."""
+"""Share of a worker's memory that the engine leaves unused."""
 _BLOCK_SIZE = 16
 _GB = 1e9
 
@@ -32,16 +32,16 @@ class Asked:
     kv_dtype: str = AUTO_DTYPE
     tensor_parallel_size: int = 1
     rank_bytes: int = 80 * 10**9
-    """`engine.memory_bytes`: of each rank."""
+    """Memory of each rank, as `engine.memory_bytes`."""
     context: int = 4096
-    """Tokens of the sequence that is asked about, prompt and answer."""
+    """Tokens of the sequence to compute figures for, prompt and answer together."""
     link_gbytes: float = 10.0
-    """GB/s between two workers."""
+    """Bandwidth between two workers, in GB/s."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerRoom:
-    """What one worker, all its ranks together, has room for."""
+    """Capacity of one worker, all its ranks together."""
 
     bytes_per_token: int
     block_bytes: int
@@ -50,7 +50,7 @@ class WorkerRoom:
     num_blocks: int
     context: int
     hand_off_s: float
-    """Of one prompt of `context` tokens, if nothing of it were hidden behind its computation."""
+    """Duration of transferring one prompt of `context` tokens, if no computation hides it."""
 
     @property
     def kv_tokens(self) -> int:
@@ -59,16 +59,16 @@ class WorkerRoom:
 
     @property
     def sequences(self) -> int:
-        """Sequences of `context` tokens at once; a sequence takes whole blocks."""
+        """Maximum concurrent sequences of `context` tokens; each takes whole blocks."""
         return self.num_blocks // -(-self.context // _BLOCK_SIZE)
 
     def lines(self) -> list[str]:
-        """The figures in words."""
+        """Render the figures, one per line."""
         prompt_bytes = self.bytes_per_token * self.context
         return [
             f"KV of a token        {self.bytes_per_token:,} B ({self.bytes_per_token / 1024:g} KiB)",
             f"KV of {self.context:,} tokens   {prompt_bytes / _GB:.3f} GB; "
-            f"a hand-off of them {1e3 * self.hand_off_s:.1f} ms if nothing hides it",
+            f"their hand-off takes {1e3 * self.hand_off_s:.1f} ms if no computation hides it",
             f"weights              {self.weights_bytes / _GB:.2f} GB",
             f"workspace            {self.workspace_bytes / _GB:.2f} GB at most",
             f"KV pool              {self.num_blocks:,} blocks of {_BLOCK_SIZE}: kv_tokens={self.kv_tokens}",
@@ -77,7 +77,7 @@ class WorkerRoom:
 
 
 def num_parameters(model: ModelArchitecture) -> int:
-    """Weights of the model, counted from its geometry."""
+    """Count the weights of the model from its geometry."""
     queries, values = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     attention = model.hidden_size * (2 * queries + 2 * values)
     biases = (queries + 2 * values) * model.qkv_bias + model.hidden_size * model.output_bias
@@ -89,7 +89,7 @@ def num_parameters(model: ModelArchitecture) -> int:
 
 
 def layout_of(model: ModelArchitecture, asked: Asked) -> KVLayout:
-    """The geometry that the engine would choose."""
+    """Return the layout that the engine would choose."""
     return kv_layout(
         model,
         fingerprint="",
@@ -101,7 +101,7 @@ def layout_of(model: ModelArchitecture, asked: Asked) -> KVLayout:
 
 
 def room(model: ModelArchitecture, asked: Asked) -> WorkerRoom:
-    """The figures. Raises ConfigError when weights and workspace alone are too much."""
+    """Compute the figures. Raises ConfigError if weights and workspace alone exceed the memory."""
     layout, defaults, ranks = layout_of(model, asked), EngineSection(), asked.tensor_parallel_size
     context = min(model.max_context, asked.context)
     weights_bytes = num_parameters(model) * DTYPE_BYTES[asked.dtype]
@@ -116,7 +116,7 @@ def room(model: ModelArchitecture, asked: Asked) -> WorkerRoom:
     rest = int(asked.rank_bytes * (1 - HEADROOM)) - weights_bytes // ranks - workspace_bytes
     if rest < layout.block_bytes:
         raise ConfigError(
-            f"no room for KV: of {asked.rank_bytes / _GB:.1f} GB a rank, weights take "
+            f"no memory left for KV: of {asked.rank_bytes / _GB:.1f} GB a rank, weights take "
             f"{weights_bytes / ranks / _GB:.1f}, the workspace at most {workspace_bytes / _GB:.1f}, "
             f"headroom {HEADROOM:.0%}"
         )
@@ -133,7 +133,7 @@ def room(model: ModelArchitecture, asked: Asked) -> WorkerRoom:
 
 
 def read_model(text: str) -> ModelArchitecture:
-    """Of `builtin`, a model's directory, or a `config.json` alone. Raises ConfigError."""
+    """Read `builtin`, a model's directory, or a `config.json`. Raises ConfigError."""
     path = Path(text)
     if text == BUILTIN or path.is_dir():
         return load_model_config(model_directory(text))
@@ -146,18 +146,18 @@ def read_model(text: str) -> ModelArchitecture:
 def parser() -> argparse.ArgumentParser:
     defaults = Asked()
     made = argparse.ArgumentParser(prog="python -m cluster.kv_arithmetic", description=__doc__)
-    made.add_argument("model", help="builtin, a directory in Hugging Face layout, or a config.json")
+    made.add_argument("model", help="`builtin`, a directory in Hugging Face layout, or a config.json")
     made.add_argument(
         "--dtype",
         choices=(AUTO_DTYPE, "float32", "bfloat16", "float16"),
         default=AUTO_DTYPE,
-        help="as model.dtype: auto is what config.json says (else bfloat16), and float32 for the built-in model",
+        help="as model.dtype; auto: that of config.json (else bfloat16), or float32 for the built-in model",
     )
     made.add_argument("--kv-dtype", choices=(AUTO_DTYPE, "int8", "fp8_e4m3"), default=defaults.kv_dtype)
-    made.add_argument("--tensor-parallel", type=int, default=1, help="ranks of one worker")
-    made.add_argument("--memory-gb", type=float, default=defaults.rank_bytes / _GB, help="of each rank")
-    made.add_argument("--context", type=int, default=defaults.context, help="tokens of a sequence")
-    made.add_argument("--link-gbytes", type=float, default=defaults.link_gbytes, help="GB/s between two workers")
+    made.add_argument("--tensor-parallel", type=int, default=1, help="ranks per worker")
+    made.add_argument("--memory-gb", type=float, default=defaults.rank_bytes / _GB, help="memory per rank, in GB")
+    made.add_argument("--context", type=int, default=defaults.context, help="tokens per sequence")
+    made.add_argument("--link-gbytes", type=float, default=defaults.link_gbytes, help="bandwidth between two workers, in GB/s")
     return made
 
 
@@ -168,7 +168,7 @@ def _computed_in(model: ModelArchitecture, options: argparse.Namespace) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the figures; 2 for what cannot be."""
+    """Print the figures and return the exit code: 2 for invalid input."""
     options = parser().parse_args(arguments)
     try:
         model = read_model(options.model)

@@ -19,11 +19,11 @@ _CONNECT_S = 5.0
 
 
 class NoCluster(Exception):
-    """No cluster answers at the socket, or it ended before its answer was complete."""
+    """No cluster answers on the socket, or it stopped before its reply was complete."""
 
 
 def ask(path: Path, asked: ControlMessage) -> Iterator[Told]:
-    """Yield the answer line by line until the last; a change may take any time. Raises NoCluster."""
+    """Send a request and yield the replies up to the last; a change may take any time. Raises NoCluster."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
         link.settimeout(_CONNECT_S)
         try:
@@ -31,7 +31,7 @@ def ask(path: Path, asked: ControlMessage) -> Iterator[Told]:
         except OSError as error:
             raise NoCluster(
                 f"no cluster answers at {path} ({error.strerror or error}): start one with `tandem up`, "
-                "or name its HTTP port with --port"
+                "or give its HTTP port with --port"
             ) from None
         try:
             if not answers_as_us(link):
@@ -46,12 +46,12 @@ def ask(path: Path, asked: ControlMessage) -> Iterator[Told]:
                         return
         except (OSError, ValidationError) as error:
             raise NoCluster(f"no cluster answers at {path}: {error}") from None
-    raise NoCluster("the cluster ended before it was done")
+    raise NoCluster("the cluster stopped before the change was complete")
 
 
-PortOption = Annotated[int, typer.Option(help="HTTP port of the cluster, which its control socket is named after.")]
+PortOption = Annotated[int, typer.Option(help="HTTP port of the cluster; its control socket is named after it.")]
 SocketOption = Annotated[
-    Path | None, typer.Option(help="Its control socket, where [b]control_socket[/b] names another.")
+    Path | None, typer.Option(help="Path of the control socket, if [b]control_socket[/b] is set.")
 ]
 _ROLES = ("prefill", "decode", "router")
 _LEAVING_STATES = ("retiring", "abandoned", "exited")
@@ -60,11 +60,11 @@ _EXIT_INTERRUPTED = 130
 
 
 def scale(
-    sizes: Annotated[list[str], typer.Argument(metavar="prefill=N|decode=N ...", help="Workers of each pool.")],
+    sizes: Annotated[list[str], typer.Argument(metavar="prefill=N|decode=N ...", help="Number of workers per pool.")],
     port: PortOption = 8000,
     socket: SocketOption = None,
 ) -> None:
-    """Change how many workers a running cluster has; new ones serve before others leave."""
+    """Change the number of workers of a running cluster; new ones serve before others leave."""
     from cluster.control.wire import ScaleAsked
 
     counts = {}
@@ -77,8 +77,8 @@ def scale(
 
 
 def flip(
-    to: Annotated[str, typer.Argument(metavar="prefill|decode", help="The pool that gets one worker more.")],
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Also if that takes the last prefill worker.")] = False,
+    to: Annotated[str, typer.Argument(metavar="prefill|decode", help="The pool that gains a worker.")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Proceed even if this takes the last prefill worker.")] = False,
     port: PortOption = 8000,
     socket: SocketOption = None,
 ) -> None:
@@ -96,12 +96,12 @@ def restart(
     which: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="prefill|decode|router|NAME ...", help="Roles, or single ones as decode-0. All, if none."
+            metavar="prefill|decode|router|NAME ...", help="Roles, or processes such as decode-0; default: all."
         ),
     ] = None,
     in_place: Annotated[
         bool,
-        typer.Option("--in-place", help="Each worker leaves before its successor starts: for want of room for both."),
+        typer.Option("--in-place", help="Stop each worker before starting its replacement, when there is no room for both."),
     ] = False,
     port: PortOption = 8000,
     socket: SocketOption = None,
@@ -114,7 +114,7 @@ def restart(
     for name in names:
         role, _, index = name.partition("-")
         if role not in _ROLES or not index.isascii() or not index.isdigit():
-            raise typer.BadParameter(f"{name!r} is neither {', '.join(_ROLES)} nor a process such as decode-0")
+            raise typer.BadParameter(f"{name!r} is neither a role ({', '.join(_ROLES)}) nor a process such as decode-0")
     _change(RestartAsked, {"roles": roles, "names": names or None, "in_place": in_place or None}, port, socket)
 
 
@@ -126,18 +126,18 @@ def abort(port: PortOption = 8000, socket: SocketOption = None) -> None:
 
 
 def ps(port: PortOption = 8000, socket: SocketOption = None) -> None:
-    """Show the processes of a running cluster, with the pids that a signal needs."""
+    """Show the processes of a running cluster and their pids."""
     from cluster.control.wire import StatusAsked
 
     for told in _answers(StatusAsked, {}, port, socket):
         for one in told.processes or ():
             print(f"{one.name:<12} {one.state:<12} pid {one.pid or '-':<9} {one.address}")
         if told.changing:
-            print("a change is under way")
+            print("a change is in progress")
 
 
 def _require_another_prefill_worker(port: int, socket: Path | None) -> None:
-    """Ends the command where a flip would leave no prefill worker."""
+    """Exit the command if a flip would leave no prefill worker."""
     from rich.console import Console
     from rich.text import Text
 
@@ -148,8 +148,8 @@ def _require_another_prefill_worker(port: int, socket: Path | None) -> None:
     if len(staying) != 1:
         return
     warning = (
-        f"warning: {staying[0]} is the last prefill worker: without it decode workers read all prompts themselves, "
-        "and answers under way wait for that. Nothing has been changed; to do it all the same, add --yes."
+        f"warning: {staying[0]} is the last prefill worker: without it, decode workers compute all prompts themselves, "
+        "which delays answers in progress. Nothing was changed; add --yes to proceed."
     )
     Console(stderr=True, highlight=False).print(Text(warning, style="bold yellow"), soft_wrap=True)
     raise typer.Exit(_EXIT_NOT_DONE)
@@ -171,7 +171,7 @@ def _change(kind: type, fields: Mapping[str, object], port: int, socket: Path | 
 
 
 def _answers(kind: type, fields: Mapping[str, object], port: int, socket: Path | None) -> Iterator["Told"]:
-    """Yield the cluster's answers to the end. Exits the command if the change is not done."""
+    """Yield the cluster's replies, and exit the command if the change is not done."""
     from pydantic import ValidationError
     from rich.console import Console
     from rich.text import Text

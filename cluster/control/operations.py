@@ -1,4 +1,4 @@
-"""What may be asked of a running cluster, as changes of its set of processes."""
+"""Changes that can be requested of a running cluster, as steps on its set of processes."""
 
 import contextlib
 from collections import Counter
@@ -28,7 +28,7 @@ _WORKERS = (Role.PREFILL, Role.DECODE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """A change and the sizes of both pools behind it."""
+    """Steps of a change, and the sizes of both pools after it."""
 
     steps: list[Step]
     sizes: Mapping[Role, int]
@@ -42,21 +42,21 @@ def planned(
     crowded: Container[str] = (),
     over_nodes: Container[Role] = (),
 ) -> Planned:
-    """What is to be done. Raises ChangeRefused.
+    """Return the steps of the requested change. Raises ChangeRefused.
 
-    `crowded`: workers beside which no other has room. `over_nodes`: pools whose workers have ranks on other nodes;
-    those follow the worker of one index, so its successor must have the same.
+    `crowded`: workers whose GPUs have no room for a second one. `over_nodes`: pools whose workers have ranks on other
+    nodes; those ranks follow the worker of one index, so its replacement must have the same index.
     """
     have = {role: sizes_of(members)[role] for role in _WORKERS}
     if routers_only and not isinstance(asked, RestartAsked):
-        raise ChangeRefused("the workers are not started from here")
+        raise ChangeRefused("this supervisor runs routers only; its workers are started elsewhere")
     if isinstance(asked, ScaleAsked):
         named = {Role.PREFILL: asked.prefill, Role.DECODE: asked.decode}
         changed = {role: size for role, size in named.items() if size is not None}
         return Planned(steps=scale_steps(members, changed), sizes=have | changed)
     if isinstance(asked, FlipAsked):
         if any(role in over_nodes for role in _WORKERS):
-            raise ChangeRefused("ranks on other nodes follow workers of their own pool: scale both pools instead")
+            raise ChangeRefused("workers with ranks on other nodes cannot change pools: scale both pools instead")
         to = Role(asked.to)
         sizes = {role: size + (1 if role is to else -1) for role, size in have.items()}
         return Planned(steps=flip_steps(members, to), sizes=sizes)
@@ -71,33 +71,33 @@ def planned(
     sizes = {role: size + back[role] for role, size in have.items()}
     if not asked.in_place and (alone := _answers_alone(steps, members)):
         raise ChangeRefused(
-            f"its GPU or its nodes have no room for another worker beside {alone}, and no other one answers: "
-            "`tandem restart --in-place` replaces it with a pause"
+            f"there is no room for a replacement while {alone} runs, and no other decode worker serves: "
+            "`tandem restart --in-place` replaces it with an interruption"
         )
     return Planned(steps=steps, sizes=sizes)
 
 
 def _answers_alone(steps: Sequence[Step], members: Members) -> str | None:
-    """The decode worker that would leave with none beside it, before its successor starts."""
+    """Return the only serving decode worker, if it would stop before its replacement starts."""
     serving = [name for name, member in members.items() if member.role is Role.DECODE and member.serves]
     return next((step.retire for step in steps if step.in_place and [step.retire] == serving), None)
 
 
 async def carry_out(cluster: LocalCluster, asked: Change, tell: Callable[[str], None]) -> None:
-    """Do it, to the end. Raises ChangeRefused before anything has changed, and ChangeFailed.
+    """Carry out a change to its end. Raises ChangeRefused before anything has changed, and ChangeFailed.
 
-    A planner's change that is under way makes room for an operator's.
+    A planner's change in progress is aborted in favour of an operator's.
     """
     full = await _crowded(cluster, asked)
     spread = _over_nodes(cluster)
     plan_now = partial(planned, asked, routers_only=cluster.routers_only, crowded=full, over_nodes=spread)
-    plan_now(cluster.members())  # nonsense displaces nobody
+    plan_now(cluster.members())  # an invalid request must not abort the change in progress
     yields = not isinstance(asked, RestartAsked) and bool(asked.yields)
     if cluster.under_way is not None and cluster.under_way.yields and not yields:
-        tell("a planner's change is under way: it is taken back")
-        await cluster.abort("an operator's change takes its place")
+        tell("aborting the planner's change in progress")
+        await cluster.abort("replaced by an operator's change")
     if cluster.under_way is not None:
-        raise ChangeRefused("another change is under way: `tandem abort` takes it back")
+        raise ChangeRefused("another change is in progress: `tandem abort` aborts it")
     members = cluster.members()
     plan = plan_now(members)
     _announce(plan, members, tell, why=_why_in_place(asked, spread))
@@ -106,14 +106,14 @@ async def carry_out(cluster: LocalCluster, asked: Change, tell: Callable[[str], 
     try:
         await cluster.change(Rollout(plan.steps, yields=yields), tell)
     except ChangeFailed:
-        if not cluster.routers_only and cluster.under_way is None:  # another one may have its own sizes by now
-            with contextlib.suppress(ChangeFailed):  # the first reason is the one to tell
+        if not cluster.routers_only and cluster.under_way is None:  # otherwise the newer change has set its own sizes
+            with contextlib.suppress(ChangeFailed):  # the first failure is the one to report
                 cluster.shared.resize({role: sizes_of(cluster.members())[role] for role in _WORKERS})
         raise
 
 
 async def _crowded(cluster: LocalCluster, asked: Change) -> frozenset[str]:
-    """Workers of this machine whose successors have room only when they have left."""
+    """Return the local workers whose replacement has room only after they have ended."""
     if not isinstance(asked, RestartAsked) or asked.in_place or not cluster.runs_here:
         return frozenset()
     return await crowded(cluster.workers, cluster.config)
@@ -126,23 +126,23 @@ def _over_nodes(cluster: LocalCluster) -> frozenset[Role]:
 
 def _why_in_place(asked: Change, over_nodes: Container[Role]) -> str:
     if isinstance(asked, RestartAsked) and asked.in_place:
-        return "as was asked"
+        return "as requested"
     if any(role in over_nodes for role in _WORKERS):
-        return "since ranks on other nodes follow one worker at a time, or GPUs have no room for both"
-    return "since their GPUs have no room for both"
+        return "because ranks on other nodes follow one worker at a time, or the GPUs have no room for both"
+    return "because the GPUs have no room for both"
 
 
 def _announce(plan: Planned, members: Members, tell: Callable[[str], None], *, why: str) -> None:
-    """Who leaves before its successor starts, and what that means."""
+    """Report the workers that stop before their replacement starts, and the consequences."""
     first = sorted(step.retire for step in plan.steps if step.in_place and step.retire)
     if first:
-        tell(f"in place, {why}: {', '.join(first)}; the others do their work meanwhile")
+        tell(f"replaced in place, {why}: {', '.join(first)}; the other workers take over meanwhile")
     if alone := _answers_alone(plan.steps, members):
-        tell(f"{alone} is the only decode worker: until its successor serves streams wait, and what is new as well")
+        tell(f"{alone} is the only decode worker: streams and new requests wait until its replacement serves")
 
 
 async def abort(cluster: LocalCluster) -> None:
-    """Take the change that is under way back, and wait for its end. Raises ChangeRefused when there is none."""
+    """Abort the change in progress and wait for its end. Raises ChangeRefused if there is none."""
     if cluster.under_way is None:
-        raise ChangeRefused("no change is under way")
-    await cluster.abort("it was taken back")
+        raise ChangeRefused("no change is in progress")
+    await cluster.abort("it was aborted")

@@ -1,6 +1,6 @@
-"""The control socket of a running cluster: who may enter its folder may scale, flip and restart it.
+"""The control socket of a running cluster, over which it is scaled, flipped and restarted.
 
-A Unix socket of mode 0600 in a folder of mode 0700, named after the port of the HTTP server.
+It is a Unix socket of mode 0600 in a folder of mode 0700, named after the HTTP server's port.
 """
 
 import asyncio
@@ -26,12 +26,12 @@ _BACKLOG_LINES = 1024
 
 
 def control_path(config: ClusterConfig) -> Path:
-    """Where a cluster with this configuration is asked."""
+    """Return the socket's path for a cluster with this configuration."""
     return default_path(config.router.port) if config.control_socket is None else Path(config.control_socket)
 
 
 def check_place(config: ClusterConfig) -> None:
-    """Before minutes are spent on loading: a stated place that cannot be. Raises ConfigError."""
+    """Check a configured socket path before minutes are spent on loading. Raises ConfigError."""
     if config.control_socket is not None:
         _look_at(Path(config.control_socket))
 
@@ -43,13 +43,13 @@ def _look_at(path: Path) -> None:
 
 
 def default_path(port: int) -> Path:
-    """Path of the socket of the cluster with this HTTP port."""
+    """Return the socket's path for the cluster with this HTTP port."""
     return runtime_folder() / f"{port}.sock"
 
 
 class ControlSocket:
     def __init__(self, cluster: LocalCluster, *, tell: Callable[[str], None]) -> None:
-        """`tell` is called with the progress of every change, including those requested here."""
+        """`report` is called with the progress of every change, including those requested here."""
         self.path = control_path(cluster.config)
         self._cluster = cluster
         self._tell = tell
@@ -58,19 +58,21 @@ class ControlSocket:
         self._changes: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
-        """Without a safe place the cluster serves all the same; raises ConfigError if the place was stated."""
+        """Open the socket; without a safe path the cluster serves without one. Raises ConfigError for a configured
+        path.
+        """
         try:
             await self._open()
         except ConfigError as error:
             if self._cluster.config.control_socket is not None:
                 raise
-            self._tell(f"nobody can change this cluster: {error}")
+            self._tell(f"this cluster cannot be changed while it runs: {error}")
         return self
 
     async def _open(self) -> None:
         _look_at(self.path)
         try:
-            self.path.unlink(missing_ok=True)  # of an earlier life
+            self.path.unlink(missing_ok=True)  # left over from an earlier process
             self._server = await asyncio.start_unix_server(self._answer, self.path, limit=MAX_LINE_BYTES)
             self.path.chmod(0o600)
             self._inode = self.path.stat().st_ino
@@ -83,7 +85,7 @@ class ControlSocket:
         if self._server is not None:
             self._server.close()
             with contextlib.suppress(OSError):
-                if self.path.stat().st_ino == self._inode:  # what somebody else has put there since stays
+                if self.path.stat().st_ino == self._inode:  # another process may have replaced it
                     self.path.unlink()
         for change in self._changes:
             change.cancel()
@@ -98,7 +100,7 @@ class ControlSocket:
                 writer.write(written(Told(done=False, reason=f"a line has at most {MAX_LINE_BYTES} bytes")))
                 return
             work = asyncio.get_running_loop().create_task(self._serve(asked, lines))
-            self._changes.add(work)  # it goes on when its client leaves
+            self._changes.add(work)  # the change continues if its client disconnects
             work.add_done_callback(self._changes.discard)
             told = Told()
             while told.done is None:
@@ -106,14 +108,14 @@ class ControlSocket:
                 writer.write(written(told))
                 await writer.drain()
         except OSError:
-            pass  # the client has left
+            pass  # the client has disconnected
         finally:
             writer.close()
 
     async def _serve(self, line: bytes, lines: "asyncio.Queue[Told]") -> None:
         def tell(text: str) -> None:
             self._tell(text)
-            with contextlib.suppress(asyncio.QueueFull):  # the client does not read; the end must have room
+            with contextlib.suppress(asyncio.QueueFull):  # the client does not read; keep room for the last line
                 if lines.qsize() < _BACKLOG_LINES - 1:
                     lines.put_nowait(Told(progress=text))
 
@@ -128,7 +130,7 @@ class ControlSocket:
         except (NotUnderstood, ChangeRefused, ChangeFailed) as error:
             self._tell(f"not done: {error}")
             lines.put_nowait(Told(done=False, reason=str(error)))
-        except Exception as error:  # noqa: BLE001  # a client, such as the planner, must not wait for an end that never comes
+        except Exception as error:  # noqa: BLE001  # a client must not wait for a last line that never comes
             _log.exception("a change failed unexpectedly")
             lines.put_nowait(Told(done=False, reason=f"internal error: {type(error).__name__}"))
         else:

@@ -25,7 +25,7 @@ from tandem.rpc.hosts import join
 
 
 class LocalCluster:
-    """The processes of one configuration. Enter and leave it on the thread that lives longest (see Child)."""
+    """Processes of one configuration. Enter and leave it on the thread that lives longest (see Child)."""
 
     def __init__(
         self,
@@ -37,8 +37,8 @@ class LocalCluster:
         routers_only: bool = False,
         launcher: Launcher | None = None,
     ) -> None:
-        """`routers_only`: the workers are elsewhere, as the configuration says. `launcher`: in place of this machine's,
-        which starts processes by `command`.
+        """`routers_only`: the workers run elsewhere, as configured. `launcher` replaces this machine's, which runs
+        `command`.
         """
         self._launcher = launcher or LocalLauncher(command, routers_only=routers_only)
         self.shared = SharedConfig(self._launcher, config)
@@ -54,7 +54,7 @@ class LocalCluster:
         )
 
     async def __aenter__(self) -> Self:
-        """Raises ClusterFailed when a process cannot start, StoppedEarly when `request_stop` came first."""
+        """Start all processes. Raises ClusterFailed if one cannot start, StoppedEarly if `request_stop` came first."""
         self._launcher.open(self.config)
         try:
             self._processes.start()
@@ -75,7 +75,7 @@ class LocalCluster:
 
     @property
     def config(self) -> ClusterConfig:
-        """What every process reads."""
+        """Configuration that every process reads."""
         return self.shared.config
 
     @property
@@ -86,7 +86,7 @@ class LocalCluster:
 
     @property
     def grpc_address(self) -> str:
-        """host:port of the gRPC server."""
+        """Address of the gRPC server, host:port."""
         address = join(self.config.router.host, self.config.router.grpc_port)
         return str(self._processes.book.router_facts().get("grpc", address))
 
@@ -97,22 +97,22 @@ class LocalCluster:
 
     @property
     def config_path(self) -> Path:
-        """What every process reads, of a cluster on this machine."""
+        """Path of the configuration file, for a cluster on this machine."""
         return self._launcher.config_path
 
     @property
     def processes(self) -> list[ProcessView]:
-        """Every process, workers first."""
+        """List every process, workers first."""
         return [self._processes.view(name) for name in self._processes.book]
 
     @property
     def workers(self) -> list[ProcessView]:
-        """Every worker: prefill, then decode."""
+        """List every worker: prefill, then decode."""
         return [view for view in self.processes if view.role is not Role.ROUTER]
 
     @property
     def failure(self) -> str | None:
-        """Why the cluster ended by itself, with the guilty process's last log lines; None while all is well."""
+        """Reason why the cluster ended by itself, with the failed process's last log lines; None while all is well."""
         reason, name = self._supervisor.failure, self._supervisor.failed_name
         if reason is None or name is None:
             return None
@@ -121,7 +121,7 @@ class LocalCluster:
     def kill(self, worker_id: str, signum: signal.Signals = signal.SIGKILL) -> None:
         """Signal one process, named as in `processes` or by its worker id; it will be restarted.
 
-        Raises KeyError when there is none, or none alive.
+        Raises KeyError if it does not exist or is not running.
         """
         name = next((v.name for v in self.processes if worker_id in (v.name, v.worker_id)), worker_id)
         self._processes.book.send(name, signum)
@@ -160,21 +160,21 @@ class LocalCluster:
 
     @property
     def is_ending(self) -> bool:
-        """Whether the cluster drains or has ended, when its files may be gone."""
+        """Whether the cluster is draining or has ended, so that its files may be gone."""
         return self._supervisor.phase in (Phase.STOPPING, Phase.STOPPED)
 
     @property
     def under_way(self) -> Rollout | None:
-        """The change in progress."""
+        """Change in progress, or None."""
         return self._processes.rollout
 
     async def change(self, rollout: Rollout, tell: Callable[[str], None]) -> None:
-        """Carry out a change of the running cluster; `tell` is called with its progress. Raises ChangeFailed.
+        """Carry out a change of the running cluster; `report` is called with its progress. Raises ChangeFailed.
 
-        One at a time. Cancelling this call does not end the change.
+        Only one change at a time is possible. Cancelling this call does not end the change.
         """
         if self.under_way is not None:
-            raise ChangeFailed("another change is under way")
+            raise ChangeFailed("another change is in progress")
         self._processes.begin(rollout, tell)
         await self._processes.until(lambda: rollout.state is not RolloutState.UNDER_WAY)
         await asyncio.sleep(0)  # deliver the last progress before the end
@@ -182,14 +182,14 @@ class LocalCluster:
             raise ChangeFailed(rollout.failure)
 
     async def abort(self, reason: str) -> None:
-        """Abort the change in progress; finished steps stay, and the present one is undone where it can be."""
+        """Abort the change in progress; finished steps stay, and the present one is undone if possible."""
         if (rollout := self.under_way) is not None:
             rollout.abort(reason)
             self._processes.apply([])
             await self._processes.until(lambda: self.under_way is not rollout)
 
     def members(self) -> dict[str, Member]:
-        """Every process as a change sees it."""
+        """Return every process as a rollout sees it."""
         return self._processes.book.members()
 
     async def _close(self, *, kill: bool = False) -> None:

@@ -19,7 +19,7 @@ LOG_TAIL_LINES = 20
 class _Known:
     plan: ProcessPlan
     child: Launched | None = None
-    """The running child; None while there is none."""
+    """Child that is running; None while there is none."""
     ready: Mapping[str, Any] | None = None
     """Its last ready line."""
     reaches: frozenset[str] | None = None
@@ -28,7 +28,7 @@ class _Known:
 
 
 class ProcessBook:
-    """Keeps the facts of all processes; their states are the supervisor's. Takes no decision."""
+    """Holds facts about all processes; their states are the supervisor's. Decides nothing."""
 
     def __init__(self, plans: Iterable[ProcessPlan], state_of: Callable[[str], ProcessState]) -> None:
         """`plans`: the processes that exist from the start."""
@@ -45,7 +45,7 @@ class ProcessBook:
         return self._known[name].plan
 
     def view(self, name: str, *, router_address: str) -> ProcessView:
-        """The user's view of a process; `router_address`: the address that all routers share."""
+        """Return the user's view of a process; `router_address` is the one that all routers share."""
         known = self._known[name]
         return ProcessView(
             name=name,
@@ -57,7 +57,7 @@ class ProcessBook:
         )
 
     def member(self, name: str) -> Member:
-        """The process as a member of a rollout."""
+        """Return the process as a member of a rollout."""
         known, plan = self._known[name], self._known[name].plan
         state = self._state_of(name)
         return Member(role=plan.role, index=plan.index, state=state, address=plan.address, reaches=known.reaches)
@@ -66,12 +66,12 @@ class ProcessBook:
         return {name: self.member(name) for name in self._known}
 
     def router_facts(self) -> Mapping[str, Any]:
-        """The ready line of any router process, since they share their ports; empty before there is one."""
+        """Return the ready line of any router process, as they share their ports; empty before there is one."""
         routers = (known.ready for known in self._known.values() if known.plan.role is Role.ROUTER)
         return next((ready for ready in routers if ready is not None), {})
 
     def tail(self, name: str) -> tuple[str, ...]:
-        """The last lines that it wrote."""
+        """Return the last lines that the process wrote."""
         return tuple(self._known[name].tail) if name in self._known else ()
 
     def add(self, plan: ProcessPlan) -> None:
@@ -115,11 +115,11 @@ class ProcessBook:
             self._known[name].child = None
 
     def send(self, name: str, signum: signal.Signals) -> None:
-        """Signal it. Raises KeyError where there is none of that name, or none alive."""
+        """Signal a process. Raises KeyError if it does not exist or is not running."""
         if (child := self._known[name].child) is None:
             raise KeyError(name)
         child.send(signum)
 
     def is_alive(self, name: str) -> bool:
-        """Whether it can be signalled."""
+        """Return whether the process can be signalled."""
         return name in self._known and self._known[name].child is not None

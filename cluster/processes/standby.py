@@ -1,8 +1,8 @@
-"""Standby workers: processes that have imported all that a worker needs and wait to be assigned one.
+"""Standby workers: processes that have imported everything a worker needs, and wait to become one.
 
-Importing PyTorch takes most of a worker's start, about two seconds of processor time; a worker that died is replaced
-without it while there is a standby. `python -m cluster.processes.standby --ready-fd N` is such a process: it reads its
-role and arguments from stdin as one JSON line, and then is that worker.
+Importing PyTorch takes most of a worker's start, about two seconds of processor time; a standby replaces a dead worker
+without that delay. `python -m cluster.processes.standby --ready-fd N` is such a process: it reads its role and
+arguments from stdin as one JSON line, and then becomes that worker.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from cluster.processes.child import Callbacks, Child
 from tandem.values.roles import WorkerRole
 
 CALM_S = 1.0
-"""From the moment that no process is starting to the start of a standby: it must not slow those down."""
+"""Delay from the moment that no process is starting until a standby starts, so that it slows none of them down."""
 MAX_FAILURES = 3
 """Maximum number of standbys that end by themselves before no more are started."""
 
@@ -41,7 +41,7 @@ class StandbyWorkers:
         return [standby.child.pid for standby in self._waiting]
 
     def observed(self, name: str, callbacks: Callbacks) -> Callbacks:
-        """The callbacks of a process that starts now; standbys are started when no process is starting."""
+        """Wrap the callbacks of a process that starts now; standbys are started when no process is starting."""
         self._starting.add(name)
         self._cancel()
 
@@ -56,7 +56,7 @@ class StandbyWorkers:
         return replace(callbacks, on_ready=on_ready, on_exit=on_exit)
 
     def start(self, role: WorkerRole, arguments: Sequence[str], callbacks: Callbacks) -> Child | None:
-        """Make a standby the worker with these arguments; None when there is none."""
+        """Turn a standby into the worker with these arguments; None when there is none."""
         while self._waiting:
             standby = self._waiting.popleft()
             if standby.become(role, arguments, callbacks):
@@ -70,7 +70,7 @@ class StandbyWorkers:
         self.discard()
 
     def discard(self) -> None:
-        """Kill those that wait; others are started when no process is starting."""
+        """Kill the waiting standbys; others are started when no process is starting."""
         while self._waiting:
             self._waiting.popleft().child.discard()
 
@@ -85,7 +85,7 @@ class StandbyWorkers:
         while len(self._waiting) < self._count and self._failures < MAX_FAILURES:
             try:
                 self._waiting.append(_Standby(self._environment(), self._ended))
-            except OSError:  # out of processes or memory: a worker that dies starts as it would without us
+            except OSError:  # out of processes or memory: a dead worker restarts without a standby
                 self._failures += 1
 
     def _ended(self, standby: "_Standby") -> None:
@@ -101,7 +101,7 @@ class StandbyWorkers:
 
 
 class _Standby:
-    """One standby process, which waits until `become`."""
+    """Standby process that waits until `become`."""
 
     def __init__(self, environment: Mapping[str, str], on_end: Callable[["_Standby"], None]) -> None:
         """Raises OSError when it cannot be started."""
@@ -110,7 +110,7 @@ class _Standby:
         self.child = Child(_command, environment, self._relay(), takes_stdin=True)
 
     def become(self, role: WorkerRole, arguments: Sequence[str], callbacks: Callbacks) -> bool:
-        """Say which worker it is; False when it is no longer there."""
+        """Tell the process which worker it is; False when it no longer runs."""
         self._callbacks = callbacks
         line = json.dumps({"role": role.value, "arguments": list(arguments)}) + "\n"
         if not self.child.write_stdin(line.encode()):
@@ -145,10 +145,10 @@ def _command(ready_fd: int) -> list[str]:
 
 
 def main() -> None:
-    """Import, wait, become a worker. Ends at once when stdin closes without a word."""
+    """Import, wait, and become a worker. Ends when stdin closes without a line."""
     from tandem.process.lifetime import end, worker_main
 
-    parser = argparse.ArgumentParser(prog="standby", description="a worker that does not know yet which one it is")
+    parser = argparse.ArgumentParser(prog="standby", description="a standby process that becomes a worker on request")
     parser.add_argument("--ready-fd", required=True)
     ready_fd: str = parser.parse_args().ready_fd
     serves = {role: importlib.import_module(f"{role.value}_worker.__main__").serve for role in WorkerRole}

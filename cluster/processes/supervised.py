@@ -19,7 +19,7 @@ _WRITE_AGAIN_S = 5.0
 
 
 class SupervisedProcesses:
-    """The processes of one cluster while it lives. Use it on the event loop."""
+    """Runs the processes of one cluster. Use it on the event loop."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class SupervisedProcesses:
         self.supervisor = supervisor
         self.book = ProcessBook(supervisor.plans, supervisor.state)
         self.rollout: Rollout | None = None
-        """The change in progress."""
+        """Change in progress, or None."""
         self._tell: Callable[[str], None] = _nobody
         self._launcher = launcher
         self._shared = shared
@@ -42,11 +42,11 @@ class SupervisedProcesses:
         self._names_workers = names_workers
         self._timer: asyncio.TimerHandle | None = None
         self._publish_at: float | None = None
-        """When to retry a failed write of the configuration."""
+        """Time of the next attempt to write the configuration."""
         self._changed = asyncio.Event()
 
     def view(self, name: str) -> ProcessView:
-        """The user's view of a process. Raises KeyError."""
+        """Return the user's view of a process. Raises KeyError."""
         router = self._shared.config.router
         return self.book.view(name, router_address=join(router.host, router.port))
 
@@ -72,7 +72,7 @@ class SupervisedProcesses:
         self.apply(self.supervisor.reread())
 
     def begin(self, rollout: Rollout, tell: Callable[[str], None]) -> None:
-        """Start this change; `tell` is called with its progress."""
+        """Start this change; `report` is called with its progress."""
         self.rollout, self._tell = rollout, tell
         try:
             self.apply([])
@@ -138,12 +138,12 @@ class SupervisedProcesses:
         self.book.add(plan)
         rollout.started(plan.name)
         self._carry_out(self.supervisor.add(plan, _now(), is_needed=order.is_needed))
-        self._publish()  # whom it replaces has left: who waits for a worker knows that one comes
+        self._publish()  # The one it replaces has left: now routers learn the address of the new worker.
 
     def _retire(self, name: str) -> None:
         actions = self.supervisor.retire(name, _now())
-        self._carry_out([action for action in actions if isinstance(action, Gone)])  # it was dead: ask no more of it
-        # Routers keep the session that is up; they will not look for another one at this address.
+        self._carry_out([action for action in actions if isinstance(action, Gone)])  # it was not running, so nothing else must be done
+        # Routers keep the session that exists, and will not connect to this address again.
         self._publish()
         self._carry_out([action for action in actions if not isinstance(action, Gone)])
 
@@ -152,7 +152,7 @@ class SupervisedProcesses:
         failure = None if gone.failure is None else ": ".join([gone.failure, *last_line])
         self.book.forget(name)
         if failure is not None:
-            self._watcher.on_note(Note(name=name, text=f"is given up: {failure}", is_error=True))
+            self._watcher.on_note(Note(name=name, text=f"was abandoned: {failure}", is_error=True))
         elif self.rollout is None or not self.rollout.tells_end(name):
             self._watcher.on_note(Note(name=name, text="has left"))
         if self.rollout is not None:
@@ -167,10 +167,10 @@ class SupervisedProcesses:
         try:
             if not self._shared.name_workers(prefill=prefill, decode=decode):
                 return
-        except OSError as error:  # routers go on with what they know, and hear of it when it can be written again
+        except OSError as error:  # routers keep what they have, and are notified once it can be written again
             self._publish_at = _now() + _WRITE_AGAIN_S
             if tried_at is None:
-                self._watcher.on_note(Note(name="configuration", text=f"cannot be written: {error}", is_error=True))
+                self._watcher.on_note(Note(name="configuration", text=f"cannot write it: {error}", is_error=True))
             return
         self._carry_out(self.supervisor.reread(Role.ROUTER))
 
@@ -191,7 +191,7 @@ class SupervisedProcesses:
         self.book.launching(name)
         try:
             self.book.launched(name, self._launcher.start(self.book.plan(name), callbacks))
-        except OSError as error:  # out of processes, descriptors or memory: an exit like any other
+        except OSError as error:  # out of processes, descriptors or memory: handled like any other exit
             self._on_log(name, f"cannot start: {error}")
             asyncio.get_running_loop().call_soon(self._on_exit, name, EXIT_NOT_STARTED)
         self._watcher.on_state(self.view(name))
@@ -232,4 +232,4 @@ def _now() -> float:
 
 
 def _nobody(_text: str) -> None:
-    """Default `tell`, while no change is in progress."""
+    """Ignore progress while no change is in progress."""

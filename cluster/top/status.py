@@ -1,7 +1,7 @@
-"""What routers say of their cluster (`GET /status/snapshot`), read once for `tandem top`. Pure.
+"""The status of a cluster as its routers report it (`GET /status/snapshot`), for `tandem top`. Pure.
 
-Several routers may serve one cluster: what each did is added up; of a worker that several know the latest word stands;
-of latencies the worst is shown, for quantiles cannot be added.
+Several routers may serve one cluster: their counts are added; the latest report of each worker counts; of latencies the
+worst is shown, as quantiles cannot be added.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ MAX_HANDOFFS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Worker:
-    """One worker of either pool."""
+    """Worker of either pool."""
 
     id: str
     role: str
@@ -35,13 +35,13 @@ class Worker:
 
     @property
     def used_share(self) -> float:
-        """Of its KV blocks."""
+        """Share of its KV blocks in use."""
         return self.used_blocks / self.blocks if self.blocks else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandOff:
-    """A prompt that one worker computes for another."""
+    """Prompt that one worker computes for another."""
 
     source: str
     target: str
@@ -51,7 +51,7 @@ class HandOff:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """Of the last seconds; latencies of the last minute, None where there were none."""
+    """Rates over the last seconds, and latencies of the last minute; None where there were none."""
 
     generation_tokens_per_s: float
     prompt_tokens_per_s: float
@@ -68,12 +68,12 @@ class Rates:
 
 
 _OF_WORKERS = frozenset({"handoffs_per_s", "moved_bytes_per_s"})
-"""Every router tells these of the same workers."""
+"""Rates about workers, which every router reports alike."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterStatus:
-    """One router's word, or that of several."""
+    """Status reported by one router, or merged from several."""
 
     model: str
     processes: int
@@ -90,7 +90,7 @@ class ClusterStatus:
 
     @classmethod
     def read(cls, told: Any) -> Self:
-        """From JSON. Raises LookupError, TypeError or ValueError for anything else."""
+        """Parse the JSON status. Raises LookupError, TypeError or ValueError if it is invalid."""
         return cls(
             model=str(told["model"]["name"]),
             processes=int(told["processes"]),
@@ -133,7 +133,7 @@ def _may_lack(name: str) -> bool:
 
 
 def joined(told: Sequence[ClusterStatus]) -> ClusterStatus:
-    """Of all that answered; there is at least one."""
+    """Merge the statuses of all routers that answered; there is at least one."""
     workers: dict[str, Worker] = {}
     for worker in (worker for status in told for worker in status.workers):
         if worker.id not in workers or workers[worker.id].report < worker.report:
@@ -170,7 +170,7 @@ def _joined_rates(rates: Sequence[Rates]) -> Rates:
 
 
 class SortOrder(Enum):
-    """By what workers are sorted, and which come first."""
+    """Key by which workers are sorted, and its direction."""
 
     NAME = "name"
     KV = "KV use"
@@ -179,7 +179,7 @@ class SortOrder(Enum):
     BACKLOG = "backlog"
 
     def following(self) -> "SortOrder":
-        """The next one, round and round."""
+        """Return the next order, cyclically."""
         orders = list(SortOrder)
         return orders[(orders.index(self) + 1) % len(orders)]
 
@@ -194,6 +194,6 @@ _KEYS: Mapping[SortOrder, Callable[[Worker], float]] = {
 
 
 def in_order(workers: Sequence[Worker], order: SortOrder, *, reverse: bool) -> list[Worker]:
-    """The busiest first, those that are alike by name (`decode-10` after `decode-9`)."""
+    """Sort the busiest first, and equal ones by name (`decode-10` after `decode-9`)."""
     key = _KEYS[order]
     return sorted(workers, key=lambda worker: (key(worker), natural(worker.id)), reverse=reverse)

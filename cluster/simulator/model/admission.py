@@ -1,8 +1,8 @@
-"""The way to the simulated router: every request has its turn here first, by production's own `FairAdmission`.
+"""Admission of the simulated router, by production's own `FairAdmission`.
 
-What `router.dispatch.admission_queue` does around it with futures and timers is done here on the virtual clock, at the
-same moments: looks for turns when a request is placed, has its first token or ends, when a worker reports its load,
-joins or leaves, and every tenth of a second while somebody waits. Who is refused does not come back.
+`router.dispatch.admission_queue` drives it with futures and timers; here this happens on the virtual clock, at the same
+moments: requests are admitted when a request is placed, has its first token or ends, when a worker reports its load,
+joins or leaves, and every tenth of a second while any request waits. Rejected requests do not come back.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from tandem.errors import ServingError
 
 _LOOK_S = 0.1
 _TENANT = "simulated"
-"""Traces do not say whose their requests are."""
+"""Tenant of all requests, as traces do not state any."""
 
 
 class SimGate:
@@ -27,7 +27,7 @@ class SimGate:
         run: Callable[[SimRequest], None],
         refused: Callable[[SimRequest], None],
     ) -> None:
-        """`run` writes a request into the workers' books, or lets it wait for room; `refused` tells its client."""
+        """`run` places a request on workers, or lets it wait for room; `refused` ends it with an error."""
         self.admission = admission
         self._events = events
         self._run = run
@@ -36,7 +36,7 @@ class SimGate:
         self._is_looking = False
 
     def enter(self, request: SimRequest) -> None:
-        """Its turn comes now, later, or never."""
+        """Queue a request: it is admitted now or later, or rejected."""
         wanted = request.wanted
         try:
             entry, evicted = self.admission.enter(
@@ -62,13 +62,13 @@ class SimGate:
             self._look_later()
 
     def answered(self, request: SimRequest) -> None:
-        """Its first token came: there may be room for another."""
+        """Record a request's first token: there may be room for another request."""
         if request.entry is not None:
             self.admission.generated(request.entry, 1)
             self.pump()
 
     def end(self, request: SimRequest, *, num_tokens: int) -> None:
-        """It is over, after so many tokens; what of its prompt was cached is learnt if it had its whole answer."""
+        """Record a request's end after so many tokens; its cached tokens count if it had its whole answer."""
         if (entry := request.entry) is None:
             return
         self.admission.generated(entry, max(0, num_tokens - entry.output_tokens))
@@ -78,7 +78,7 @@ class SimGate:
         self.pump()
 
     def pump(self) -> None:
-        """Those whose turn it is run."""
+        """Run the requests that are admitted now."""
         while self.admission.num_waiting and (turns := self.admission.pump()):
             for entry in turns:
                 self._go(self._line.pop(entry), entry)
