@@ -132,12 +132,12 @@ class Fetch:
         patience: DownloadPatience,
         *,
         pause: Callable[[float], None] = time.sleep,
-        tell: Callable[[str], None] = _say,
+        report: Callable[[str], None] = _say,
     ) -> None:
         self._hub = hub
         self._patience = patience
         self._pause = pause
-        self._tell = tell
+        self._report = report
 
     def run(self, hub_id: str, into: Path, *, revision: str | None, weights: bool) -> bool:
         """Download the files; return False if an earlier call has done so. Raises ConfigError, OSError.
@@ -145,8 +145,8 @@ class Fetch:
         Several pods may share the directory: the hub's client locks each file, so each one is downloaded once.
         """
         done = into / f".fetched-{'model' if weights else 'tokenizer'}"
-        asked = f"{hub_id}@{revision or 'main'}\n"
-        if done.is_file() and done.read_text(encoding="utf-8") == asked:
+        requested = f"{hub_id}@{revision or 'main'}\n"
+        if done.is_file() and done.read_text(encoding="utf-8") == requested:
             return False
         into.mkdir(parents=True, exist_ok=True)
         patterns = _MODEL_FILES if weights else _TOKENIZER_FILES
@@ -154,9 +154,9 @@ class Fetch:
             wait_s = self._patience.wait_s(error, _num_bytes(into))
             if wait_s is None:
                 raise ConfigError(f"model.path: cannot download {hub_id}: {_first_line(error)}") from error
-            self._tell(f"{hub_id}: {_first_line(error)}; retrying in {wait_s:.0f} s")
+            self._report(f"{hub_id}: {_first_line(error)}; retrying in {wait_s:.0f} s")
             self._pause(wait_s)
-        done.write_text(asked, encoding="utf-8")
+        done.write_text(requested, encoding="utf-8")
         if weights:
             _clear(into)
         return True
@@ -201,11 +201,15 @@ def _first_line(error: Exception) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    parser = argparse.ArgumentParser(prog="cluster.hub", description="download a model from the hub, unless it is there already")
+    parser = argparse.ArgumentParser(
+        prog="cluster.hub", description="download a model from the hub, unless it is there already"
+    )
     parser.add_argument("hub_id", metavar="ORG/NAME")
     parser.add_argument("--into", type=Path, required=True, help="target directory")
     parser.add_argument("--revision", help="branch, tag or commit; default: main")
-    parser.add_argument("--tokenizer-only", action="store_true", help="download only what a router needs, without weights")
+    parser.add_argument(
+        "--tokenizer-only", action="store_true", help="download only what a router needs, without weights"
+    )
     parser.add_argument(
         "--tries",
         type=int,
@@ -213,17 +217,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="N",
         help="maximum failures in a row without another complete file; default: %(default)d",
     )
-    told = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     # The first process of a container ignores signals without a handler: its pod would end only after its grace period.
     # Complete files are kept.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
     try:
-        fetch = Fetch(HubClient(), DownloadPatience(most_failures=told.tries, rng=Random()))
-        is_new = fetch.run(told.hub_id, told.into, revision=told.revision, weights=not told.tokenizer_only)
+        fetch = Fetch(HubClient(), DownloadPatience(most_failures=options.tries, rng=Random()))
+        is_new = fetch.run(options.hub_id, options.into, revision=options.revision, weights=not options.tokenizer_only)
     except (ConfigError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2 if isinstance(error, ConfigError) else 1
-    print(f"{told.hub_id}: {'downloaded into' if is_new else 'is already in'} {told.into}")
+    print(f"{options.hub_id}: {'downloaded into' if is_new else 'is already in'} {options.into}")
     return 0
 
 

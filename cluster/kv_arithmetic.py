@@ -25,7 +25,7 @@ _GB = 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class SizingOptions:
     """What the figures depend on besides the model."""
 
     dtype: str = "bfloat16"
@@ -88,35 +88,35 @@ def num_parameters(model: ModelArchitecture) -> int:
     return embeddings + model.num_layers * (attention + biases + mlp + norms) + model.hidden_size
 
 
-def layout_of(model: ModelArchitecture, asked: Asked) -> KVLayout:
+def layout_of(model: ModelArchitecture, options: SizingOptions) -> KVLayout:
     """Return the layout that the engine would choose."""
     return kv_layout(
         model,
         fingerprint="",
-        dtype=asked.dtype,
+        dtype=options.dtype,
         block_size=_BLOCK_SIZE,
-        tp_size=asked.tensor_parallel_size,
-        kv_dtype=asked.kv_dtype,
+        tp_size=options.tensor_parallel_size,
+        kv_dtype=options.kv_dtype,
     )
 
 
-def room(model: ModelArchitecture, asked: Asked) -> WorkerRoom:
+def room(model: ModelArchitecture, options: SizingOptions) -> WorkerRoom:
     """Compute the figures. Raises ConfigError if weights and workspace alone exceed the memory."""
-    layout, defaults, ranks = layout_of(model, asked), EngineSection(), asked.tensor_parallel_size
-    context = min(model.max_context, asked.context)
-    weights_bytes = num_parameters(model) * DTYPE_BYTES[asked.dtype]
+    layout, defaults, ranks = layout_of(model, options), EngineSection(), options.tensor_parallel_size
+    context = min(model.max_context, options.context)
+    weights_bytes = num_parameters(model) * DTYPE_BYTES[options.dtype]
     workspace_bytes = estimate_workspace_bytes(
         model,
-        dtype=asked.dtype,
+        dtype=options.dtype,
         max_batch_tokens=defaults.max_batched_tokens,
         max_num_seqs=defaults.max_running_requests,
         max_context=context,
-        kv_dtype=asked.kv_dtype,
+        kv_dtype=options.kv_dtype,
     )
-    rest = int(asked.rank_bytes * (1 - HEADROOM)) - weights_bytes // ranks - workspace_bytes
+    rest = int(options.rank_bytes * (1 - HEADROOM)) - weights_bytes // ranks - workspace_bytes
     if rest < layout.block_bytes:
         raise ConfigError(
-            f"no memory left for KV: of {asked.rank_bytes / _GB:.1f} GB a rank, weights take "
+            f"no memory left for KV: of {options.rank_bytes / _GB:.1f} GB a rank, weights take "
             f"{weights_bytes / ranks / _GB:.1f}, the workspace at most {workspace_bytes / _GB:.1f}, "
             f"headroom {HEADROOM:.0%}"
         )
@@ -128,7 +128,7 @@ def room(model: ModelArchitecture, asked: Asked) -> WorkerRoom:
         workspace_bytes=workspace_bytes * ranks,
         num_blocks=rest // layout.block_bytes,
         context=context,
-        hand_off_s=bytes_per_token * context / (asked.link_gbytes * _GB),
+        hand_off_s=bytes_per_token * context / (options.link_gbytes * _GB),
     )
 
 
@@ -144,7 +144,7 @@ def read_model(text: str) -> ModelArchitecture:
 
 
 def parser() -> argparse.ArgumentParser:
-    defaults = Asked()
+    defaults = SizingOptions()
     made = argparse.ArgumentParser(prog="python -m cluster.kv_arithmetic", description=__doc__)
     made.add_argument("model", help="`builtin`, a directory in Hugging Face layout, or a config.json")
     made.add_argument(
@@ -157,14 +157,16 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--tensor-parallel", type=int, default=1, help="ranks per worker")
     made.add_argument("--memory-gb", type=float, default=defaults.rank_bytes / _GB, help="memory per rank, in GB")
     made.add_argument("--context", type=int, default=defaults.context, help="tokens per sequence")
-    made.add_argument("--link-gbytes", type=float, default=defaults.link_gbytes, help="bandwidth between two workers, in GB/s")
+    made.add_argument(
+        "--link-gbytes", type=float, default=defaults.link_gbytes, help="bandwidth between two workers, in GB/s"
+    )
     return made
 
 
 def _computed_in(model: ModelArchitecture, options: argparse.Namespace) -> str:
     if options.dtype != AUTO_DTYPE:
         return str(options.dtype)
-    return BUILTIN_DTYPE if options.model == BUILTIN else model.stored_dtype or Asked().dtype
+    return BUILTIN_DTYPE if options.model == BUILTIN else model.stored_dtype or SizingOptions().dtype
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -175,7 +177,7 @@ def main(arguments: list[str] | None = None) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    asked = Asked(
+    options = SizingOptions(
         dtype=_computed_in(model, options),
         kv_dtype=options.kv_dtype,
         tensor_parallel_size=options.tensor_parallel,
@@ -184,7 +186,7 @@ def main(arguments: list[str] | None = None) -> int:
         link_gbytes=options.link_gbytes,
     )
     try:
-        print("\n".join(room(model, asked).lines()))
+        print("\n".join(room(model, options).lines()))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

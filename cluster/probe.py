@@ -58,27 +58,31 @@ def _ask_worker(host: str, port: int) -> _Complaint:
 
     with grpc.insecure_channel(f"{host}:{port}", options=(("grpc.enable_http_proxy", 0),)) as channel:
         try:
-            told = channel.unary_unary(HEALTH_METHOD)(b"", timeout=TIMEOUT_S)
+            options = channel.unary_unary(HEALTH_METHOD)(b"", timeout=TIMEOUT_S)
         except grpc.RpcError as error:
             return str(error.code().name)
-    return None if told == SERVING else "not serving"
+    return None if options == SERVING else "not serving"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    parser = argparse.ArgumentParser(prog="cluster.probe", description="check the health of the process in this container")
+    parser = argparse.ArgumentParser(
+        prog="cluster.probe", description="check the health of the process in this container"
+    )
     parser.add_argument("role", choices=("router", "prefill", "decode"))
     parser.add_argument("--config", type=Path, required=True, help="the cluster's YAML")
     parser.add_argument("--index", type=int, default=0, help="index of the worker in its pool")
-    parser.add_argument("--ready", action="store_true", help="for a router: whether a canary request has passed through the workers")
-    told = parser.parse_args(arguments)
+    parser.add_argument(
+        "--ready", action="store_true", help="for a router: whether a canary request has passed through the workers"
+    )
+    options = parser.parse_args(arguments)
     try:
-        wrong = ask(load(told.config), told.role, told.index, is_ready=told.ready)
+        wrong = ask(load(options.config), options.role, options.index, is_ready=options.ready)
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
     if wrong is not None:
-        sys.stderr.write(f"{told.role}: {wrong}\n")
+        sys.stderr.write(f"{options.role}: {wrong}\n")
     return int(wrong is not None)
 
 

@@ -92,7 +92,9 @@ def client_tls(ca: Path | None, cert: Path | None) -> ssl.SSLContext | None:
                 read_pem(path, option)
         context = ssl.create_default_context(cafile=ca)
         if cert is not None:
-            context.load_cert_chain(cert, password="")  # otherwise the terminal would prompt for an encrypted key's password
+            context.load_cert_chain(
+                cert, password=""
+            )  # otherwise the terminal would prompt for an encrypted key's password
     except ConfigError as error:
         raise ClientError(str(error)) from None
     except (OSError, ssl.SSLError) as error:
@@ -108,7 +110,9 @@ def base_of(url: str) -> str:
 def unreachable(url: str, error: Exception) -> ClientError:
     """Return why a router cannot be reached, for the user of a command."""
     if isinstance(error, httpx.ConnectError) and "CERTIFICATE_VERIFY_FAILED" in str(error):
-        return ClientError(f"{url} has a certificate that is not trusted here: give its certificate authority with --ca")
+        return ClientError(
+            f"{url} has a certificate that is not trusted here: give its certificate authority with --ca"
+        )
     if isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout)):
         return ClientError(f"no cluster answers at {url}: start one with `tandem up`, or give its address with --url")
     hint = ""

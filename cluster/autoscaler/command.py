@@ -10,7 +10,7 @@ from cluster.autoscaler.live import LiveOptions, autoscale_live
 from cluster.autoscaler.local_scaler import ControlScaler
 from cluster.control.server import default_path
 from cluster.planner.orders import Scaler
-from cluster.planner.staffing import Promise, WorkerModel
+from cluster.planner.staffing import LatencyTargets, WorkerModel
 from cluster.planner.values import PlannerPolicy, Sizes
 from cluster.router_client import ClientError, client_tls
 from cluster.simulator.inputs.latency_files import load_latency
@@ -52,7 +52,7 @@ def run_live(command: LiveCommand) -> int:
     """Run until stopped, and return the exit code. Raises ConfigError for options that contradict each other."""
     if command.socket is not None and command.kubernetes is not None:
         raise ConfigError("give either --socket or --kubernetes, not both")
-    promised = Slo.parse(command.slo)
+    slo = Slo.parse(command.slo)
     urls = command.urls or (DEFAULT_URL,)
     scaler = _scaler(command, urls[0])
     policy = command.policy
@@ -65,7 +65,7 @@ def run_live(command: LiveCommand) -> int:
     options = LiveOptions(
         urls=urls,
         worker=_worker(command),
-        promise=Promise(ttft_s=promised.ttft_s, itl_s=promised.itl_s),
+        targets=LatencyTargets(ttft_s=slo.ttft_s, itl_s=slo.itl_s),
         policy=policy,
         period_s=command.period_s,
         is_dry_run=command.is_dry_run,

@@ -109,12 +109,12 @@ class KubernetesScaler:
 
     def _read(self, response: httpx.Response, role: WorkerRole) -> _Scale:
         try:
-            told = response.json()
+            body = response.json()
             # The number is omitted when a set has no replicas.
-            replicas = int(told["spec"].get("replicas", 0))
+            replicas = int(body["spec"].get("replicas", 0))
             if replicas < 0:
                 raise ValueError("replicas is below 0")
-            return _Scale(replicas, str(told["metadata"]["resourceVersion"]))
+            return _Scale(replicas, str(body["metadata"]["resourceVersion"]))
         except (ValueError, OverflowError, LookupError, TypeError, AttributeError):
             raise OrderFailed(f"{self._sets[role]}: {self._api} did not return a valid Scale") from None
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from prometheus_client import start_http_server
 
-from cluster.autoscaler.report import Account, PlannerMetrics
+from cluster.autoscaler.report import PlannerMetrics, RoundReporter
 from cluster.autoscaler.routers import RouterGroup
 from cluster.planner.controller import Controller, Outcome
 from cluster.planner.load_watch import LoadWatch, live_workers
@@ -22,7 +22,7 @@ from cluster.planner.orders import Order, OrderFailed, Scaler
 from cluster.planner.planner import Planner
 from cluster.planner.router_figures import RouterFigures
 from cluster.planner.speed import SpeedWatch
-from cluster.planner.staffing import Margins, Promise, Staffing, WorkerModel
+from cluster.planner.staffing import LatencyTargets, Margins, Staffing, WorkerModel
 from cluster.planner.values import FleetView, PlannerPolicy
 from tandem.errors import ConfigError
 from tandem.process.hangup import on_hangup
@@ -37,7 +37,7 @@ class LiveOptions:
 
     urls: Sequence[str]
     worker: WorkerModel
-    promise: Promise
+    targets: LatencyTargets
     policy: PlannerPolicy
     period_s: float = 15.0
     margins: Margins = field(default_factory=Margins)
@@ -59,10 +59,10 @@ class LivePlanner:
         self._scaler = scaler
         self._routers = RouterGroup(options.urls, api_key_file=options.api_key_file, tls=options.tls)
         self.metrics = PlannerMetrics(period_s=options.period_s)
-        self._account = Account(say, self.metrics, as_json=options.as_json)
+        self._account = RoundReporter(say, self.metrics, as_json=options.as_json)
         self._speed = SpeedWatch(options.worker)
-        self._watch = LoadWatch(self._speed, ttft_s=options.promise.ttft_s, forget_s=_FORGET_PERIODS * options.period_s)
-        self._staffing = Staffing(options.worker, options.promise, options.margins)
+        self._watch = LoadWatch(self._speed, ttft_s=options.targets.ttft_s, forget_s=_FORGET_PERIODS * options.period_s)
+        self._staffing = Staffing(options.worker, options.targets, options.margins)
         planner = Planner(self._staffing, options.policy, period_s=options.period_s)
         retry_s = max(options.period_s, options.policy.cooldown_s)
         self._controller = Controller(planner, is_dry_run=options.is_dry_run, retry_s=retry_s)
@@ -93,19 +93,19 @@ class LivePlanner:
     async def _turn(self, routers: RouterGroup) -> None:
         if self._order is not None and self._order.done():
             self._order.result()  # raises what a scaler must not raise, so that the planner ends instead of hiding it
-        told = await routers.ask()
-        fleet = await self._fleet(told)
+        answers = await routers.ask()
+        fleet = await self._fleet(answers)
         now_s = asyncio.get_running_loop().time()
-        seen = self._watch.observe(now_s, told)
+        seen = self._watch.observe(now_s, answers)
         self._staffing.worker = self._speed.decode_worker
         turn = self._controller.turn(now_s, seen, fleet)
         self._account.turn(turn)
         if turn.outcome is Outcome.ORDERED and turn.order is not None:
             self._order = asyncio.create_task(self._carry_out(turn.order))
 
-    async def _fleet(self, told: dict[str, RouterFigures | str]) -> FleetView | str:
+    async def _fleet(self, answers: dict[str, RouterFigures | str]) -> FleetView | str:
         if self._scaler is None:
-            answered = [said for said in told.values() if isinstance(said, RouterFigures)]
+            answered = [answer for answer in answers.values() if isinstance(answer, RouterFigures)]
             return FleetView(sizes=live_workers(answered)) if answered else "no router answers"
         try:
             return await self._scaler.fleet()

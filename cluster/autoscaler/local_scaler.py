@@ -6,7 +6,15 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from cluster.control.wire import ControlMessage, FlipAsked, ProcessTold, ScaleAsked, StatusAsked, Told, written
+from cluster.control.wire import (
+    ControlMessage,
+    ControlReply,
+    FlipRequest,
+    ProcessStatus,
+    ScaleRequest,
+    StatusRequest,
+    encode_message,
+)
 from cluster.planner.orders import Order, OrderFailed
 from cluster.planner.values import FleetView, Sizes
 from tandem.process.runtime_folder import answers_as_us
@@ -31,33 +39,35 @@ class ControlScaler:
         """Return the present sizes. Raises OrderFailed, also during a change, when the sizes mean nothing."""
         try:
             async with asyncio.timeout(_ANSWER_S):
-                told = await self._ask(StatusAsked())
+                reply = await self._ask(StatusRequest())
         except TimeoutError:
             raise OrderFailed(f"the cluster at {self._path} has not answered for {_ANSWER_S:g} s") from None
-        if told.processes is None:
+        if reply.processes is None:
             raise OrderFailed(f"the cluster at {self._path} did not list its processes")
-        if told.changing:
+        if reply.changing:
             raise OrderFailed("another change of the cluster is in progress")
-        return FleetView(sizes=_count(told.processes, _LEAVES, counted=False), starting=_count(told.processes, _COMES))
+        return FleetView(
+            sizes=_count(reply.processes, _LEAVES, counted=False), starting=_count(reply.processes, _COMES)
+        )
 
     async def carry_out(self, order: Order) -> None:
         """Carry out the flips one after another, then set the sizes. Raises OrderFailed."""
         for role in order.flips:
-            await self._order(FlipAsked(to=role.value, yields=True))
+            await self._order(FlipRequest(to=role.value, yields=True))
         if order.flipped != order.after:
             sizes = order.after
-            await self._order(ScaleAsked(prefill=sizes.prefill, decode=sizes.decode, yields=True))
+            await self._order(ScaleRequest(prefill=sizes.prefill, decode=sizes.decode, yields=True))
 
-    async def _order(self, asked: FlipAsked | ScaleAsked) -> None:
+    async def _order(self, request: FlipRequest | ScaleRequest) -> None:
         try:
-            await self._ask(asked)
+            await self._ask(request)
         except OrderFailed as error:
             if ".yields: " not in str(error):
                 raise
             # A supervisor of the previous version has rejected the field and changed nothing.
-            await self._ask(asked.model_copy(update={"yields": None}))
+            await self._ask(request.model_copy(update={"yields": None}))
 
-    async def _ask(self, asked: ControlMessage) -> Told:
+    async def _ask(self, request: ControlMessage) -> ControlReply:
         """Return the reply with the processes if there is one, else the last reply. Raises OrderFailed."""
         try:
             reader, writer = await asyncio.open_unix_connection(self._path, limit=_MOST_LINE_BYTES)
@@ -66,17 +76,17 @@ class ControlScaler:
         try:
             if not answers_as_us(writer.get_extra_info("socket")):
                 raise OrderFailed(f"another user answers at {self._path}")
-            writer.write(written(asked))
-            processes: tuple[ProcessTold, ...] | None = None
+            writer.write(encode_message(request))
+            processes: tuple[ProcessStatus, ...] | None = None
             changing: bool | None = None
             while line := await reader.readline():
-                told = Told.model_validate_json(line)
-                if told.processes is not None:
-                    processes, changing = told.processes, told.changing
-                if told.done is not None:
-                    if not told.done:
-                        raise OrderFailed(told.reason or "the cluster gave no reason")
-                    return told.model_copy(update={"processes": processes, "changing": changing})
+                reply = ControlReply.model_validate_json(line)
+                if reply.processes is not None:
+                    processes, changing = reply.processes, reply.changing
+                if reply.done is not None:
+                    if not reply.done:
+                        raise OrderFailed(reply.reason or "the cluster gave no reason")
+                    return reply.model_copy(update={"processes": processes, "changing": changing})
         except (OSError, ValueError, ValidationError) as error:
             raise OrderFailed(f"{self._path}: {error}") from None
         finally:
@@ -84,7 +94,7 @@ class ControlScaler:
         raise OrderFailed("the cluster stopped before the change was complete")
 
 
-def _count(processes: Sequence[ProcessTold], states: frozenset[str], *, counted: bool = True) -> Sizes:
+def _count(processes: Sequence[ProcessStatus], states: frozenset[str], *, counted: bool = True) -> Sizes:
     """Count the workers in one of these states, or in none of them unless `counted`."""
     found = [process.role for process in processes if (process.state in states) is counted]
     return Sizes(prefill=found.count(WorkerRole.PREFILL.value), decode=found.count(WorkerRole.DECODE.value))

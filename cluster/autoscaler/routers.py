@@ -48,7 +48,7 @@ class RouterGroup:
 
     async def ask(self) -> dict[str, RouterFigures | str]:
         """Return the figures of each router, or why there are none. Never raises."""
-        told: dict[str, RouterFigures | str] = {}
+        results: dict[str, RouterFigures | str] = {}
         found: list[tuple[str, str, str]] = []
         for url in self._urls:
             host, port = str(url.hostname), url.port or (443 if url.scheme == "https" else 80)
@@ -57,13 +57,13 @@ class RouterGroup:
             except (OSError, UnicodeError) as error:
                 # Routers keep running while their name cannot be resolved: use their last addresses.
                 if url.geturl() not in self._addresses:
-                    told[url.geturl()] = f"cannot resolve its name: {error}"
+                    results[url.geturl()] = f"cannot resolve its name: {error}"
                     continue
             addresses = self._addresses[url.geturl()]
             path = url.path.rstrip("/").removesuffix("/v1")
             found += [(f"{url.scheme}://{join(address, port)}{path}", host, url.netloc) for address in addresses]
         answers = await asyncio.gather(*(self._figures(*one) for one in found))
-        return told | dict(zip([name for name, _, _ in found], answers, strict=True))
+        return results | dict(zip([name for name, _, _ in found], answers, strict=True))
 
     async def _figures(self, url: str, host: str, netloc: str) -> RouterFigures | str:
         try:

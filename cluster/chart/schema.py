@@ -104,7 +104,9 @@ def _plain(node: Any, prefix: str) -> Any:
 
 def main() -> int:
     """Write the files, or with --check print which differ."""
-    parser = argparse.ArgumentParser(prog="cluster.chart.schema", description="generate the chart's schema and defaults")
+    parser = argparse.ArgumentParser(
+        prog="cluster.chart.schema", description="generate the chart's schema and defaults"
+    )
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 where a file differs")
     check = parser.parse_args().check
     wrong = [path for path, text in rendered().items() if not path.is_file() or path.read_text("utf-8") != text]

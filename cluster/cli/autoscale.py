@@ -15,21 +15,31 @@ _LIVE, _LOAD, _WORKERS, _PACE = (
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Change nothing; print what would be done and why.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON; for a running cluster, one line per round.")]
 Url = Annotated[
-    list[str] | None, typer.Option(help="Router URL; may be repeated. A name may resolve to several.", rich_help_panel=_LIVE)
+    list[str] | None,
+    typer.Option(help="Router URL; may be repeated. A name may resolve to several.", rich_help_panel=_LIVE),
 ]
 Socket = Annotated[Path | None, typer.Option(help="Control socket of [b]tandem up[/b].", rich_help_panel=_LIVE)]
 Kubernetes = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="Inside a pod: scale StatefulSets NAME-prefill and NAME-decode.", rich_help_panel=_LIVE),
+    typer.Option(
+        metavar="NAME", help="Inside a pod: scale StatefulSets NAME-prefill and NAME-decode.", rich_help_panel=_LIVE
+    ),
 ]
 KeyFile = Annotated[
-    Path | None, typer.Option(exists=True, dir_okay=False, help="File with an operator's API key.", rich_help_panel=_LIVE)
+    Path | None,
+    typer.Option(exists=True, dir_okay=False, help="File with an operator's API key.", rich_help_panel=_LIVE),
 ]
 Authority = Annotated[
-    Path | None, typer.Option(exists=True, dir_okay=False, help="PEM file of the routers' certificate authority.", rich_help_panel=_LIVE)
+    Path | None,
+    typer.Option(
+        exists=True, dir_okay=False, help="PEM file of the routers' certificate authority.", rich_help_panel=_LIVE
+    ),
 ]
 OwnCert = Annotated[
-    Path | None, typer.Option(exists=True, dir_okay=False, help="PEM file of the client certificate and key.", rich_help_panel=_LIVE)
+    Path | None,
+    typer.Option(
+        exists=True, dir_okay=False, help="PEM file of the client certificate and key.", rich_help_panel=_LIVE
+    ),
 ]
 Metrics = Annotated[
     str | None, typer.Option(metavar="[HOST:]PORT", help="Address of the planner's own metrics.", rich_help_panel=_LIVE)
@@ -38,7 +48,8 @@ Chat = Annotated[
     Path | None, typer.Option(help="Trace of short prompts (Azure's .csv), stretched to a day.", rich_help_panel=_LOAD)
 ]
 Long = Annotated[
-    Path | None, typer.Option(help="Trace of long prompts (Mooncake's .jsonl), stretched to a day.", rich_help_panel=_LOAD)
+    Path | None,
+    typer.Option(help="Trace of long prompts (Mooncake's .jsonl), stretched to a day.", rich_help_panel=_LOAD),
 ]
 HourS = Annotated[float, typer.Option(min=1.0, help="Seconds per hour of the day.", rich_help_panel=_LOAD)]
 OneTrace = Annotated[Path | None, typer.Option(help="One trace, replayed as it is.", rich_help_panel=_LOAD)]
@@ -47,13 +58,17 @@ Generate = Annotated[
 ]
 Prefill = Annotated[int, typer.Option(min=1, help="Prefill workers at the start.", rich_help_panel=_LOAD)]
 Decode = Annotated[int, typer.Option(min=1, help="Decode workers at the start.", rich_help_panel=_LOAD)]
-FlipS = Annotated[float, typer.Option(min=0.0, help="Seconds to restart a drained worker in the other role.", rich_help_panel=_LOAD)]
+FlipS = Annotated[
+    float, typer.Option(min=0.0, help="Seconds to restart a drained worker in the other role.", rich_help_panel=_LOAD)
+]
 DrainS = Annotated[float, typer.Option(min=0.0, help="Maximum seconds for a worker to drain.", rich_help_panel=_LOAD)]
 BestFixed = Annotated[
     bool, typer.Option("--best-fixed", help="Also search for the best fixed schedule (slow).", rich_help_panel=_LOAD)
 ]
 Seed = Annotated[int, typer.Option(help="The same seed gives the same report.", rich_help_panel=_LOAD)]
-Promised = Annotated[str, typer.Option(metavar="ttft=6,itl=0.1", help="Latency objectives, in seconds.", rich_help_panel=_WORKERS)]
+Promised = Annotated[
+    str, typer.Option(metavar="ttft=6,itl=0.1", help="Latency objectives, in seconds.", rich_help_panel=_WORKERS)
+]
 Latency = Annotated[
     str,
     typer.Option(
@@ -68,9 +83,14 @@ MaxRunning = Annotated[int, typer.Option(min=1, help="Maximum sequences per step
 Least = Annotated[str, typer.Option(metavar="P:D", help="Minimum workers per pool.", rich_help_panel=_PACE)]
 Most = Annotated[int, typer.Option(min=2, help="Maximum workers of both pools together.", rich_help_panel=_PACE)]
 PeriodS = Annotated[float, typer.Option(min=0.1, help="Seconds between two rounds.", rich_help_panel=_PACE)]
-StartS = Annotated[float, typer.Option(min=0.0, help="Seconds from ordering a worker until it serves.", rich_help_panel=_PACE)]
+StartS = Annotated[
+    float, typer.Option(min=0.0, help="Seconds from ordering a worker until it serves.", rich_help_panel=_PACE)
+]
 HoldS = Annotated[
-    float, typer.Option(min=0.0, help="Seconds that fewer workers must have sufficed before a pool shrinks.", rich_help_panel=_PACE)
+    float,
+    typer.Option(
+        min=0.0, help="Seconds that fewer workers must have sufficed before a pool shrinks.", rich_help_panel=_PACE
+    ),
 ]
 
 

@@ -21,7 +21,7 @@ from tandem.config.pools import PoolConfig
 from tandem.rpc.hosts import join, reachable
 from tandem.values.kv_layout import AUTO_DTYPE, may_differ_after_failover
 
-STOP_HINT = "Ctrl-C drains and stops; press it again to kill"
+STOP_HINT = "Ctrl-C drains and stops; a second Ctrl-C kills"
 EXAMPLE_QUESTION = "Tell me a short story about a fox."
 EXAMPLE_BEGINNING = "Once upon a time there was a little fox"
 EXAMPLE_TOKENS = 96
@@ -32,17 +32,17 @@ FAILOVER_NOTE = "text that resumes after a failover may differ; engine.determini
 
 
 def print_banner(
-    console: Console, asked: ClusterConfig, effective: ClusterConfig, processes: Sequence[ProcessView]
+    console: Console, configured: ClusterConfig, effective: ClusterConfig, processes: Sequence[ProcessView]
 ) -> None:
-    """Print the banner. `asked` is what the user configured, `effective` what runs."""
+    """Print the banner. `configured` is what the user configured, `effective` what runs."""
     model = model_name(effective, processes)
     body = Group(
-        _summary(asked, effective, processes, model),
+        _summary(configured, effective, processes, model),
         Text(""),
         _pools(processes),
         Text(""),
         _urls(effective),
-        *_settings(asked),
+        *_settings(configured),
     )
     console.print(Panel(body, title="[bold]Tandem[/bold]", box=box.ROUNDED, expand=False, padding=(1, 2)))
     for warning in warnings(effective):
@@ -90,8 +90,8 @@ def has_chat_template(processes: Sequence[ProcessView]) -> bool:
 def curl_line(config: ClusterConfig, model: str, *, chats: bool = True) -> str:
     """Return a streaming request to paste into a shell, without any key. `chats`: False for a plain completion."""
     question = {"messages": [{"role": "user", "content": EXAMPLE_QUESTION}]}
-    asked: dict[str, Any] = question if chats else {"prompt": EXAMPLE_BEGINNING}
-    body = {"model": model, **asked, "max_tokens": EXAMPLE_TOKENS, "stream": True}
+    configured: dict[str, Any] = question if chats else {"prompt": EXAMPLE_BEGINNING}
+    body = {"model": model, **configured, "max_tokens": EXAMPLE_TOKENS, "stream": True}
     url = f"{http_url(config)}/v1/{'chat/completions' if chats else 'completions'}"
     parts = ["curl -N", shlex.quote(url), "-H 'Content-Type: application/json'"]
     if (tls := config.router.tls) is not None:
@@ -149,12 +149,12 @@ def _shown_entry(value: Any) -> str:
     return " and ".join(f"{name} {text}" for name, text in changed_settings(value, None).items()) or "no limit"
 
 
-def _summary(asked: ClusterConfig, config: ClusterConfig, processes: Sequence[ProcessView], model: str) -> Table:
+def _summary(configured: ClusterConfig, config: ClusterConfig, processes: Sequence[ProcessView], model: str) -> Table:
     table = Table.grid(padding=(0, 2))
     context = next((p.ready["max_model_len"] for p in processes if p.ready.get("max_model_len")), None)
     table.add_row("model", Text(model, style="bold cyan"))
     dtype = served_dtype(config, processes)
-    chosen = " (auto)" if asked.model.dtype == AUTO_DTYPE != dtype else ""
+    chosen = " (auto)" if configured.model.dtype == AUTO_DTYPE != dtype else ""
     table.add_row("", Text(f"{config.model.path} · {dtype}{chosen}", style="dim"))
     if context is not None:
         table.add_row("context", Text(f"{context} tokens"))
@@ -214,8 +214,8 @@ def _urls(config: ClusterConfig) -> Table:
     return table
 
 
-def _settings(asked: ClusterConfig) -> list[Text | Table]:
-    changed = changed_settings(asked, ClusterConfig())
+def _settings(configured: ClusterConfig) -> list[Text | Table]:
+    changed = changed_settings(configured, ClusterConfig())
     if not changed:
         return []
     table = Table.grid(padding=(0, 2))

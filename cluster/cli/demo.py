@@ -40,7 +40,10 @@ async def demo(config: ClusterConfig, *, out: Console, err: Console) -> int:
         return await talk(cluster, out, err)
 
     pools = f"{config.prefill.replicas} for prefill, {config.decode.replicas} for decode"
-    err.print(Text(f"Starting a cluster on this machine ({pools}, and a router), then asking one question twice."), soft_wrap=True)
+    err.print(
+        Text(f"Starting a cluster on this machine ({pools}, and a router), then asking one question twice."),
+        soft_wrap=True,
+    )
     without_standby = config.model_copy(update={"standby_workers": 0})  # the demo is over before one could be useful
     return await run_with(resolve_model(without_standby), body, console=err, show_logs=False)
 

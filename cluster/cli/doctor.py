@@ -10,7 +10,9 @@ def doctor(
     config: Annotated[
         Path | None, typer.Option("--config", "-c", help="The cluster's YAML.", rich_help_panel="Configuration")
     ] = None,
-    router_only: Annotated[bool, typer.Option("--router", help="Check only what a machine with routers and no workers needs.")] = False,
+    router_only: Annotated[
+        bool, typer.Option("--router", help="Check only what a machine with routers and no workers needs.")
+    ] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check whether this machine can run Tandem, and what is wrong; exit code 1 if it cannot."""

@@ -89,8 +89,8 @@ ClientCertOption = Annotated[
 ]
 
 
-def _show_version(asked: bool) -> None:
-    if asked:
+def _show_version(requested: bool) -> None:
+    if requested:
         from cluster.cli.version import version_line
 
         print(version_line())
@@ -113,7 +113,9 @@ def up(  # noqa: PLR0913  # one parameter per option
     dtype: DtypeOption = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.", rich_help_panel="Servers")] = None,
     port: Annotated[int | None, typer.Option(help="HTTP port; 0: any free port.", rich_help_panel="Servers")] = None,
-    grpc_port: Annotated[int | None, typer.Option(help="gRPC port; 0: any free port.", rich_help_panel="Servers")] = None,
+    grpc_port: Annotated[
+        int | None, typer.Option(help="gRPC port; 0: any free port.", rich_help_panel="Servers")
+    ] = None,
     prefill: PrefillOption = None,
     decode: DecodeOption = None,
     transport: TransportOption = None,
@@ -207,7 +209,9 @@ def router(
     config: RequiredConfig,
     workers: Annotated[
         int | None,
-        typer.Option("--workers", "-w", min=1, max=64, help="Number of processes sharing the ports ([b]router.processes[/b])."),
+        typer.Option(
+            "--workers", "-w", min=1, max=64, help="Number of processes sharing the ports ([b]router.processes[/b])."
+        ),
     ] = None,
 ) -> None:
     """Run the router of the cluster that the YAML describes; with several processes, their supervisor."""
@@ -244,7 +248,9 @@ def chat(
     url: Annotated[str, typer.Option(help="HTTP address of the router.")] = DEFAULT_URL,
     system: Annotated[str | None, typer.Option(help="A system prompt.")] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Maximum tokens per answer.")] = None,
-    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 always picks the likeliest token.")] = 0.0,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="Sampling temperature; 0 always picks the likeliest token.")
+    ] = 0.0,
     api_key_file: KeyFileOption = None,
     ca: CaOption = None,
     client_cert: ClientCertOption = None,
@@ -271,10 +277,13 @@ def chat(
 @app.command(rich_help_panel=_TALK)
 def top(
     url: Annotated[
-        list[str] | None, typer.Option(help="HTTP address of a router; may be repeated for several routers of one cluster.")
+        list[str] | None,
+        typer.Option(help="HTTP address of a router; may be repeated for several routers of one cluster."),
     ] = None,
     interval: Annotated[float, typer.Option(min=0.2, max=60.0, help="Seconds between updates.")] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Print once and exit; implied when the output is not a terminal.")] = False,
+    once: Annotated[
+        bool, typer.Option("--once", help="Print once and exit; implied when the output is not a terminal.")
+    ] = False,
     api_key_file: KeyFileOption = None,
     ca: CaOption = None,
     client_cert: ClientCertOption = None,
@@ -316,7 +325,9 @@ for look in (ps, doctor, profile, simulate, plan):
 def key(
     action: Annotated[
         str,
-        typer.Argument(metavar="new|digest", help="Generate a key, or print the entry for one read from standard input."),
+        typer.Argument(
+            metavar="new|digest", help="Generate a key, or print the entry for one read from standard input."
+        ),
     ] = "new",
     tenant: Annotated[str | None, typer.Option(help="Tenant to put into the entry.")] = None,
     operator: Annotated[
@@ -337,7 +348,7 @@ def _no_such_action(_tenant: str | None, _operator: bool) -> int:
 @app.command(rich_help_panel=_LOOK)
 def version() -> None:
     """Print the versions of Tandem, Python and torch."""
-    _show_version(asked=True)
+    _show_version(requested=True)
 
 
 def _key_of(file: Path | None) -> str | None:

@@ -9,17 +9,23 @@ import typer
 def simulate(  # noqa: PLR0913  # one parameter per option
     *,
     trace: Annotated[Path | None, typer.Option(help="Trace file: Mooncake's .jsonl or Azure's .csv.")] = None,
-    generate: Annotated[str, typer.Option(metavar="rate=4,requests=1000,...", help="Load generated from the seed.")] = "",
+    generate: Annotated[
+        str, typer.Option(metavar="rate=4,requests=1000,...", help="Load generated from the seed.")
+    ] = "",
     requests: Annotated[int | None, typer.Option(min=1, help="Maximum number of requests.")] = None,
     speed: Annotated[float, typer.Option(help="Factor by which arrivals are sped up.")] = 1.0,
     prefill: Annotated[int, typer.Option(min=0, help="Number of prefill workers; 0: colocated.")] = 1,
     decode: Annotated[int, typer.Option(min=1, help="Number of decode workers.")] = 1,
     slo: Annotated[str, typer.Option(metavar="ttft=2,itl=0.1", help="Latency objectives, in seconds.")] = "",
-    policy: Annotated[list[str] | None, typer.Option(help="Placement policy; may be repeated; `all` for all of them.")] = None,
+    policy: Annotated[
+        list[str] | None, typer.Option(help="Placement policy; may be repeated; `all` for all of them.")
+    ] = None,
     latency: Annotated[str, typer.Option(help="Name or file of a profile, or FILE#ROW of a table.")] = "example",
     kv_tokens: Annotated[int, typer.Option(min=1, help="KV tokens per worker.")] = 400_000,
     max_running: Annotated[int, typer.Option(min=1, help="Maximum sequences per step.")] = 256,
-    link_gbytes: Annotated[float, typer.Option(min=0.001, help="Bandwidth of a worker's network card, in GB/s.")] = 25.0,
+    link_gbytes: Annotated[
+        float, typer.Option(min=0.001, help="Bandwidth of a worker's network card, in GB/s.")
+    ] = 25.0,
     faults: Annotated[str, typer.Option(metavar="crash=3,freeze=2", help="Faults to inject into workers.")] = "",
     seed: Annotated[int, typer.Option(help="The same seed gives the same report.")] = 0,
     sweep: Annotated[bool, typer.Option("--sweep", help="Compare all ratios of prefill to decode workers.")] = False,
@@ -61,7 +67,9 @@ def plan(  # one parameter per option
     batch: Annotated[list[int] | None, typer.Option(min=1, help="Maximum sequences per step; may be repeated.")] = None,
     max_gpus: Annotated[int, typer.Option(min=1, help="Maximum number of GPUs.")] = 64,
     trace: Annotated[Path | None, typer.Option(help="Trace file: Mooncake's .jsonl or Azure's .csv.")] = None,
-    generate: Annotated[str, typer.Option(metavar="rate=4,requests=1000,...", help="Load generated from the seed.")] = "",
+    generate: Annotated[
+        str, typer.Option(metavar="rate=4,requests=1000,...", help="Load generated from the seed.")
+    ] = "",
     requests: Annotated[int | None, typer.Option(min=1, help="Maximum number of requests.")] = 500,
     speed: Annotated[float, typer.Option(help="Factor by which arrivals are sped up.")] = 1.0,
     slo: Annotated[str, typer.Option(metavar="ttft=2,itl=0.1", help="Latency objectives, in seconds.")] = "",

@@ -265,7 +265,7 @@ async def run_with(
         signals.append(signal.SIGHUP)
     try:
         with watcher:
-            async with cluster, ControlSocket(cluster, tell=watcher.on_change):
+            async with cluster, ControlSocket(cluster, report=watcher.on_change):
                 watcher.all_ready()
                 interrupts.work = asyncio.ensure_future(body(cluster))
                 code = await _result(interrupts)

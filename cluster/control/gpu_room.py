@@ -35,7 +35,7 @@ print(json.dumps([free(index) for index in range(torch.cuda.device_count())]))
 _log = logging.getLogger(__name__)
 
 
-async def crowded(
+async def workers_without_room(
     workers: Sequence[ProcessView], config: ClusterConfig, command: Sequence[str] = (sys.executable, "-c", _ASK)
 ) -> frozenset[str]:
     """Return the names of the workers whose GPUs have no room for a second one like them.
@@ -77,8 +77,8 @@ async def _free_bytes(command: Sequence[str]) -> list[int] | None:
     )
     try:
         async with asyncio.timeout(_ANSWER_S):
-            told, _ = await process.communicate()
-        return [int(free) for free in json.loads(told)]
+            output, _ = await process.communicate()
+        return [int(free) for free in json.loads(output)]
     except (TimeoutError, ValueError, TypeError):
         _log.warning("cannot determine the free memory of the GPUs")
         return None

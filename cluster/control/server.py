@@ -12,7 +12,15 @@ from types import TracebackType
 from typing import Self
 
 from cluster.control.operations import abort, carry_out
-from cluster.control.wire import AbortAsked, NotUnderstood, ProcessTold, StatusAsked, Told, read_asked, written
+from cluster.control.wire import (
+    AbortRequest,
+    ControlReply,
+    MalformedRequest,
+    ProcessStatus,
+    StatusRequest,
+    encode_message,
+    parse_request,
+)
 from cluster.processes.local_cluster import LocalCluster
 from cluster.supervisor.exceptions import ChangeFailed
 from cluster.supervisor.rollout import ChangeRefused
@@ -48,11 +56,11 @@ def default_path(port: int) -> Path:
 
 
 class ControlSocket:
-    def __init__(self, cluster: LocalCluster, *, tell: Callable[[str], None]) -> None:
+    def __init__(self, cluster: LocalCluster, *, report: Callable[[str], None]) -> None:
         """`report` is called with the progress of every change, including those requested here."""
         self.path = control_path(cluster.config)
         self._cluster = cluster
-        self._tell = tell
+        self._report = report
         self._server: asyncio.Server | None = None
         self._inode: int | None = None
         self._changes: set[asyncio.Task[None]] = set()
@@ -66,7 +74,7 @@ class ControlSocket:
         except ConfigError as error:
             if self._cluster.config.control_socket is not None:
                 raise
-            self._tell(f"this cluster cannot be changed while it runs: {error}")
+            self._report(f"this cluster cannot be changed while it runs: {error}")
         return self
 
     async def _open(self) -> None:
@@ -93,54 +101,56 @@ class ControlSocket:
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            lines: asyncio.Queue[Told] = asyncio.Queue(_BACKLOG_LINES)
+            lines: asyncio.Queue[ControlReply] = asyncio.Queue(_BACKLOG_LINES)
             try:
-                asked = await reader.readline()
+                request = await reader.readline()
             except ValueError:
-                writer.write(written(Told(done=False, reason=f"a line has at most {MAX_LINE_BYTES} bytes")))
+                writer.write(
+                    encode_message(ControlReply(done=False, reason=f"a line has at most {MAX_LINE_BYTES} bytes"))
+                )
                 return
-            work = asyncio.get_running_loop().create_task(self._serve(asked, lines))
+            work = asyncio.get_running_loop().create_task(self._serve(request, lines))
             self._changes.add(work)  # the change continues if its client disconnects
             work.add_done_callback(self._changes.discard)
-            told = Told()
-            while told.done is None:
-                told = await lines.get()
-                writer.write(written(told))
+            reply = ControlReply()
+            while reply.done is None:
+                reply = await lines.get()
+                writer.write(encode_message(reply))
                 await writer.drain()
         except OSError:
             pass  # the client has disconnected
         finally:
             writer.close()
 
-    async def _serve(self, line: bytes, lines: "asyncio.Queue[Told]") -> None:
-        def tell(text: str) -> None:
-            self._tell(text)
+    async def _serve(self, line: bytes, lines: "asyncio.Queue[ControlReply]") -> None:
+        def report(text: str) -> None:
+            self._report(text)
             with contextlib.suppress(asyncio.QueueFull):  # the client does not read; keep room for the last line
                 if lines.qsize() < _BACKLOG_LINES - 1:
-                    lines.put_nowait(Told(progress=text))
+                    lines.put_nowait(ControlReply(progress=text))
 
         try:
-            asked = read_asked(line)
-            if isinstance(asked, StatusAsked):
+            request = parse_request(line)
+            if isinstance(request, StatusRequest):
                 lines.put_nowait(self._status())
-            elif isinstance(asked, AbortAsked):
+            elif isinstance(request, AbortRequest):
                 await abort(self._cluster)
             else:
-                await carry_out(self._cluster, asked, tell)
-        except (NotUnderstood, ChangeRefused, ChangeFailed) as error:
-            self._tell(f"not done: {error}")
-            lines.put_nowait(Told(done=False, reason=str(error)))
+                await carry_out(self._cluster, request, report)
+        except (MalformedRequest, ChangeRefused, ChangeFailed) as error:
+            self._report(f"not done: {error}")
+            lines.put_nowait(ControlReply(done=False, reason=str(error)))
         except Exception as error:  # noqa: BLE001  # a client must not wait for a last line that never comes
             _log.exception("a change failed unexpectedly")
-            lines.put_nowait(Told(done=False, reason=f"internal error: {type(error).__name__}"))
+            lines.put_nowait(ControlReply(done=False, reason=f"internal error: {type(error).__name__}"))
         else:
-            lines.put_nowait(Told(done=True))
+            lines.put_nowait(ControlReply(done=True))
 
-    def _status(self) -> Told:
+    def _status(self) -> ControlReply:
         processes = tuple(
-            ProcessTold(
+            ProcessStatus(
                 name=view.name, role=view.role.value, state=view.state.value, pid=view.pid, address=view.address
             )
             for view in self._cluster.processes
         )
-        return Told(processes=processes, changing=self._cluster.under_way is not None)
+        return ControlReply(processes=processes, changing=self._cluster.under_way is not None)

@@ -20,13 +20,13 @@ class ControlMessage(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
-class StatusAsked(ControlMessage):
+class StatusRequest(ControlMessage):
     """Request for the list of processes."""
 
     op: Literal["status"] = "status"
 
 
-class ScaleAsked(ControlMessage):
+class ScaleRequest(ControlMessage):
     """Request for pool sizes; a pool that is not named keeps its size."""
 
     op: Literal["scale"] = "scale"
@@ -36,7 +36,7 @@ class ScaleAsked(ControlMessage):
     """Whether an operator's change may replace this one, which a planner requests."""
 
 
-class FlipAsked(ControlMessage):
+class FlipRequest(ControlMessage):
     """Request to move a worker of the other pool to this one."""
 
     op: Literal["flip"] = "flip"
@@ -44,7 +44,7 @@ class FlipAsked(ControlMessage):
     yields: bool | None = None
 
 
-class RestartAsked(ControlMessage):
+class RestartRequest(ControlMessage):
     """Request to replace processes one after another: those of these roles, or all if nothing is named."""
 
     op: Literal["restart"] = "restart"
@@ -55,17 +55,17 @@ class RestartAsked(ControlMessage):
     """Whether each worker stops before its replacement starts, even where there is room for both."""
 
 
-class AbortAsked(ControlMessage):
+class AbortRequest(ControlMessage):
     """Request to abort the change in progress; finished steps stay."""
 
     op: Literal["abort"] = "abort"
 
 
-Asked = StatusAsked | ScaleAsked | FlipAsked | RestartAsked | AbortAsked
-_ASKED: TypeAdapter[Asked] = TypeAdapter(Annotated[Asked, Field(discriminator="op")])
+ControlRequest = StatusRequest | ScaleRequest | FlipRequest | RestartRequest | AbortRequest
+_REQUESTS: TypeAdapter[ControlRequest] = TypeAdapter(Annotated[ControlRequest, Field(discriminator="op")])
 
 
-class ProcessTold(ControlMessage):
+class ProcessStatus(ControlMessage):
     """State of one process of the cluster."""
 
     name: str
@@ -75,11 +75,11 @@ class ProcessTold(ControlMessage):
     address: str
 
 
-class Told(ControlMessage):
+class ControlReply(ControlMessage):
     """One line of a reply; the last one has `done`."""
 
     progress: str | None = None
-    processes: tuple[ProcessTold, ...] | None = None
+    processes: tuple[ProcessStatus, ...] | None = None
     changing: bool | None = None
     """Whether a change is in progress; set with `processes`."""
     done: bool | None = None
@@ -87,19 +87,19 @@ class Told(ControlMessage):
     """Reason why the request was not carried out."""
 
 
-class NotUnderstood(ValueError):
+class MalformedRequest(ValueError):
     """Malformed or unknown request; the message names what is wrong with it."""
 
 
-def read_asked(line: bytes) -> Asked:
+def parse_request(line: bytes) -> ControlRequest:
     try:
-        return _ASKED.validate_json(line)
+        return _REQUESTS.validate_json(line)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise NotUnderstood(f"{where}: {first['msg']}" if where else first["msg"]) from None
+        raise MalformedRequest(f"{where}: {first['msg']}" if where else first["msg"]) from None
 
 
-def written(message: ControlMessage) -> bytes:
+def encode_message(message: ControlMessage) -> bytes:
     """Encode as one line, omitting fields that are None."""
     return message.model_dump_json(exclude_none=True).encode() + b"\n"

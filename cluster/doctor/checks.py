@@ -14,7 +14,7 @@ from tandem.errors import ConfigError
 
 def examine(config: ClusterConfig, *, router_only: bool = False) -> list[Finding]:
     """Run every check, in display order; with `router_only`, only those of what a router needs."""
-    doors: tuple[Check, ...] = (software.python, software.router_packages, software.redis, software.tokenizer)
+    router_checks: tuple[Check, ...] = (software.python, software.router_packages, software.redis, software.tokenizer)
     all_software: tuple[Check, ...] = (
         software.python,
         software.packages,
@@ -29,7 +29,7 @@ def examine(config: ClusterConfig, *, router_only: bool = False) -> list[Finding
         software.dtype,
     )
     here: tuple[Check, ...] = (machine.cores, machine.memory, machine.disk, machine.shared_memory, machine.limits)
-    checks = (*(doors if router_only else all_software), *here, ports, locks)
+    checks = (*(router_checks if router_only else all_software), *here, ports, locks)
     return [finding for check in checks for finding in check(config)]
 
 

@@ -64,6 +64,8 @@ def print_findings(console: Console, findings: list[Finding]) -> None:
     wrong = sum(finding.status is Status.FAIL for finding in findings)
     warnings = sum(finding.status is Status.WARN for finding in findings)
     if wrong:
-        console.print(f"\n[bold red]{wrong} problem(s) prevent Tandem from running here[/bold red], {warnings} warning(s)")
+        console.print(
+            f"\n[bold red]{wrong} problem(s) prevent Tandem from running here[/bold red], {warnings} warning(s)"
+        )
     else:
         console.print(f"\n[green]This machine can run Tandem[/green], {warnings} warning(s)")

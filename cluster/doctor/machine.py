@@ -26,7 +26,9 @@ def cores(_config: ClusterConfig) -> list[Finding]:
     """Report the usable cores and the instruction sets that matter for matrix multiplication."""
     usable = len(os.sched_getaffinity(0))
     found = [flag for flag in _CPU_FLAGS if flag in _cpu_flags()]
-    detail = f"{usable} usable of {os.cpu_count()}, {platform.machine()}, {' '.join(found) or 'vector instructions unknown'}"
+    detail = (
+        f"{usable} usable of {os.cpu_count()}, {platform.machine()}, {' '.join(found) or 'vector instructions unknown'}"
+    )
     status, hint = (Status.OK, "") if usable > 1 else (Status.WARN, "all workers will share one core")
     return [Finding(name="cores", status=status, detail=detail, hint=hint)]
 

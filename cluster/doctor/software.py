@@ -94,10 +94,16 @@ def cuda(_config: ClusterConfig) -> list[Finding]:
     if not module.cuda.is_available():
         driver = shutil.which("nvidia-smi") is not None or Path("/dev/nvidiactl").exists()
         if driver and module.version.cuda is None:
-            detail, hint = "an NVIDIA driver is installed, but this torch is a CPU build", "install a CUDA build of torch"
+            detail, hint = (
+                "an NVIDIA driver is installed, but this torch is a CPU build",
+                "install a CUDA build of torch",
+            )
             return [Finding(name="CUDA", status=Status.WARN, detail=detail, hint=hint)]
         if driver:
-            detail, hint = f"torch for CUDA {module.version.cuda} sees no GPU", "check that the driver supports this CUDA version"
+            detail, hint = (
+                f"torch for CUDA {module.version.cuda} sees no GPU",
+                "check that the driver supports this CUDA version",
+            )
             return [Finding(name="CUDA", status=Status.WARN, detail=detail, hint=hint)]
         return [
             Finding(name="CUDA", status=Status.INFO, detail="no GPU: workers compute on the CPU"),
@@ -135,7 +141,7 @@ def gpu_table(config: ClusterConfig, host: GpuHost) -> list[Finding]:
     idle = set(range(num_gpus)) - {gpu for seat in seats.values() for gpu in seat.gpus}
     if not idle:
         return [Finding(name="GPUs", status=Status.OK, detail=detail)]
-    hint = f"GPU {', '.join(map(str, sorted(idle)))} would be idle: increase prefill.replicas or decode.replicas to use them"
+    hint = f"GPU {', '.join(map(str, sorted(idle)))} would be idle: raise prefill.replicas or decode.replicas"
     return [Finding(name="GPUs", status=Status.INFO, detail=detail, hint=hint)]
 
 

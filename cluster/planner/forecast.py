@@ -56,7 +56,7 @@ class Forecaster:
         self._level = 0.0
         self._trend = 0.0
         self._variance = 0.0
-        self._said: deque[float] = deque()
+        self._pending: deque[float] = deque()
         """Forecasts of times to come, without their seasonal component."""
 
     def observe(self, value: float) -> None:
@@ -101,13 +101,13 @@ class Forecaster:
         self._level = sum(self._first_day) / self._season
         self._trend = 0.0
         self._seasonal = [seen - self._level for seen in self._first_day]
-        self._said.clear()
+        self._pending.clear()
         self._first_day.clear()
 
     def _judge(self) -> None:
         """Compare the forecast that was made for now with the actual level."""
-        self._said.append(self._smooth(self._ahead))
-        if len(self._said) > self._ahead:
-            error = self._level - self._said.popleft()
+        self._pending.append(self._smooth(self._ahead))
+        if len(self._pending) > self._ahead:
+            error = self._level - self._pending.popleft()
             share = self._smoothing.error
             self._variance = (1.0 - share) * self._variance + share * error * error

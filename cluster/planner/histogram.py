@@ -95,8 +95,8 @@ class Histogram:
             if count > 0.0:
                 middles.append((1.5 * low if bound == inf else (low + bound) / 2, count))
             low = bound
-        told = sum(middle * count for middle, count in middles)
-        factor = self.total / told if told > 0.0 else 1.0
+        estimate = sum(middle * count for middle, count in middles)
+        factor = self.total / estimate if estimate > 0.0 else 1.0
         return [(factor * middle, count) for middle, count in middles]
 
     def moment(self, power: int) -> float:

@@ -47,11 +47,11 @@ class LoadWatch:
         self._prompts = Histogram()
         self._hit_rate = 0.0
 
-    def observe(self, now_s: float, told: Mapping[str, RouterFigures | str]) -> Observation | Unseen:
+    def observe(self, now_s: float, answers: Mapping[str, RouterFigures | str]) -> Observation | Unseen:
         """Return what happened in the period, from each router's figures or the reason there are none."""
-        answered = {name: said for name, said in told.items() if isinstance(said, RouterFigures)}
-        self._forget(now_s, told, answered)
-        if trouble := self._trouble(told, answered):
+        answered = {name: answer for name, answer in answers.items() if isinstance(answer, RouterFigures)}
+        self._forget(now_s, answers, answered)
+        if trouble := self._trouble(answers, answered):
             return Unseen(why=trouble)
         if not answered:
             return Unseen(why="no router was found")
@@ -63,23 +63,23 @@ class LoadWatch:
             return Unseen(why="first reading: nothing to compare it with yet")
         return self._observation(now_s - since_s, pairs, list(answered.values()))
 
-    def _forget(self, now_s: float, told: Mapping[str, object], answered: Mapping[str, RouterFigures]) -> None:
+    def _forget(self, now_s: float, answers: Mapping[str, object], answered: Mapping[str, RouterFigures]) -> None:
         """Drop routers that are no longer listed or have been silent for long."""
         for name in list(self._known):
             known = self._known[name]
             if name in answered:
                 known.heard_s = now_s
-            elif name not in told or now_s - known.heard_s > self._forget_s:
+            elif name not in answers or now_s - known.heard_s > self._forget_s:
                 del self._known[name]
 
-    def _trouble(self, told: Mapping[str, RouterFigures | str], answered: Mapping[str, RouterFigures]) -> str:
+    def _trouble(self, answers: Mapping[str, RouterFigures | str], answered: Mapping[str, RouterFigures]) -> str:
         """Return why this reading cannot be used; empty if it can."""
-        silent = [f"{name}: {said}" for name, said in told.items() if isinstance(said, str)]
-        if silent and (not answered or any(name in self._known for name in told.keys() - answered.keys())):
+        silent = [f"{name}: {answer}" for name, answer in answers.items() if isinstance(answer, str)]
+        if silent and (not answered or any(name in self._known for name in answers.keys() - answered.keys())):
             return "; ".join(silent)
         fallen = []
         for name, known in self._known.items():
-            if not answered[name].began_anew(known.figures):
+            if not answered[name].has_restarted(known.figures):
                 known.has_fallen = False
             elif known.has_fallen:
                 known.figures = answered[name]
@@ -149,7 +149,7 @@ def fullness(now: Sequence[RouterFigures], pool_tokens: int) -> tuple[int, float
             taken[worker] = max(share, taken.get(worker, 0.0))
     if not taken:
         return 0, 0.0
-    return len(taken), sum(taken.values()) + sum(figures.door_tokens for figures in now) / max(1, pool_tokens)
+    return len(taken), sum(taken.values()) + sum(figures.total_queued_tokens for figures in now) / max(1, pool_tokens)
 
 
 def live_workers(now: Sequence[RouterFigures]) -> Sizes:

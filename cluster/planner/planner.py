@@ -99,16 +99,18 @@ class Planner:
         self._mix = self._mix.plus(seen.demand, kept=1.0 - 1.0 / _REMEMBERED_PERIODS)
         self._rate.observe(seen.demand.num_requests / seen.period_s)
         self._taken_pools = seen.taken_pools
-        asked, why = self._asked(seen)
+        required, why = self._required(seen)
         # A crowd is not remembered: workers added for it may leave as soon as the others have room.
-        self._remember(now_s, self._bounded(asked))
-        crowd = self._crowded(seen, asked)
-        if crowd != asked:
+        self._remember(now_s, self._bounded(required))
+        crowd = self._crowded(seen, required)
+        if crowd != required:
             why += f", {seen.taken_pools:.2f} pools of KV used on {seen.num_decoding} decode workers require {crowd}"
         wanted = self._bounded(crowd)
-        return Decision(actions=(), wanted=wanted, reasons=(why + (f", bounded to {wanted}" if wanted != crowd else ""),))
+        return Decision(
+            actions=(), wanted=wanted, reasons=(why + (f", bounded to {wanted}" if wanted != crowd else ""),)
+        )
 
-    def _asked(self, seen: Observation) -> tuple[Sizes, str]:
+    def _required(self, seen: Observation) -> tuple[Sizes, str]:
         """Return the sizes for the most demanding moment between now and when a machine ordered now would serve."""
         policy, band = self.policy, self.policy.band
         rate = max(self._rate.ahead(0).upper(0.0), self._rate.ahead(self._ahead).upper(band))
@@ -117,11 +119,11 @@ class Planner:
         return sizes, f"{rate:.2f} requests/s forecast require {sizes}"
 
     @staticmethod
-    def _crowded(seen: Observation, asked: Sizes) -> Sizes:
+    def _crowded(seen: Observation, required: Sizes) -> Sizes:
         """Return one more decode worker than now if those are full; the next period checks again."""
         if seen.taken_pools <= _FULL * seen.num_decoding:
-            return asked
-        return Sizes(prefill=asked.prefill, decode=max(asked.decode, seen.num_decoding + 1))
+            return required
+        return Sizes(prefill=required.prefill, decode=max(required.decode, seen.num_decoding + 1))
 
     def _care(self, seen: Observation) -> float:
         """Return the factor by which to plan for more than the forecast; 1 while objectives are met with a margin.
@@ -131,15 +133,14 @@ class Planner:
         """
         self._lately.add(seen)
         self._budget.add(seen)
-        allowed = self._staffing.promise.late_share
+        allowed = self._staffing.targets.late_share
         excess = max(0.0, self._lately.share() - allowed)
         spent = max(0.0, self._budget.share(least=_BUDGET_LEAST) - _BUDGET_SPENT * allowed)
         return 1.0 + min(_MOST_CARE, _CARE * excess + _BUDGET_CARE * spent)
 
     def _overdue_s(self, seen: Observation) -> float:
-        """Return the waiting work that is no stationary queue: a backlog that the TTFT objective's time cannot clear.
-        """
-        return max(0.0, seen.waiting_prompt_seconds - self._staffing.promise.ttft_s)
+        """Return the waiting work that is no stationary queue: what the TTFT objective's time cannot clear."""
+        return max(0.0, seen.waiting_prompt_seconds - self._staffing.targets.ttft_s)
 
     def _bounded(self, sizes: Sizes) -> Sizes:
         policy = self.policy
@@ -178,7 +179,7 @@ class Planner:
                 action = self._gain(role, now_s, sizes, actions, may_settle=may_settle)
                 if action is None:
                     reasons.append(
-                        f"{role.value} lacks {wanted.size_of(role) - sizes.size_of(role)}: the maximum number of machines is reached"
+                        f"{role.value} lacks {wanted.size_of(role) - sizes.size_of(role)}: maximum workers reached"
                     )
                     break
                 sizes = sizes.changed(role, 1)

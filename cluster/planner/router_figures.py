@@ -1,4 +1,4 @@
-"""What one router's `/metrics` tells a planner: text in, values out. Pure.
+"""What one router's `/metrics` contains for a planner: text in, values out. Pure.
 
 Requests, answers, first tokens and errors are counts since the router started; queues, workers and their backlog are
 present values. Every router reports the same about workers.
@@ -68,7 +68,7 @@ class RouterFigures:
     """Requests without an answer that are not the client's fault."""
     queued_tokens: float = 0.0
     """Tokens of queued prompts that wait for prefill and not for room to decode."""
-    door_tokens: float = 0.0
+    total_queued_tokens: float = 0.0
     """Tokens of all queued prompts, whatever they wait for."""
     taken_kv: Mapping[str, float] = field(default_factory=dict)
     """Share of each decode worker's KV that is in use; pinned blocks that can be freed do not count."""
@@ -80,7 +80,7 @@ class RouterFigures:
     decode_kv_tokens: int | None = None
     """KV tokens in the smallest pool of a decode worker; None: unknown."""
 
-    def began_anew(self, earlier: "RouterFigures") -> bool:
+    def has_restarted(self, earlier: "RouterFigures") -> bool:
         """Return whether this router or one of its processes has restarted since."""
         pairs = (
             (self.prompts, earlier.prompts),
@@ -132,7 +132,7 @@ def read_figures(text: str) -> RouterFigures:
         hit_tokens=sums.get(_HITS, 0.0),
         num_lost=max(0.0, sums.get(_FAILURES, 0.0) - sums.get(_REJECTIONS, 0.0)),
         queued_tokens=sums.get(_QUEUE, 0.0),
-        door_tokens=sums.get(_QUEUE, 0.0) + sums.get(_TO_DECODE, 0.0),
+        total_queued_tokens=sums.get(_QUEUE, 0.0) + sums.get(_TO_DECODE, 0.0),
         taken_kv={worker: _taken(states) for worker, states in blocks.items()},
         backlog_tokens=backlog,
         live=Sizes(prefill=live["prefill"], decode=live["decode"]),

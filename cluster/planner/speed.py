@@ -27,7 +27,7 @@ class SpeedWatch:
         self._kv_tokens = model.kv_tokens
         self._before: _Steps = {}
         self._measured = dict.fromkeys(WorkerRole, _BELIEVED_S)
-        self._told = dict.fromkeys(WorkerRole, _BELIEVED_S)
+        self._predicted = dict.fromkeys(WorkerRole, _BELIEVED_S)
 
     @property
     def prefill_worker(self) -> WorkerModel:
@@ -40,7 +40,7 @@ class SpeedWatch:
 
     def factor(self, role: WorkerRole) -> float:
         """Return how many times slower than the profile this pool's workers are."""
-        return min(_LARGEST, max(1.0 / _LARGEST, self._measured[role] / self._told[role]))
+        return min(_LARGEST, max(1.0 / _LARGEST, self._measured[role] / self._predicted[role]))
 
     def observe(self, now: Sequence[RouterFigures], *, prompt_tokens: float, context_tokens: float | None) -> None:
         """Record a period: mean lengths of prompts and, for generated tokens, of what came before them."""
@@ -50,7 +50,7 @@ class SpeedWatch:
         before, self._before = self._before, steps
         for role in WorkerRole:
             self._measured[role] = _BELIEVED_S + _KEPT * (self._measured[role] - _BELIEVED_S)
-            self._told[role] = _BELIEVED_S + _KEPT * (self._told[role] - _BELIEVED_S)
+            self._predicted[role] = _BELIEVED_S + _KEPT * (self._predicted[role] - _BELIEVED_S)
         for key, after in steps.items():
             _, role_name, kind = key
             done = _since(before.get(key), after)
@@ -64,9 +64,9 @@ class SpeedWatch:
             elif context_tokens is not None:
                 self._add(pool, done.seconds, self._decode_s(done, context_tokens))
 
-    def _add(self, role: WorkerRole, measured_s: float, told_s: float) -> None:
+    def _add(self, role: WorkerRole, measured_s: float, predicted_s: float) -> None:
         self._measured[role] += measured_s
-        self._told[role] += told_s
+        self._predicted[role] += predicted_s
 
     def _prefill_s(self, done: StepCounts, prompt_tokens: float) -> float:
         model = self._model

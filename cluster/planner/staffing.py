@@ -46,7 +46,7 @@ class WorkerModel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Promise:
+class LatencyTargets:
     """Latency objectives, in seconds."""
 
     ttft_s: float
@@ -74,9 +74,9 @@ class Margins:
 class Staffing:
     """Computes pool sizes for a load."""
 
-    def __init__(self, worker: WorkerModel, promise: Promise, margins: Margins) -> None:
+    def __init__(self, worker: WorkerModel, targets: LatencyTargets, margins: Margins) -> None:
         self.worker = worker
-        self.promise = promise
+        self.targets = targets
         self.margins = margins
 
     def sizes(self, rate: float, demand: Demand, *, backlog_s: float = 0.0, most: int = 1024) -> Sizes:
@@ -91,12 +91,12 @@ class Staffing:
         variance = max(0.0, demand.prompt_seconds_squared / demand.num_requests - mean_s * mean_s)
         if mean_s <= 0.0:
             return 1
-        erlangs = rate * mean_s + backlog_s / max(self.promise.ttft_s, 1e-9)
+        erlangs = rate * mean_s + backlog_s / max(self.targets.ttft_s, 1e-9)
         variability = (self.margins.burstiness + variance / (mean_s * mean_s)) / 2
         # A prompt's own computation counts towards the objective: that of a long one, a standard deviation above the
         # mean.
-        left_s = self.promise.ttft_s - self.margins.transfer_s - mean_s - sqrt(variance)
-        left_s = max(left_s, 0.1 * self.promise.ttft_s)
+        left_s = self.targets.ttft_s - self.margins.transfer_s - mean_s - sqrt(variance)
+        left_s = max(left_s, 0.1 * self.targets.ttft_s)
         for count in range(max(1, int(erlangs)), most):
             if late_share(count, erlangs, mean_s * variability, left_s) <= self.margins.late_share:
                 return count
@@ -122,7 +122,7 @@ class Staffing:
         room = count * self.margins.imbalance
         crowded_s = worker.step_s + worker.row_s * crowd / room + worker.context_token_s * tokens / room
         fits = tokens <= room * worker.kv_tokens and crowd <= room * worker.max_running
-        return fits and crowded_s <= self.promise.itl_s
+        return fits and crowded_s <= self.targets.itl_s
 
     def _settled_step_s(self, tokens_per_s: float, context: float) -> float | None:
         """Return a worker's step time at this token rate; None if it would grow without bound.

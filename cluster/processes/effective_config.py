@@ -143,9 +143,7 @@ def _with_addresses(pool: PoolConfig, name: str, ports: PortDrawer) -> PoolConfi
         drawn = tuple(join(pool.host, ports.draw(pool.host, f"{name}.host")) for _ in range(pool.replicas))
         return pool.model_copy(update={"addresses": drawn})
     if len(pool.addresses) != pool.replicas:
-        raise ConfigError(
-            f"{name}.addresses has {len(pool.addresses)} entries, but {name}.replicas is {pool.replicas}"
-        )
+        raise ConfigError(f"{name}.addresses has {len(pool.addresses)} entries, but {name}.replicas is {pool.replicas}")
     for address in pool.addresses:
         ports.claim(*split(address), f"{name}.addresses")
     return pool

@@ -82,13 +82,13 @@ class LocalCluster:
     def http_url(self) -> str:
         """Base URL of the HTTP server."""
         address = join(self.config.router.host, self.config.router.port)
-        return str(self._processes.book.router_facts().get("http", f"http://{address}"))
+        return str(self._processes.table.router_facts().get("http", f"http://{address}"))
 
     @property
     def grpc_address(self) -> str:
         """Address of the gRPC server, host:port."""
         address = join(self.config.router.host, self.config.router.grpc_port)
-        return str(self._processes.book.router_facts().get("grpc", address))
+        return str(self._processes.table.router_facts().get("grpc", address))
 
     @property
     def runs_here(self) -> bool:
@@ -103,7 +103,7 @@ class LocalCluster:
     @property
     def processes(self) -> list[ProcessView]:
         """List every process, workers first."""
-        return [self._processes.view(name) for name in self._processes.book]
+        return [self._processes.view(name) for name in self._processes.table]
 
     @property
     def workers(self) -> list[ProcessView]:
@@ -116,7 +116,7 @@ class LocalCluster:
         reason, name = self._supervisor.failure, self._supervisor.failed_name
         if reason is None or name is None:
             return None
-        return "\n".join([reason, *self._processes.book.tail(name)])
+        return "\n".join([reason, *self._processes.table.tail(name)])
 
     def kill(self, worker_id: str, signum: signal.Signals = signal.SIGKILL) -> None:
         """Signal one process, named as in `processes` or by its worker id; it will be restarted.
@@ -124,20 +124,20 @@ class LocalCluster:
         Raises KeyError if it does not exist or is not running.
         """
         name = next((v.name for v in self.processes if worker_id in (v.name, v.worker_id)), worker_id)
-        self._processes.book.send(name, signum)
+        self._processes.table.send(name, signum)
 
     async def wait_ready(self, name: str, *, after_pid: int | None = None) -> ProcessView:
         """Wait until this process serves (again: with another pid than `after_pid`); ClusterFailed if it never will."""
         dead, processes = (ProcessState.ABANDONED, ProcessState.EXITED), self._processes
 
         def settled() -> bool:
-            if name not in processes.book:
+            if name not in processes.table:
                 return True
             view = processes.view(name)
             return view.state in dead or (view.state is ProcessState.READY and view.pid != after_pid)
 
         await processes.until(settled)
-        if name not in processes.book or processes.view(name).state in dead:
+        if name not in processes.table or processes.view(name).state in dead:
             raise ClusterFailed(self.failure or f"{name} is not running")
         return processes.view(name)
 
@@ -168,14 +168,14 @@ class LocalCluster:
         """Change in progress, or None."""
         return self._processes.rollout
 
-    async def change(self, rollout: Rollout, tell: Callable[[str], None]) -> None:
+    async def change(self, rollout: Rollout, report: Callable[[str], None]) -> None:
         """Carry out a change of the running cluster; `report` is called with its progress. Raises ChangeFailed.
 
         Only one change at a time is possible. Cancelling this call does not end the change.
         """
         if self.under_way is not None:
             raise ChangeFailed("another change is in progress")
-        self._processes.begin(rollout, tell)
+        self._processes.begin(rollout, report)
         await self._processes.until(lambda: rollout.state is not RolloutState.UNDER_WAY)
         await asyncio.sleep(0)  # deliver the last progress before the end
         if rollout.failure is not None:
@@ -190,7 +190,7 @@ class LocalCluster:
 
     def members(self) -> dict[str, Member]:
         """Return every process as a rollout sees it."""
-        return self._processes.book.members()
+        return self._processes.table.members()
 
     async def _close(self, *, kill: bool = False) -> None:
         (self.request_kill if kill else self.request_stop)()

@@ -27,7 +27,7 @@ class _Known:
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=LOG_TAIL_LINES))
 
 
-class ProcessBook:
+class ProcessTable:
     """Holds facts about all processes; their states are the supervisor's. Decides nothing."""
 
     def __init__(self, plans: Iterable[ProcessPlan], state_of: Callable[[str], ProcessState]) -> None:
@@ -81,35 +81,35 @@ class ProcessBook:
         """Remove a process from the table."""
         del self._known[name]
 
-    def launching(self, name: str) -> None:
+    def record_launch(self, name: str) -> None:
         """Record a start or restart: earlier output and contacts belong to another process."""
         known = self._known[name]
         known.tail.clear()
         known.reaches = None
 
-    def launched(self, name: str, child: Launched) -> None:
+    def record_started(self, name: str, child: Launched) -> None:
         self._known[name].child = child
 
-    def serves(self, name: str, info: Mapping[str, Any]) -> None:
+    def record_ready(self, name: str, info: Mapping[str, Any]) -> None:
         """Record a ready line, which names the address of a worker that a launcher placed."""
         known = self._known[name]
         known.ready = info
         if known.plan.role is not Role.ROUTER and (address := str(info.get("address") or "")):
             known.plan = replace(known.plan, address=address)
 
-    def learns(self, name: str, news: Mapping[str, Any]) -> bool:
+    def record_message(self, name: str, news: Mapping[str, Any]) -> bool:
         """Record a message of a serving process; False when it is of no known kind."""
         if not isinstance(reached := news.get(REACHES), list) or name not in self._known:
             return False
         self._known[name].reaches = frozenset(map(str, reached))
         return True
 
-    def wrote(self, name: str, line: str) -> None:
+    def record_output(self, name: str, line: str) -> None:
         """Record a line of stdout or stderr."""
         if name in self._known:
             self._known[name].tail.append(line)
 
-    def exited(self, name: str) -> None:
+    def record_exit(self, name: str) -> None:
         """Record the end of a process."""
         if name in self._known:
             self._known[name].child = None

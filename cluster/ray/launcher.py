@@ -66,7 +66,7 @@ class RayLauncher:
         self._local.open(config)
 
     def configure(self, config: ClusterConfig) -> None:
-        """Replace the routers' configuration now; a worker gets it before it is asked to reload."""
+        """Replace the routers' configuration now; a worker gets it before its signal to reload."""
         self._local.configure(config)  # if writing fails, nothing changes
         self.config = config
 
@@ -160,10 +160,10 @@ class RayProcess:
         now = asyncio.get_running_loop().time()
         near = launcher.placement.choose(self._plan.name, role, bundle, nodes, now)
         self._callbacks.on_room(False)
-        telling = asyncio.get_running_loop().create_task(self._tell_want(bundle))
+        reporting = asyncio.get_running_loop().create_task(self._report_wait(bundle))
         try:
             async with self._session.host(self._plan.name, bundle, near, LEASE_S) as host:
-                telling.cancel()
+                reporting.cancel()
                 self._callbacks.on_room(True)
                 node_id, address = await host.where()
                 self._host, self._node = host, await self._node_of(node_id)
@@ -173,7 +173,7 @@ class RayProcess:
                 self._is_started = True
                 return await self._listen(host)
         finally:
-            telling.cancel()
+            reporting.cancel()
 
     async def _node_of(self, node_id: str) -> Node:
         found = [node for node in await self._session.nodes() if node.node_id == node_id]
@@ -216,21 +216,21 @@ class RayProcess:
             case "news":
                 self._callbacks.on_news(value)
 
-    async def _tell_want(self, bundle: Mapping[str, float]) -> None:
+    async def _report_wait(self, bundle: Mapping[str, float]) -> None:
         """Report at growing intervals what the worker waits for and what the nodes have free."""
         wait_s = _ROOM_S
         while True:
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, _MAX_ROOM_S)
             with suppress(NodeLost):
-                self._callbacks.on_log(_want(bundle, await self._session.nodes()))
+                self._callbacks.on_log(_describe_wait(bundle, await self._session.nodes()))
 
     @property
     def _silence_s(self) -> float:
         return self._launcher.config.ray.silence_s
 
 
-def _want(bundle: Mapping[str, float], nodes: list[Node]) -> str:
+def _describe_wait(bundle: Mapping[str, float], nodes: list[Node]) -> str:
     room = "; ".join(
         f"{node.host} has {render_resources(_shown(node.free, bundle)) or 'none of these'}" for node in nodes
     )

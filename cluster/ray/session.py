@@ -29,7 +29,9 @@ async def held(make: Callable[[], T], end: Callable[[T], None], *, end_s: float)
 
     def end_at_once(made: asyncio.Future[T]) -> None:
         if not made.cancelled() and made.exception() is None:
-            with suppress(RuntimeError):  # the loop starts no more threads: the process is ending, and everything it holds with it
+            with suppress(
+                RuntimeError
+            ):  # the loop starts no more threads: the process is ending, and everything it holds with it
                 loop.run_in_executor(None, end, made.result())
 
     try:
@@ -207,7 +209,9 @@ def connect(address: str, environment: MutableMapping[str, str] = os.environ) ->
         raise ConfigError(f"ray.address: {_last_line(error)}") from None
     warning = None
     if mode != "token":
-        warning = f"{_AUTH_MODE} is {mode}: anyone who can reach the Ray cluster can run code on it and read its secrets"
+        warning = (
+            f"{_AUTH_MODE} is {mode}: anyone who can reach the Ray cluster can run code on it and read its secrets"
+        )
     return RaySession(address, warning=warning)
 
 
@@ -273,13 +277,13 @@ def _nodes() -> list[Node]:
     free = available_resources_per_node()
     return [
         Node(
-            node_id=told["NodeID"],
-            host=told["NodeManagerAddress"],
-            total=dict(told["Resources"]),
-            free=dict(free.get(told["NodeID"], {})),
+            node_id=info["NodeID"],
+            host=info["NodeManagerAddress"],
+            total=dict(info["Resources"]),
+            free=dict(free.get(info["NodeID"], {})),
         )
-        for told in ray.nodes()
-        if told["Alive"]
+        for info in ray.nodes()
+        if info["Alive"]
     ]
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from cluster.planner.planner import Planner
-from cluster.planner.staffing import Margins, Promise, Staffing
+from cluster.planner.staffing import LatencyTargets, Margins, Staffing
 from cluster.planner.values import Demand, PlannerPolicy, Sizes
 from cluster.simulator.command import SimulateOptions, cluster_of, load_of
 from cluster.simulator.inputs.day import HOURS, DaySpec, day_trace
@@ -79,7 +79,7 @@ def staffing_for(spec: ClusterSpec, slo: Slo) -> Staffing:
     """Return what the planner knows of the workers whose pools it sizes."""
     if spec.decode is None:
         raise ConfigError("a planner needs a pool of decode workers")
-    return Staffing(worker_model(spec.decode), Promise(ttft_s=slo.ttft_s, itl_s=slo.itl_s), Margins())
+    return Staffing(worker_model(spec.decode), LatencyTargets(ttft_s=slo.ttft_s, itl_s=slo.itl_s), Margins())
 
 
 def hindsight(staffing: Staffing, window: Trace) -> Sizes:

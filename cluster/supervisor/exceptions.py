@@ -16,10 +16,10 @@ class StoppedEarly(Exception):
 
 
 def describe_exit(status: int) -> str:
-    """Render an exit status: `exited with code 2`, or `was killed by SIGKILL`."""
+    """Render an exit status: `exited with code 2`, or `was ended by SIGKILL`."""
     if status >= 0:
         return f"exited with code {status}"
     try:
-        return f"was killed by {signal.Signals(-status).name}"
+        return f"was ended by {signal.Signals(-status).name}"
     except ValueError:
-        return f"was killed by signal {-status}"
+        return f"was ended by signal {-status}"

@@ -131,7 +131,7 @@ class Rollout:
         if self.state is RolloutState.UNDER_WAY and self._aborted is None:
             self._aborted = reason
 
-    def tells_end(self, name: str) -> bool:
+    def reports_end(self, name: str) -> bool:
         """Whether this change itself reports that this process has left."""
         if self.state is not RolloutState.UNDER_WAY or self._waiting is not _Waiting.GONE:
             return False
@@ -191,7 +191,7 @@ class Rollout:
         if not added.serves:
             self._deadline = None  # it died after it had served: routers get the full time again
             return []
-        if missing := who_misses(name, step.retire, members):
+        if missing := missing_contacts(name, step.retire, members):
             if self._deadline is None:
                 self._deadline = now + self.known_s
             if now < self._deadline:
@@ -205,7 +205,7 @@ class Rollout:
 
     def _leave(self, step: Step, members: Members, *before: Order) -> list[Order]:
         """Retire the old process, unless no decode worker would be left, since others may have died meanwhile."""
-        others = absent_beside(step.retire, members)
+        others = other_decode_workers(step.retire, members)
         if others:
             progress = [] if self._is_held else [Progress(text=f"{step.retire} stays until {others[0]} serves")]
             self._is_held = True
@@ -256,7 +256,7 @@ def free_index(members: Iterable[Member], role: Role) -> int:
     return next(index for index in range(len(taken) + 1) if index not in taken)
 
 
-def absent_beside(name: str | None, members: Members) -> list[str] | None:
+def other_decode_workers(name: str | None, members: Members) -> list[str] | None:
     """List the decode workers that will serve, if this one is the only one that does now; None if it is not."""
     one = None if name is None else members.get(name)
     if one is None or one.role is not Role.DECODE or not one.serves:
@@ -265,7 +265,7 @@ def absent_beside(name: str | None, members: Members) -> list[str] | None:
     return None if any(m.serves for m in others.values()) else list(others)
 
 
-def who_misses(name: str, replaced: str | None, members: Members) -> str | None:
+def missing_contacts(name: str, replaced: str | None, members: Members) -> str | None:
     """Return why this new process, which serves, cannot do its work yet; None if it can.
 
     Every serving router must reach a worker; a router must reach every serving worker or, where workers run elsewhere,

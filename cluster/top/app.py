@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.text import Text
 
 from cluster.router_client import ChatClient, ClientError
-from cluster.top.status import ClusterStatus, SortOrder, joined
+from cluster.top.status import ClusterStatus, SortOrder, merge_statuses
 from cluster.top.view import View
 
 EXIT_UNREACHABLE = 1
@@ -49,10 +49,10 @@ class Watch:
 
     async def ask(self) -> None:
         """Query all routers at once; the earlier status stays when none of them answers."""
-        told = await asyncio.gather(*map(_status, self._clients))
-        self._errors = [str(one) for one in told if isinstance(one, ClientError)]
-        if statuses := [one for one in told if isinstance(one, ClusterStatus)]:
-            self._status = joined(statuses)
+        answers = await asyncio.gather(*map(_status, self._clients))
+        self._errors = [str(one) for one in answers if isinstance(one, ClientError)]
+        if statuses := [one for one in answers if isinstance(one, ClusterStatus)]:
+            self._status = merge_statuses(statuses)
             self._heard_s = asyncio.get_running_loop().time()
 
     def press(self, key: str) -> None:

@@ -89,41 +89,41 @@ class ClusterStatus:
     rates: Rates
 
     @classmethod
-    def read(cls, told: Any) -> Self:
+    def read(cls, data: Any) -> Self:
         """Parse the JSON status. Raises LookupError, TypeError or ValueError if it is invalid."""
         return cls(
-            model=str(told["model"]["name"]),
-            processes=int(told["processes"]),
-            not_ready=None if told["not_ready"] is None else str(told["not_ready"]),
-            running=int(told["requests"]["running"]),
-            waiting=int(told["requests"]["waiting"]),
-            queued=int(told["queue"]["requests"]),
-            queued_tokens=int(told["queue"]["tokens"]),
-            oldest_s=float(told["queue"]["oldest_s"]),
-            workers=tuple(_worker(worker) for pool in told["pools"] for worker in pool["workers"]),
-            num_handoffs=int(told["handoffs"]["in_flight"]),
-            handoffs=tuple(_handoff(handoff) for handoff in told["handoffs"]["shown"]),
-            rates=_rates(told["recent"]),
+            model=str(data["model"]["name"]),
+            processes=int(data["processes"]),
+            not_ready=None if data["not_ready"] is None else str(data["not_ready"]),
+            running=int(data["requests"]["running"]),
+            waiting=int(data["requests"]["waiting"]),
+            queued=int(data["queue"]["requests"]),
+            queued_tokens=int(data["queue"]["tokens"]),
+            oldest_s=float(data["queue"]["oldest_s"]),
+            workers=tuple(_worker(worker) for pool in data["pools"] for worker in pool["workers"]),
+            num_handoffs=int(data["handoffs"]["in_flight"]),
+            handoffs=tuple(_handoff(handoff) for handoff in data["handoffs"]["shown"]),
+            rates=_rates(data["recent"]),
         )
 
 
-def _worker(told: Mapping[str, Any]) -> Worker:
-    texts: dict[str, Any] = {name: str(told[name]) for name in ("id", "role", "state")}
+def _worker(data: Mapping[str, Any]) -> Worker:
+    texts: dict[str, Any] = {name: str(data[name]) for name in ("id", "role", "state")}
     measured: dict[str, Any] = {
-        name: float(told[name]) for name in ("prefill_tokens_per_s", "decode_step_s", "kv_bytes_per_s")
+        name: float(data[name]) for name in ("prefill_tokens_per_s", "decode_step_s", "kv_bytes_per_s")
     }
-    counted: dict[str, Any] = {f.name: int(told[f.name]) for f in fields(Worker) if f.name not in texts | measured}
+    counted: dict[str, Any] = {f.name: int(data[f.name]) for f in fields(Worker) if f.name not in texts | measured}
     return Worker(**texts, **measured, **counted)
 
 
-def _handoff(told: Mapping[str, Any]) -> HandOff:
-    source, target = str(told["source"]), str(told["target"])
-    return HandOff(source=source, target=target, tokens=int(told["tokens"]), age_s=float(told["age_s"]))
+def _handoff(data: Mapping[str, Any]) -> HandOff:
+    source, target = str(data["source"]), str(data["target"])
+    return HandOff(source=source, target=target, tokens=int(data["tokens"]), age_s=float(data["age_s"]))
 
 
-def _rates(told: Mapping[str, Any]) -> Rates:
+def _rates(data: Mapping[str, Any]) -> Rates:
     def number(name: str) -> Any:
-        return None if told[name] is None and _may_lack(name) else float(told[name])
+        return None if data[name] is None and _may_lack(name) else float(data[name])
 
     return Rates(**{field.name: number(field.name) for field in fields(Rates)})
 
@@ -132,30 +132,30 @@ def _may_lack(name: str) -> bool:
     return name == "cached_share" or name.endswith("_ms")
 
 
-def joined(told: Sequence[ClusterStatus]) -> ClusterStatus:
+def merge_statuses(statuses: Sequence[ClusterStatus]) -> ClusterStatus:
     """Merge the statuses of all routers that answered; there is at least one."""
     workers: dict[str, Worker] = {}
-    for worker in (worker for status in told for worker in status.workers):
+    for worker in (worker for status in statuses for worker in status.workers):
         if worker.id not in workers or workers[worker.id].report < worker.report:
             workers[worker.id] = worker
-    handoffs = sorted((one for status in told for one in status.handoffs), key=lambda one: -one.age_s)
+    handoffs = sorted((one for status in statuses for one in status.handoffs), key=lambda one: -one.age_s)
     return replace(
-        told[0],
-        processes=sum(status.processes for status in told),
-        not_ready=next((status.not_ready for status in told if status.not_ready), None),
-        running=sum(status.running for status in told),
-        waiting=sum(status.waiting for status in told),
-        queued=sum(status.queued for status in told),
-        queued_tokens=sum(status.queued_tokens for status in told),
-        oldest_s=max(status.oldest_s for status in told),
+        statuses[0],
+        processes=sum(status.processes for status in statuses),
+        not_ready=next((status.not_ready for status in statuses if status.not_ready), None),
+        running=sum(status.running for status in statuses),
+        waiting=sum(status.waiting for status in statuses),
+        queued=sum(status.queued for status in statuses),
+        queued_tokens=sum(status.queued_tokens for status in statuses),
+        oldest_s=max(status.oldest_s for status in statuses),
         workers=tuple(workers.values()),
-        num_handoffs=sum(status.num_handoffs for status in told),
+        num_handoffs=sum(status.num_handoffs for status in statuses),
         handoffs=tuple(handoffs[:MAX_HANDOFFS]),
-        rates=_joined_rates([status.rates for status in told]),
+        rates=_merge_rates([status.rates for status in statuses]),
     )
 
 
-def _joined_rates(rates: Sequence[Rates]) -> Rates:
+def _merge_rates(rates: Sequence[Rates]) -> Rates:
     found: dict[str, Any] = {}
     for name in (field.name for field in fields(Rates)):
         known = [value for rate in rates if (value := getattr(rate, name)) is not None]

@@ -1,4 +1,4 @@
-"""The incidents that docs/operate/walkthroughs.md walks through."""
+"""The incidents of docs/operate/walkthroughs.md."""
 
 import shutil
 from collections.abc import Callable, Mapping
@@ -20,12 +20,12 @@ _WEIGHTS = "model.safetensors"
 
 
 def rounded_folder(bits: int) -> Path:
-    """Where it is, made or not."""
+    """Return the folder of the rounded model, whether it exists or not."""
     return cache_dir("models") / f"tandem-tiny-{bits}-bits"
 
 
 def make_rounded() -> None:
-    """Both: four bits with one scale for a whole matrix, and eight bits with a scale for each row."""
+    """Make both models: four bits with one scale per matrix, and eight bits with a scale per row."""
     for bits in (CARELESS_BITS, CAREFUL_BITS):
         source, folder = model_directory(BUILTIN), rounded_folder(bits)
         if not (folder / _WEIGHTS).exists():
@@ -47,13 +47,13 @@ def _rounded(tensor: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 _POOL_BLOCKS = 256
-"""Of float32: room for two sequences of the whole context."""
+"""Blocks of float32: room for two sequences of the whole context."""
 _GEOMETRY = {"model_fingerprint": "", "num_layers": 4, "num_kv_heads": 4, "head_dim": 32, "block_size": 16}
-"""Of the built-in model."""
+"""Geometry of the built-in model."""
 
 
 def same_bytes(num_blocks: int, *, dtype: str, as_dtype: str) -> int:
-    """Blocks of another dtype in the bytes of so many."""
+    """Return how many blocks of another dtype take the same bytes."""
     ours, theirs = (KVLayout(dtype=name, **_GEOMETRY).block_bytes for name in (dtype, as_dtype))  # type: ignore[arg-type]
     return num_blocks * ours // theirs
 

@@ -1,4 +1,4 @@
-"""Clients that want a JSON object, check what they get, and ask again when it is none."""
+"""Clients that request a JSON object, check it, and retry if it is invalid."""
 
 import asyncio
 import json
@@ -31,12 +31,12 @@ class _Tally:
 
 
 async def unbounded(url: str, seconds: float) -> Mapping[str, float]:
-    """A schema whose strings and arrays have no end, and 48 tokens for the answer."""
+    """Use a schema with unbounded strings and arrays, and 48 tokens for the answer."""
     return await _ask(url, seconds, _FIELDS, max_tokens=48)
 
 
 async def bounded(url: str, seconds: float) -> Mapping[str, float]:
-    """The same fields with bounds, and tokens for the longest answer that they allow."""
+    """Use the same fields with bounds, and tokens for the longest answer that they allow."""
     return await _ask(url, seconds, _BOUNDED, max_tokens=256)
 
 

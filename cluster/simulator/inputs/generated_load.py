@@ -61,7 +61,9 @@ class LoadSpec:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"--generate: {name} must be above 0, not {getattr(self, name)}")
         if self.turns < 1 or self.prefixes < 0 or self.prefix < 0 or self.block < 16 or self.block % 16:
-            raise ConfigError("--generate: needs turns >= 1, prefixes >= 0, prefix >= 0 and a block that is a multiple of 16")
+            raise ConfigError(
+                "--generate: needs turns >= 1, prefixes >= 0, prefix >= 0 and a block that is a multiple of 16"
+            )
 
 
 def generate(spec: LoadSpec, seed: int) -> Trace:

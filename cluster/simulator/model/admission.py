@@ -18,17 +18,17 @@ _TENANT = "simulated"
 """Tenant of all requests, as traces do not state any."""
 
 
-class SimGate:
+class SimAdmission:
     def __init__(
         self,
         events: EventQueue,
-        admission: FairAdmission,
+        fair: FairAdmission,
         *,
         run: Callable[[SimRequest], None],
         refused: Callable[[SimRequest], None],
     ) -> None:
         """`run` places a request on workers, or lets it wait for room; `refused` ends it with an error."""
-        self.admission = admission
+        self.fair = fair
         self._events = events
         self._run = run
         self._refused = refused
@@ -39,7 +39,7 @@ class SimGate:
         """Queue a request: it is admitted now or later, or rejected."""
         wanted = request.wanted
         try:
-            entry, evicted = self.admission.enter(
+            entry, evicted = self.fair.enter(
                 AdmissionRequest(
                     tenant=_TENANT,
                     priority=0,
@@ -52,7 +52,7 @@ class SimGate:
             self._refused(request)
             return
         request.entry = entry
-        self._tell(evicted)
+        self._report_refusals(evicted)
         if not entry.waiting:
             self._go(request, entry)
             self.pump()
@@ -64,28 +64,28 @@ class SimGate:
     def answered(self, request: SimRequest) -> None:
         """Record a request's first token: there may be room for another request."""
         if request.entry is not None:
-            self.admission.generated(request.entry, 1)
+            self.fair.generated(request.entry, 1)
             self.pump()
 
     def end(self, request: SimRequest, *, num_tokens: int) -> None:
         """Record a request's end after so many tokens; its cached tokens count if it had its whole answer."""
         if (entry := request.entry) is None:
             return
-        self.admission.generated(entry, max(0, num_tokens - entry.output_tokens))
+        self.fair.generated(entry, max(0, num_tokens - entry.output_tokens))
         if num_tokens == request.wanted.num_output_tokens and request.cached_tokens is not None:
-            self.admission.cached(entry, request.cached_tokens)
-        self.admission.end(entry)
+            self.fair.cached(entry, request.cached_tokens)
+        self.fair.end(entry)
         self.pump()
 
     def pump(self) -> None:
         """Run the requests that are admitted now."""
-        while self.admission.num_waiting and (turns := self.admission.pump()):
+        while self.fair.num_waiting and (turns := self.fair.pump()):
             for entry in turns:
                 self._go(self._line.pop(entry), entry)
 
     def _go(self, request: SimRequest, entry: AdmissionEntry) -> None:
         self._run(request)
-        self.admission.placed(entry)
+        self.fair.placed(entry)
 
     def _look_later(self) -> None:
         self._is_looking = True
@@ -94,10 +94,10 @@ class SimGate:
     def _look(self) -> None:
         self._is_looking = False
         self.pump()
-        self._tell(self.admission.hopeless())
-        if self.admission.num_waiting:
+        self._report_refusals(self.fair.hopeless())
+        if self.fair.num_waiting:
             self._look_later()
 
-    def _tell(self, refused: list[tuple[AdmissionEntry, ServingError]]) -> None:
+    def _report_refusals(self, refused: list[tuple[AdmissionEntry, ServingError]]) -> None:
         for entry, _error in refused:
             self._refused(self._line.pop(entry))

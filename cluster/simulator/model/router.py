@@ -10,7 +10,7 @@ from functools import partial
 from random import Random
 
 from cluster.simulator.inputs.trace import TraceRequest
-from cluster.simulator.model.admission import SimGate
+from cluster.simulator.model.admission import SimAdmission
 from cluster.simulator.model.event_queue import EventQueue
 from cluster.simulator.model.finished import FinishedRequests
 from cluster.simulator.model.request import SimRequest
@@ -81,12 +81,12 @@ class SimRouter:
             policy=policy,
             clock=events.clock,
         )
-        self.gate = SimGate(events, fair, run=self._run, refused=self._refused)
-        placer.registry.on_load = self._load_told
-        placer.registry.watch(self.gate.pump)
+        self.admission = SimAdmission(events, fair, run=self._run, refused=self._refused)
+        placer.registry.on_load = self._on_load_report
+        placer.registry.watch(self.admission.pump)
 
     def arrive(self, number: int, wanted: TraceRequest) -> None:
-        self.gate.enter(SimRequest(number, wanted, self._events.now))
+        self.admission.enter(SimRequest(number, wanted, self._events.now))
 
     def _run(self, request: SimRequest) -> None:
         """Run an admitted request. It always has a slot: admission bounds the number of requests."""
@@ -99,9 +99,9 @@ class SimRouter:
         self.outcomes.num_rejected += 1
         self.on_end()
 
-    def _load_told(self, worker: WorkerSnapshot) -> None:
+    def _on_load_report(self, worker: WorkerSnapshot) -> None:
         self.room.on_load(worker)
-        self.gate.pump()
+        self.admission.pump()
 
     def submit(self, request: SimRequest) -> None:
         """Start the next attempt, or wait for room."""
@@ -134,7 +134,7 @@ class SimRouter:
         request.progress.full.clear()
         if request.first_token_s is None:
             request.first_token_s = self._events.now
-        self.gate.answered(request)
+        self.admission.answered(request)
 
     def finish(self, request: SimRequest) -> None:
         """Handle the last token of the request."""
@@ -151,7 +151,7 @@ class SimRouter:
     def _leave(self, request: SimRequest, num_tokens: int) -> None:
         self._num_running -= request.is_running
         request.is_running = False
-        self.gate.end(request, num_tokens=num_tokens)
+        self.admission.end(request, num_tokens=num_tokens)
         self.on_end()
 
     def release(self, request: SimRequest) -> None:

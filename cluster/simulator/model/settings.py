@@ -47,7 +47,7 @@ class ClusterSpec:
     """Admission policy; None: the default one of a router for these workers."""
 
     @property
-    def door(self) -> AdmissionPolicy:
+    def admission_policy(self) -> AdmissionPolicy:
         """Return `admission`, or the default policy for workers such as these."""
         if self.admission is not None:
             return self.admission
@@ -60,7 +60,7 @@ class ClusterSpec:
         return AdmissionPolicy(room=room)
 
 
-def open_door() -> AdmissionPolicy:
+def unlimited_admission() -> AdmissionPolicy:
     """Return a policy that never queues or rejects, except for memory: for studying placement alone."""
     return AdmissionPolicy(max_queue_s=inf, room=CapacityPolicy(worker_backlog_s=inf, max_running_per_worker=2**40))
 

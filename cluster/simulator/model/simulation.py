@@ -85,11 +85,11 @@ class Simulation:
         self.workers = SimWorkers(self.events, self.registry, spec.network, has_decode=spec.decode is not None)
         rng = Random(seed)
         placer = self._placer(choosing, Random(rng.random()))
-        door = replace(spec.door, max_inflight=spec.max_inflight)
+        policy = replace(spec.admission_policy, max_inflight=spec.max_inflight)
         if choosing.policy == OURS:
-            door = replace(door, room=replace(door.room, costs=choosing.model))
+            policy = replace(policy, room=replace(policy.room, costs=choosing.model))
         self.router = SimRouter(
-            self.events, placer, door, Random(rng.random()), trace.block_tokens, self.workers.submit
+            self.events, placer, policy, Random(rng.random()), trace.block_tokens, self.workers.submit
         )
         self.router.on_end = self._ended
         self.workers.use(self.router)
@@ -131,7 +131,7 @@ class Simulation:
         self._join(info, partial(self.workers.send_snapshot, worker))
         # Workers do not report all at the same time.
         phase_s = self.spec.network.load_period_s * (index % pool.num_workers + 1) / (pool.num_workers + 1)
-        self.events.in_background(phase_s, partial(self.workers.tell_load, worker))
+        self.events.in_background(phase_s, partial(self.workers.report_load, worker))
         return worker
 
     def strike(self, fault: Fault) -> None:

@@ -152,14 +152,14 @@ class SimWorker:
                 self._begin_step(batch)
                 return
             if scheduler.has_output:
-                self._tell(scheduler.drain(), Steps(0, 0.0, 0))
+                self._report_steps(scheduler.drain(), Steps(0, 0.0, 0))
             if not self._calls:
                 self.is_busy = False
                 return
 
     def _begin_step(self, batch: Batch) -> None:
         if self.scheduler.has_admissions:
-            self._tell(self.scheduler.drain(), Steps(0, 0.0, 0))
+            self._report_steps(self.scheduler.drain(), Steps(0, 0.0, 0))
         work = work_of(batch.items)
         seconds = self.latency.seconds(work)
         self.num_prompt_tokens += work.num_prompt_tokens
@@ -172,7 +172,7 @@ class SimWorker:
         num_sampled = sum([item.samples for item in batch.items])
         output = self.scheduler.commit(batch, [_SAMPLED] * num_sampled)
         self._observe(seconds, batch.num_tokens, len(batch.items))
-        self._tell(output, Steps(1, seconds, 0))
+        self._report_steps(output, Steps(1, seconds, 0))
         self.stepped_s = self._events.now
         self._turn()
 
@@ -197,7 +197,7 @@ class SimWorker:
         output = self.scheduler.fast_forward(num_steps, TOKEN)
         num_rows = quiet.run.num_rows
         self._observe(seconds / num_steps, num_rows, num_rows)
-        self._tell(output, Steps(num_steps, seconds, num_rows))
+        self._report_steps(output, Steps(num_steps, seconds, num_rows))
         self.stepped_s = self._events.now
         self._turn()
 
@@ -219,6 +219,6 @@ class SimWorker:
         if self._paces:
             self.scheduler.observe(timings)
 
-    def _tell(self, output: StepOutput, steps: Steps) -> None:
+    def _report_steps(self, output: StepOutput, steps: Steps) -> None:
         self.busy_s += steps.seconds
         self._listener.stepped(self, output, steps)

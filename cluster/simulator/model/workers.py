@@ -88,12 +88,12 @@ class SimWorkers:
         scheduler.pin_blocks(key)
 
     def _refuse(self, request: SimRequest, key: RequestId, error: ServingError) -> None:
-        self._tell_router(request, key, partial(self.router.refused, request, error))
+        self._notify_router(request, key, partial(self.router.refused, request, error))
 
-    def _tell_router(self, request: SimRequest, key: RequestId, news: Callable[[], None]) -> None:
+    def _notify_router(self, request: SimRequest, key: RequestId, event: Callable[[], None]) -> None:
         def deliver() -> None:
             if request.key == key and request.assignment is not None:
-                news()
+                event()
 
         self._events.after(self._network.hop_s, deliver)
 
@@ -176,22 +176,22 @@ class SimWorkers:
             return
         is_last = event.finish_reason is not None
         if worker.info.role is WorkerRole.PREFILL:
-            self._tell_router(request, request.key, partial(self.router.prompt_computed, request))
+            self._notify_router(request, request.key, partial(self.router.prompt_computed, request))
             if event.index:
                 self.gaps.add(now - request.last_token_s)
             request.last_token_s = now
             if not self._has_decode:
-                self._tell_router(request, request.key, partial(self.router.finish, request))
+                self._notify_router(request, request.key, partial(self.router.finish, request))
                 worker.call(partial(let_go, event.request_id, worker))
             return
         if event.token is not None:
             if event.index:
                 self.gaps.add(now - (request.last_token_s if request.is_fresh else worker.stepped_s))
             if request.is_fresh and not is_last:
-                self._tell_router(request, request.key, partial(self.router.prompt_computed, request))
+                self._notify_router(request, request.key, partial(self.router.prompt_computed, request))
             request.is_fresh, request.last_token_s = False, now
         if is_last:
-            self._tell_router(request, request.key, partial(self.router.finish, request))
+            self._notify_router(request, request.key, partial(self.router.finish, request))
 
     # Losses
 
@@ -217,13 +217,13 @@ class SimWorkers:
 
     # Load
 
-    def tell_load(self, worker: SimWorker) -> None:
+    def report_load(self, worker: SimWorker) -> None:
         """Report load now, and again after every period while the worker lives."""
         if worker.is_dead:
             return
         if worker.is_frozen or not worker.has_news:
             # Without an event nothing was sent there either: the router would learn nothing new.
-            self._events.in_background(self._network.load_period_s, partial(self.tell_load, worker))
+            self._events.in_background(self._network.load_period_s, partial(self.report_load, worker))
             return
         worker.has_news = worker.is_busy
         load = worker.scheduler.load()
@@ -238,7 +238,7 @@ class SimWorkers:
             kv_bytes_per_s=self._network.link_bytes_per_s,
         )
         self._events.in_background(self._network.hop_s, partial(self._registry.load_changed, worker.info.key, report))
-        self._events.in_background(self._network.load_period_s, partial(self.tell_load, worker))
+        self._events.in_background(self._network.load_period_s, partial(self.report_load, worker))
 
 
 def _is_on(request: SimRequest, key: WorkerKey) -> bool:

@@ -139,7 +139,9 @@ def sweep(trial: Trial, num_workers: int, make: Callable[[int], ClusterSpec]) ->
 
 def sweep_table(rows: list[Row]) -> str:
     """Render one line per ratio, and the verdict."""
-    lines = [f"{'P:D':>10}  {'req/s at SLO':>12}  {'p99 TTFT':>9}  {'p99 ITL':>9}  {'hit rate':>8}  first missed beyond it"]
+    lines = [
+        f"{'P:D':>10}  {'req/s at SLO':>12}  {'p99 TTFT':>9}  {'p99 ITL':>9}  {'hit rate':>8}  first missed beyond it"
+    ]
     for num_prefill, num_decode, found in rows:
         name = f"{num_prefill}:{num_decode}" if num_prefill else f"colo {num_decode}"
         report = found.report

@@ -200,7 +200,7 @@ def fullness(simulation: Simulation, pool_tokens: int) -> tuple[int, float]:
     if not pools:
         return 0, 0.0
     taken = sum((pool.num_used_blocks + pool.num_promised_blocks) / pool.num_blocks for pool in pools)
-    return len(pools), taken + simulation.router.gate.admission.num_waiting_tokens / pool_tokens
+    return len(pools), taken + simulation.router.admission.fair.num_waiting_tokens / pool_tokens
 
 
 class Scheduled:

@@ -12,7 +12,7 @@ from cluster.simulator.inputs.latency import StepLatency
 from cluster.simulator.inputs.trace import Trace
 from cluster.simulator.model.policies import OURS
 from cluster.simulator.model.report import Report, Slo, report_on
-from cluster.simulator.model.settings import ClusterSpec, PoolSpec, engine_config, open_door
+from cluster.simulator.model.settings import ClusterSpec, PoolSpec, engine_config, unlimited_admission
 from cluster.simulator.model.simulation import Choosing, Simulation
 from cluster.simulator.studies.shared_cache_bound import SharedCache, shared_cache, utilised
 from router.placement.worker_selection import CostModel
@@ -51,7 +51,7 @@ def compare_placement(trace: Trace, case: PlacementCase, policies: Iterable[str]
     prompts = utilised(prompts, ideal, latency, num_workers=case.num_workers, share=case.utilisation)
     engine = engine_config(num_blocks=case.num_blocks, block_size=trace.block_tokens)
     pool = PoolSpec(num_workers=case.num_workers, engine=engine, latency=latency)
-    spec = ClusterSpec(prefill=pool, decode=None, admission=open_door())
+    spec = ClusterSpec(prefill=pool, decode=None, admission=unlimited_admission())
     reports = [_run(spec, prompts, Choosing(policy=policy, model=case.model), seed) for policy in policies]
     return PlacementResult(ideal=ideal, reports=tuple(reports))
 

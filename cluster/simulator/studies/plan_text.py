@@ -7,8 +7,7 @@ from cluster.simulator.model.report import HELD_SHARE, Slo
 from cluster.simulator.studies.plan import Plan, ratio
 
 _LEGEND = (
-    "workers: 1:2 is one prefill and two decode workers; a single number is workers "
-    "that do both (colocated).",
+    "workers: 1:2 is one prefill and two decode workers; a single number is workers that do both (colocated).",
     "design: tp2 is a worker of two GPUs; batch is the maximum sequences per step. TTFT: time to the first token; ITL: "
     "time between two tokens.",
 )
@@ -26,7 +25,8 @@ def _question(trace: Trace, slo: Slo) -> list[str]:
     count, span_s = len(trace.requests), max(1e-9, trace.span_s)
     prompt, answer = trace.num_prompt_tokens / max(1, count), trace.num_output_tokens / max(1, count)
     return [
-        f"load: {count} requests, {count / span_s:.3g} per second, mean prompt {prompt:.0f} tokens, mean answer {answer:.0f}",
+        f"load: {count} requests, {count / span_s:.3g} per second, on average "
+        f"{prompt:.0f} prompt tokens and {answer:.0f} answer tokens",
         f"objectives: {HELD_SHARE:.0%} of first tokens within {slo.ttft_s:g} s, {HELD_SHARE:.0%} of the others within "
         f"{slo.itl_s:g} s of the one before, and no request fails",
     ]

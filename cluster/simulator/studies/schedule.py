@@ -146,8 +146,8 @@ class ScheduleSearch:
             self._try(window, guess, total, tried)
         allowed = self._allowed(1.0)
         options = [(sizes, breaches) for sizes, breaches in tried.items() if breaches.within(allowed)]
-        told = ", ".join(f"{sizes} {b.num_late:g} late {b.num_gaps:.0f} gaps" for sizes, b in options)
-        self.say(f"{len(window.requests)} requests, guessed {guess}: {told}")
+        tried_sizes = ", ".join(f"{sizes} {b.num_late:g} late {b.num_gaps:.0f} gaps" for sizes, b in options)
+        self.say(f"{len(window.requests)} requests, guessed {guess}: {tried_sizes}")
         return options
 
     def _try(self, window: Trace, guess: Sizes, total: int, tried: dict[Sizes, Breaches]) -> list[Breaches]:

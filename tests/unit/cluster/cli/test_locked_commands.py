@@ -54,7 +54,7 @@ def test_open_and_unencrypted_doors_are_warned_of() -> None:
 
     digest = "sha256:" + 64 * "0"
     assert warned() == warned(api_keys=[digest]) == []
-    assert "holds keys themselves" in warned(api_keys=["plain"])[0]
+    assert "contains plain-text keys" in warned(api_keys=["plain"])[0]
     assert "everybody who can reach 0.0.0.0" in warned(host="0.0.0.0", allow_open=True)[0]
     assert "is not encrypted" in warned(host="10.0.0.1", api_keys=[digest])[0]
     assert warned(host="10.0.0.1", api_keys=[digest], tls={"cert": "c", "key": "k"}) == []
@@ -87,7 +87,7 @@ def test_the_doctor_looks_at_certificates_and_keys(tmp_path: Path) -> None:
     ],
 )
 async def test_the_demo_says_that_it_could_not_come_in(router: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match="the demo has no"):
+    with pytest.raises(ConfigError, match="the demo (has no|cannot)"):
         await demo(ClusterConfig(router=router), out=None, err=None)  # type: ignore[arg-type]
 
 
@@ -113,7 +113,7 @@ async def test_a_chat_client_believes_whom_it_is_told_to(tmp_path: Path) -> None
         async with ChatClient(url) as client:
             with pytest.raises(ClientError, match="--ca"):
                 await client.model()
-    with pytest.raises(ClientError, match="no PEM files"):
+    with pytest.raises(ClientError, match="cannot be used for TLS"):
         client_tls(files.key, None)
 
 

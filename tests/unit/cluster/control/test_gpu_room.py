@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from cluster.control.gpu_room import crowded, has_room
+from cluster.control.gpu_room import has_room, workers_without_room
 from cluster.supervisor.process_view import ProcessView
 from cluster.supervisor.supervisor import ProcessState, Role
 from tandem.config.cluster import load
@@ -42,17 +42,17 @@ async def test_gpus_are_asked_only_where_somebody_computes_there_and_what_they_d
     asked = tmp_path / "asked"
     command = (sys.executable, "-c", f"open({str(asked)!r}, 'w'); print([99, 300])")
     config = load(None)
-    assert await crowded([view("a", {}), view("b", {"num_gpus": 0})], config, command) == frozenset()
+    assert await workers_without_room([view("a", {}), view("b", {"num_gpus": 0})], config, command) == frozenset()
     assert not asked.exists()
     small = {"num_gpus": 1, "weights_bytes": 50, "kv_bytes": 20}
-    assert await crowded([view("a", ON_TWO), view("b", small), view("c", {})], config, command) == {"a"}
+    assert await workers_without_room([view("a", ON_TWO), view("b", small), view("c", {})], config, command) == {"a"}
     assert asked.exists()
     for answer in ("raise SystemExit(1)", "print('none')", "print(5)"):
-        assert await crowded([view("a", ON_TWO)], config, (sys.executable, "-c", answer)) == frozenset()
+        assert await workers_without_room([view("a", ON_TWO)], config, (sys.executable, "-c", answer)) == frozenset()
 
 
 @pytest.mark.slow
 async def test_torch_is_asked_for_what_a_worker_would_see():
     """Without a GPU here that is nothing, in which a worker on one has no room."""
-    full = await crowded([view("a", {"num_gpus": torch.cuda.device_count() + 1})], load(None))
+    full = await workers_without_room([view("a", {"num_gpus": torch.cuda.device_count() + 1})], load(None))
     assert full == {"a"}

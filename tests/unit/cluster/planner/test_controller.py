@@ -128,7 +128,7 @@ def test_whoever_else_scales_keeps_what_they_made_for_a_hold() -> None:
     bench.sizes = LARGE
     turn = bench.turn()
     assert turn.outcome is Outcome.OTHERS
-    assert "somebody else" in turn.why[0]
+    assert "someone else" in turn.why[0]
     theirs_s = bench.now_s
     while bench.turn().outcome is Outcome.STEADY:
         assert bench.now_s < theirs_s + 3 * POLICY.hold_s

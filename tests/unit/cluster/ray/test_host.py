@@ -127,7 +127,7 @@ def test_lines_that_nobody_fetches_are_bounded_and_what_is_lost_is_told():
     for number in range(1000):
         outbox.log(f"line {number:03}")
     words = outbox.drain()
-    assert words[0] == ("log", "988 lines were lost: nobody fetched them in time")
+    assert words[0] == ("log", "988 lines were dropped because they were not fetched in time")
     assert [line for _, line in words[1:]] == [f"line {number:03}" for number in range(988, 1000)]
     assert not outbox
     assert outbox.drain() == []

@@ -161,7 +161,7 @@ async def test_a_worker_whose_node_is_gone_has_ended_and_goes_elsewhere():
     _, host, heard = await started(session, launcher)
     host.words.put_nowait(NodeLost("the node has died"))
     assert await heard.exit() == -signal.SIGKILL
-    assert heard.told[0] == ("log", "lost with its node: the node has died")
+    assert heard.told[0] == ("log", "lost together with its node: the node has died")
     _, again, _ = await started(session, launcher)
     assert (host.node.node_id, again.node.node_id) == ("a", "b")
     assert again.started == ("decode", 1, "[fd00::2]:0")
@@ -175,7 +175,7 @@ async def test_a_worker_of_which_nothing_is_heard_is_lost():
     launcher.config = launcher.config.model_copy(update={"ray": impatient})
     _, _, heard = await started(session, launcher)
     assert await heard.exit() == -signal.SIGKILL
-    assert heard.told[0] == ("log", "lost with its node: nothing is heard of it for 0.05 s")
+    assert heard.told[0] == ("log", "lost together with its node: no answer for 0.05 s")
     assert session.open == 0
 
 
@@ -246,7 +246,7 @@ async def test_trouble_that_nobody_foresaw_is_an_end_too(monkeypatch):
     session, heard = FakeSession(), Heard()
     launcher_of(session).start(PLAN, heard.callbacks())
     assert await heard.exit() == -signal.SIGKILL
-    assert heard.told[0] == ("log", "is lost to trouble with Ray: LookupError: Ray has a new word")
+    assert heard.told[0] == ("log", "lost because of a Ray error: LookupError: Ray has a new word")
     assert session.open == 0
 
 
@@ -286,7 +286,7 @@ async def test_one_that_cannot_start_says_why(monkeypatch):
 
 def test_addresses_that_are_stated_contradict_ray():
     config = load(None, {"router.port": 0, "router.grpc_port": 0, "decode.addresses": ["10.0.0.1:9000"]})
-    with pytest.raises(ConfigError, match=r"decode\.addresses: with Ray"):
+    with pytest.raises(ConfigError, match=r"decode\.addresses: not possible with Ray"):
         RayLauncher(FakeSession()).settle(config)
 
 
@@ -305,7 +305,7 @@ def test_what_cannot_be_written_changes_nothing():
     try:
         launcher.config_path.unlink()
         launcher.config_path.parent.chmod(0o777)  # others could have written there
-        with pytest.raises(ChangeFailed, match="cannot be written"):
+        with pytest.raises(ChangeFailed, match="cannot write"):
             shared.resize({Role.DECODE: 2})
         assert (launcher.config.decode.replicas, shared.config.decode.replicas) == (1, 1)
     finally:

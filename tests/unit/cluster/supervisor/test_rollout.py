@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.control.operations import planned
-from cluster.control.wire import RestartAsked
+from cluster.control.operations import plan_change
+from cluster.control.wire import RestartRequest
 from cluster.supervisor.rollout import (
     Add,
     ChangeRefused,
@@ -18,10 +18,10 @@ from cluster.supervisor.rollout import (
     Rollout,
     RolloutState,
     flip_steps,
+    missing_contacts,
     restart_steps,
     scale_steps,
     sizes_of,
-    who_misses,
 )
 from cluster.supervisor.supervisor import ProcessState, Role
 
@@ -212,14 +212,14 @@ def test_a_restart_by_name_replaces_these_alone_and_nobody_twice():
         (Role.DECODE, "decode-1", True),
     ]
     members["decode-1"] = replace(members["decode-1"], state=ProcessState.RETIRING)
-    with pytest.raises(ChangeRefused, match=r"no process decode-1; there are: decode-0, decode-2, prefill-0"):
+    with pytest.raises(ChangeRefused, match=r"unknown process decode-1; the processes are: decode-0, decode-2, prefill-0"):
         restart_steps(members, [], ["decode-1"])
 
 
 def test_one_that_was_given_up_and_is_replaced_by_name_counts_again():
     members = {**cluster(1, 2, 1), "decode-1": Member(role=Role.DECODE, index=1, state=ProcessState.ABANDONED)}
-    for asked, decode in ((RestartAsked(names=("decode-1",)), 2), (RestartAsked(names=("decode-0",)), 1)):
-        assert planned(asked, members).sizes == {Role.PREFILL: 1, Role.DECODE: decode}
+    for asked, decode in ((RestartRequest(names=("decode-1",)), 2), (RestartRequest(names=("decode-0",)), 1)):
+        assert plan_change(asked, members).sizes == {Role.PREFILL: 1, Role.DECODE: decode}
 
 
 def unmoved(members):
@@ -326,17 +326,17 @@ def test_who_is_never_known_goes_again_and_the_old_one_stays():
     members["decode-1"] = member(Role.DECODE, 1)
     assert rollout.advance(members, 0.0) == []
     assert rollout.advance(members, KNOWN_S) == [Retire(name="decode-1")]
-    assert rollout.failure == "router-0 did not get an answer from decode-1 after 5 s"
+    assert rollout.failure == "router-0 cannot reach decode-1 after 5 s"
 
 
 def test_a_router_whose_workers_are_elsewhere_must_reach_what_its_predecessor_does():
     far = frozenset({"a:1", "b:2"})
     members = {"router-0": member(Role.ROUTER, 0, reaches=far), "router-1": member(Role.ROUTER, 1)}
-    assert who_misses("router-1", "router-0", members) == "router-1 does not reach any worker"
+    assert missing_contacts("router-1", "router-0", members) == "router-1 cannot reach any worker"
     members["router-1"] = member(Role.ROUTER, 1, reaches=frozenset({"a:1"}))
-    assert who_misses("router-1", "router-0", members) == "router-1 does not reach b:2"
+    assert missing_contacts("router-1", "router-0", members) == "router-1 cannot reach b:2"
     members["router-1"] = member(Role.ROUTER, 1, reaches=far | {"c:3"})
-    assert who_misses("router-1", "router-0", members) is None
+    assert missing_contacts("router-1", "router-0", members) is None
 
 
 def test_who_serves_nobody_leaves_first():
@@ -353,7 +353,7 @@ def test_one_that_was_given_up_is_replaced_by_a_scale_to_the_same_size():
     members["decode-0"] = replace(members["decode-0"], state=ProcessState.ABANDONED)
     steps = scale_steps(members, {Role.DECODE: 2})
     assert [(step.add, step.retire) for step in steps] == [(Role.DECODE, None), (None, "decode-0")]
-    with pytest.raises(ChangeRefused, match="no decode worker to spare"):
+    with pytest.raises(ChangeRefused, match="no decode worker can be spared"):
         flip_steps(members, Role.PREFILL)
 
 

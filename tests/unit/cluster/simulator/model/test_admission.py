@@ -7,7 +7,7 @@ import pytest
 from cluster.simulator.model.faults import FaultSpec, draw_faults
 from cluster.simulator.model.report import Slo, report_on
 from cluster.simulator.model.request import SimRequest
-from cluster.simulator.model.settings import open_door
+from cluster.simulator.model.settings import unlimited_admission
 from cluster.simulator.model.simulation import Choosing, Simulation
 from cluster.simulator.studies.capacity import what_breaks
 from router.admission.cluster_capacity import CapacityPolicy, Shortage
@@ -27,10 +27,10 @@ def simulated(policy: AdmissionPolicy | None, *, sizes: tuple[int, int] = (1, 1)
 @pytest.mark.parametrize("sizes", [(1, 1), (0, 1)], ids=["disaggregated", "colocated"])
 def test_who_finds_no_room_waits_here_and_has_a_turn(sizes: tuple[int, int]) -> None:
     simulation = simulated(AdmissionPolicy(room=CapacityPolicy(max_running_per_worker=4)), sizes=sizes)
-    counts = simulation.router.gate.admission.counts
+    counts = simulation.router.admission.fair.counts
     assert len(simulation.router.outcomes.finished) == counts.num_turns == 60
     assert counts.waited_s > 1.0
-    assert simulation.router.gate.admission.num_inflight == 0
+    assert simulation.router.admission.fair.num_inflight == 0
     audit(simulation)
 
 
@@ -57,7 +57,7 @@ def test_whoever_has_its_turn_because_a_decode_worker_reads_it_is_read_there() -
 def test_a_long_wait_is_refused_by_its_prediction() -> None:
     policy = AdmissionPolicy(max_queue_s=0.2, room=CapacityPolicy(max_running_per_worker=2, worker_backlog_s=0.05))
     simulation = simulated(policy)
-    outcomes, counts = simulation.router.outcomes, simulation.router.gate.admission.counts
+    outcomes, counts = simulation.router.outcomes, simulation.router.admission.fair.counts
     assert 0 < outcomes.num_rejected == counts.rejections[Rejection.QUEUE_TIME] + counts.rejections[Rejection.HOPELESS]
     assert len(outcomes.finished) + outcomes.num_rejected == 60
     audit(simulation)
@@ -75,13 +75,13 @@ def test_who_is_refused_counts_as_one_without_a_first_token_in_time() -> None:
 
 def test_a_full_line_turns_the_next_one_away() -> None:
     simulation = simulated(AdmissionPolicy(max_requests=3, room=CapacityPolicy(max_running_per_worker=2)))
-    counts = simulation.router.gate.admission.counts
+    counts = simulation.router.admission.fair.counts
     assert 0 < simulation.router.outcomes.num_rejected == counts.rejections[Rejection.QUEUE_FULL]
 
 
 def test_before_an_open_door_nobody_waits_where_nobody_decodes() -> None:
-    simulation = simulated(open_door(), sizes=(2, 0))
-    counts = simulation.router.gate.admission.counts
+    simulation = simulated(unlimited_admission(), sizes=(2, 0))
+    counts = simulation.router.admission.fair.counts
     assert (counts.num_turns, counts.waited_s, simulation.router.outcomes.num_rejected) == (60, 0.0, 0)
 
 

@@ -220,7 +220,7 @@ def test_a_dry_run_says_what_it_would_do_and_why() -> None:
     options = AutoscaleOptions(is_dry_run=True, timing=TIMING, period_s=2.0, first=Sizes(prefill=1, decode=1))
     told = autoscale_day(LOAD, options)
     assert "start decode: decode needs" in told
-    assert "requests/s forecast ask for" in told
+    assert "requests/s forecast require" in told
     assert "machine-hours" in told
     figures = json.loads(autoscale_day(replace(LOAD, as_json=True), options))
     assert figures["report"]["num_finished"] == 60
