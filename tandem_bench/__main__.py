@@ -23,7 +23,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="tandem bench",
         description="Measure Tandem and print the figures.",
-        epilog="Exit code: 1 when a goal was missed (possible on a busy machine), 2 when something could not be measured.",
+        epilog="Exit code: 1 if a goal was missed (possible on a busy machine), 2 if something could not be measured.",
     )
     subjects = made.add_subparsers(dest="subject", required=True)
     spine = subjects.add_parser("spine", help="parity with transformers, start-up, latency, the model's own gates")
@@ -42,7 +42,9 @@ def parser() -> argparse.ArgumentParser:
     _add_telemetry_options(telemetry)
     recovery = subjects.add_parser("recovery", help="pauses of a stream after processes are killed; 3 minutes")
     recovery.add_argument("--rounds", type=int, default=3, metavar="N", help="rounds per case; default: 3")
-    recovery.add_argument("--standby", type=int, metavar="N", help="value of `standby_workers`; default: that of the configuration")
+    recovery.add_argument(
+        "--standby", type=int, metavar="N", help="value of `standby_workers`; default: that of the configuration"
+    )
     recovery.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file as well")
     return made
 
@@ -51,9 +53,15 @@ def _add_telemetry_options(parser: argparse.ArgumentParser) -> None:
     seconds, turn_s, parts = 180.0, 2.0, TELEMETRY_PARTS
     parser.add_argument("--only", nargs="+", choices=parts, metavar="PART", help=f"some of: {', '.join(parts)}")
     parser.add_argument(
-        "--seconds", type=float, default=seconds, metavar="S", help=f"total time of the rounds; a started round is finished; default: {seconds:g}"
+        "--seconds",
+        type=float,
+        default=seconds,
+        metavar="S",
+        help=f"total time of the rounds; a started round is finished; default: {seconds:g}",
     )
-    parser.add_argument("--turn", type=float, default=turn_s, metavar="S", help=f"time of each load in a turn; default: {turn_s:g}")
+    parser.add_argument(
+        "--turn", type=float, default=turn_s, metavar="S", help=f"time of each load in a turn; default: {turn_s:g}"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file as well")
 
 

@@ -185,7 +185,7 @@ async def _until(
 ) -> None:
     deadline_s = time.monotonic() + _START_S
     async with httpx.AsyncClient(base_url=url, trust_env=False) as http:
-        while not await _asked(holds, http):
+        while not await _holds(holds, http):
             dead = [process for process in processes if process.returncode is not None]
             if dead or time.monotonic() > deadline_s:
                 raise ClusterFailed(f"exit code {dead[0].returncode}" if dead else "not ready")
@@ -193,7 +193,7 @@ async def _until(
             await asyncio.sleep(_PERIOD_S)
 
 
-async def _asked(holds: Callable[[httpx.AsyncClient], Awaitable[bool]], http: httpx.AsyncClient) -> bool:
+async def _holds(holds: Callable[[httpx.AsyncClient], Awaitable[bool]], http: httpx.AsyncClient) -> bool:
     try:
         return await holds(http)
     except httpx.TransportError:

@@ -152,7 +152,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tandem_bench.determinism", description="Measure the cost of determinism.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tandem_bench.determinism", description="Measure the cost of determinism."
+    )
     parser.add_argument("--shape", choices=list(SHAPES), default=REFERENCE)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")

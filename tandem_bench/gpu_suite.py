@@ -142,9 +142,9 @@ def write_json(path: Path, results: Sequence["Result"], *, stage: "Stage", secon
     }
     whole["is_complete"] = all(result.is_complete for result in results)
     rows = [asdict(row) for result in results for row in result.rows]
-    beside = path.with_name(f"{path.name}.new")
-    beside.write_text(json.dumps({**whole, "parts": parts, "rows": rows}, indent=2) + "\n", encoding="utf-8")
-    beside.replace(path)  # if the suite is stopped meanwhile, the previous file remains
+    temporary = path.with_name(f"{path.name}.new")
+    temporary.write_text(json.dumps({**whole, "parts": parts, "rows": rows}, indent=2) + "\n", encoding="utf-8")
+    temporary.replace(path)  # if the suite is stopped meanwhile, the previous file remains
 
 
 if __name__ == "__main__":

@@ -38,8 +38,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 def cached_model(
     shape: Shape, *, dtype: str = "bfloat16", seed: int = 0, note: Callable[[str], None] = lambda _: None
 ) -> Path:
-    """Return the model's directory in the user's cache, written on first use; it is complete or absent, never partial.
-    """
+    """Return the model's directory in the user's cache, written on first use; never partial."""
     key = hashlib.sha256(json.dumps([_VERSION, seed, shape.name, shape.hf_config(dtype)]).encode()).hexdigest()[:10]
     folder = cache_dir("models") / f"{shape.name}-{dtype}-{key}"
     if not folder.exists():

@@ -42,7 +42,7 @@ def mixed_prompts(model: Path, count: int, *, seed: int = 0) -> list[Prompt]:
     for i in range(count):
         rng = Random(f"bench:prompt:{seed}:{i}")
         length = rng.randint(MIN_TOKENS, MAX_TOKENS)
-        prompts.append(told_prompt(tokenizer, rng, length) if i % 2 else random_prompt(rng, length, vocab_size))
+        prompts.append(story_prompt(tokenizer, rng, length) if i % 2 else random_prompt(rng, length, vocab_size))
     return prompts
 
 
@@ -51,12 +51,12 @@ def random_prompt(rng: Random, length: int, vocab_size: int) -> Prompt:
     return Prompt(token_ids=tuple(rng.randrange(_FIRST_PLAIN_ID, vocab_size) for _ in range(length)))
 
 
-def told_prompt(tokenizer: Any, rng: Random, length: int) -> Prompt:
+def story_prompt(tokenizer: Any, rng: Random, length: int) -> Prompt:
     """Concatenate stories, cut at a word near `length` tokens."""
     words: list[str] = []
-    told = _words(rng)
+    story_words = _words(rng)
     while True:
-        words += [next(told) for _ in range(10)]
+        words += [next(story_words) for _ in range(10)]
         text = " ".join(words)
         ids = tokenizer(text)["input_ids"]
         if len(ids) >= length:

@@ -105,7 +105,9 @@ def rows(
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="python -m tandem_bench.quality", description="Measure the cost of lower precision.")
+    made = argparse.ArgumentParser(
+        prog="python -m tandem_bench.quality", description="Measure the cost of lower precision."
+    )
     every = (TRANSFORMERS, *SETTINGS)
     made.add_argument("--settings", nargs="+", choices=every, default=list(every))
     made.add_argument("--samples", type=int, default=100, help="number of questions and stories of each kind")

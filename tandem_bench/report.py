@@ -86,8 +86,8 @@ def shown(value: float) -> str:
 
 def write_json(path: Path, rows: Sequence[Row], *, about: Mapping[str, object] | None = None) -> None:
     """Write `{"about": {...}, "rows": [{"name", "value", "unit", "goal", "met"}]}`; `about`: when, where and what."""
-    told = {"about": dict(about or {}), "rows": [asdict(row) for row in rows]}
-    path.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+    report = {"about": dict(about or {}), "rows": [asdict(row) for row in rows]}
+    path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
 def circumstances(command: Sequence[str]) -> dict[str, object]:

@@ -53,8 +53,8 @@ async def token_ms(http: httpx.AsyncClient, structure: dict[str, Any], *, stream
     async def one(number: int) -> float:
         answer = await http.post("/v1/completions", json=body | {"seed": seed + number})
         answer.raise_for_status()
-        told = answer.json()
-        decode_s, num_tokens = float(told["timing"]["decode_s"]), int(told["usage"]["completion_tokens"])
+        reply = answer.json()
+        decode_s, num_tokens = float(reply["timing"]["decode_s"]), int(reply["usage"]["completion_tokens"])
         return 1e3 * decode_s / (num_tokens - 1)
 
     each = await asyncio.gather(*(one(number) for number in range(streams)))

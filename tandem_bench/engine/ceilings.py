@@ -62,8 +62,7 @@ def measure(device: torch.device, dtype: torch.dtype, num_threads: int) -> Ceili
 
 
 def own_kernels() -> KernelLibrary | None:
-    """Load the engine's compiled kernels, which come closer to the machine than torch's operators; None without them.
-    """
+    """Load the engine's compiled kernels, which are closer to the machine than torch's operators, or None."""
     try:
         return load_kernels()
     except KernelsUnavailable:

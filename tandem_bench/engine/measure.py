@@ -275,11 +275,11 @@ async def _compete(
             stack.push_async_callback(contestant.stop)
             started[contestant.name] = await contestant.start()
             about = started[contestant.name].about.items()
-            told = [
+            notes = [
                 f"ready after {started[contestant.name].ready_s:.1f} s",
                 *(f"{key} {value}" for key, value in about),
             ]
-            plan.note(f"{contestant.name}: {', '.join(told)}")
+            plan.note(f"{contestant.name}: {', '.join(notes)}")
             await warm_up(contestant, plan.vocab_size, concurrency=max(cell.concurrency for cell in plan.cells))
         done = await run_rounds(plan, contestants, box, known=known)
         entries = {

@@ -166,7 +166,7 @@ class Served:
 def serve(
     scheduler: Scheduler, runner: Runner, asks: Sequence[Ask], policy: Policy, *, reserved_tokens: int | None = None
 ) -> Served:
-    """Run requests, in order of arrival, to their ends.
+    """Run requests in order of arrival to their ends.
 
     `reserved_tokens`: what a sequence's memory is taken to be, whatever it holds; None counts its blocks. Raises
     CannotMeasure when the engine stands still.

@@ -116,9 +116,7 @@ async def run_rounds(
             if not box.fits(cell, [*known, *done]):
                 needs_s = guess(cell, [*known, *done]) or 0.0
                 left_s = max(0.0, box.left_s)
-                plan.note(
-                    f"{cell.label}: skipped: may take {needs_s:.0f} s, {left_s:.0f} s are left; use --full"
-                )
+                plan.note(f"{cell.label}: skipped: may take {needs_s:.0f} s, {left_s:.0f} s are left; use --full")
                 continue
             job = cell.job(round_index, plan.vocab_size)
             for contestant in order:

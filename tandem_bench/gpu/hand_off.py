@@ -58,7 +58,7 @@ def hand_off(stage: Stage) -> Findings:
     if num_gpus:
         pool = TorchPool(_pattern(stage.place, num_blocks), LAYOUT)
         yield figure("copy on the device", _copy_rate(pool.memory), "GB/s")
-        yield from _beside_an_engine(pool)
+        yield from _checksum_rates(pool)
         del pool
     for name, here, there in _ways(num_gpus):
         yield from _by(name, _Pool.filled(here, num_blocks), there)
@@ -143,7 +143,7 @@ def _copy_rate(memory: Tensor) -> float:
     return memory.numel() / best_s / 1e9
 
 
-def _beside_an_engine(pool: TorchPool) -> Findings:
+def _checksum_rates(pool: TorchPool) -> Findings:
     """Measure checksums of chunks while the engine's stream is idle, and while a step runs on it."""
     source = _PAIRING.at_source(0, 0, tuple(map(BlockId, range(CHUNK_BLOCKS))), pool.num_blocks)
     reads = source.reads(_cells(0, CHUNK_BLOCKS))
@@ -156,10 +156,10 @@ def _beside_an_engine(pool: TorchPool) -> Findings:
             pool.checksum(reads)
         rates.append(_NUM_CHECKSUMS * reads.num_bytes / (time.perf_counter() - started_s) / 1e9)
         torch.cuda.synchronize()
-    _, alone, beside = rates
+    _, alone, busy = rates
     yield figure("checksum", alone, "GB/s")
-    yield figure("checksum beside a busy stream", beside, "GB/s")
-    yield figure("checksum beside a busy stream: share", beside / alone, "", at_least=0.5)
+    yield figure("checksum beside a busy stream", busy, "GB/s")
+    yield figure("checksum beside a busy stream: share", busy / alone, "", at_least=0.5)
 
 
 class _Peer:

@@ -60,8 +60,7 @@ def read_bytes_per_s(stage: Stage) -> float:
 
 
 def gemm_flops_per_s(stage: Stage, dtype: torch.dtype) -> float:
-    """Measure the best of several large products through torch, of random numbers, as power limits depend on the data.
-    """
+    """Measure the best of several large products through torch, of random numbers, as power depends on data."""
     return max(_gemm_rates(stage, dtype))
 
 

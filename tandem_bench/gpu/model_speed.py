@@ -72,8 +72,7 @@ def decode(stage: Stage) -> Findings:
 
 
 def _decode_step_s(serving: Serving, prompts: Sequence[Tokens], num_tokens: int) -> float:
-    """Return the best mean of several rounds. The first also computes the prompts, which the others find in the cache.
-    """
+    """Return the best mean of several rounds. The first also computes the prompts, which others find cached."""
     rounds = [serving.run(prompts, num_tokens) for _ in range(1 + _REPEATS)]
     return min(served.decode_step_s(len(prompts)) for served in rounds)
 

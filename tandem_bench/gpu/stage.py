@@ -59,8 +59,7 @@ class Stage:
 
     @property
     def backend_options(self) -> BackendOptions:
-        """Options of the measured engine: the device's best; on a CPU plain torch, as the CPU is not the subject here.
-        """
+        """Options of the measured engine: the device's best; on a CPU, which is not the subject, plain torch."""
         return BackendOptions(device=self.place, dtype=self.dtype, kernels="torch" if self.is_small else "auto")
 
     @property

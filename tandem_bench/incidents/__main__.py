@@ -13,19 +13,19 @@ from typing import Any
 
 from tandem_bench.errors import CannotMeasure
 from tandem_bench.incidents.known import INCIDENTS
-from tandem_bench.incidents.panels import BOARDS, Prometheus, draw_beside
+from tandem_bench.incidents.panels import DASHBOARDS, Prometheus, draw_panels
 from tandem_bench.incidents.reproduce import Report, reproduced
 from tandem_bench.incidents.scene import Incident, Shown
 
 
 def panel_of(shown: Shown) -> dict[str, Any]:
     """Return the panel as in its dashboard's file. LookupError if it does not exist."""
-    board = json.loads((BOARDS / f"{shown.board}.json").read_text(encoding="utf-8"))
-    for panel in board["panels"]:
+    dashboard = json.loads((DASHBOARDS / f"{shown.dashboard}.json").read_text(encoding="utf-8"))
+    for panel in dashboard["panels"]:
         if panel["title"] == shown.title and panel["type"] != "row":
             found: dict[str, Any] = panel
             return found
-    raise LookupError(f"no panel {shown.title!r} on dashboard {shown.board}")
+    raise LookupError(f"no panel {shown.title!r} on dashboard {shown.dashboard}")
 
 
 def draw(incident: Incident, report: Report, path: Path) -> None:
@@ -39,7 +39,7 @@ def draw(incident: Incident, report: Report, path: Path) -> None:
             outcome.phase.name: Prometheus(outcome.watch.url, start_s=outcome.start_s, end_s=outcome.ended_s)
             for outcome in report.outcomes
         }
-    draw_beside([panel_of(shown) for shown in incident.panels], columns, path)
+    draw_panels([panel_of(shown) for shown in incident.panels], columns, path)
 
 
 def parser() -> argparse.ArgumentParser:

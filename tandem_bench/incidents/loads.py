@@ -61,7 +61,7 @@ async def long_contexts(url: str, seconds: float) -> Mapping[str, float]:
         return seen(await keep_asking(client, prompts, max_tokens=800, streams=12, seconds=seconds))
 
 
-async def chats_beside_documents(url: str, seconds: float) -> Mapping[str, float]:
+async def chats_and_documents(url: str, seconds: float) -> Mapping[str, float]:
     """Run four chats that stream, and three clients that send a document and request one line."""
     async with Client(url) as client, asyncio.TaskGroup() as tasks:
         chats = tasks.create_task(
@@ -73,7 +73,7 @@ async def chats_beside_documents(url: str, seconds: float) -> Mapping[str, float
     return {**seen(chats.result(), "chats: "), "documents: answers": float(len(documents.result()))}
 
 
-async def short_beside_long(url: str, seconds: float) -> Mapping[str, float]:
+async def short_and_long(url: str, seconds: float) -> Mapping[str, float]:
     """Run two clients with short questions and one with long prompts; the latencies of both are reported separately."""
     async with Client(url) as client, asyncio.TaskGroup() as tasks:
         short = tasks.create_task(

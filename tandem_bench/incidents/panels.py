@@ -16,7 +16,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
-BOARDS = Path(__file__).parents[2] / "helm/tandem/dashboards"
+DASHBOARDS = Path(__file__).parents[2] / "helm/tandem/dashboards"
 _STEPS = 120
 _ALL = ".*"
 _CELL = (0.62, 0.34)
@@ -47,13 +47,13 @@ class Prometheus:
         expr = target["expr"].replace("$__rate_interval", self._interval)
         expr = expr.replace("$__range", f"{int(self.end_s - self.start_s)}s")
         expr = expr.replace("$namespace", self._namespace).replace("$release", self._release)
-        asked = {
+        params = {
             "query": expr,
             "start": self.start_s,
             "end": self.end_s,
             "step": max(1.0, (self.end_s - self.start_s) / _STEPS),
         }
-        query = urllib.parse.urlencode(asked)
+        query = urllib.parse.urlencode(params)
         with urllib.request.urlopen(f"{self._url}/api/v1/query_range?{query}", timeout=30) as answer:
             result = json.load(answer)["data"]["result"]
         return [_series(target["legendFormat"], one) for one in result]
@@ -66,14 +66,14 @@ def _series(legend: str, result: dict[str, Any]) -> Series:
     return Series(name, [at for at, _ in points], [value for _, value in points])
 
 
-def draw(board: dict[str, Any], prometheus: Prometheus, path: Path) -> list[str]:
+def draw(dashboard: dict[str, Any], prometheus: Prometheus, path: Path) -> list[str]:
     """Draw one dashboard; return the titles of panels without data."""
     from matplotlib.figure import Figure
 
-    shown = board["panels"]
+    shown = dashboard["panels"]
     height = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in shown)
     figure = Figure(figsize=(24 * _CELL[0], (height + 1) * _CELL[1]), layout=None)
-    figure.suptitle(board["title"], fontsize=13, y=1 - 0.4 / (height + 1))
+    figure.suptitle(dashboard["title"], fontsize=13, y=1 - 0.4 / (height + 1))
     empty: list[str] = []
     for panel in shown:
         at = panel["gridPos"]
@@ -92,7 +92,7 @@ def draw(board: dict[str, Any], prometheus: Prometheus, path: Path) -> list[str]
     return empty
 
 
-def draw_beside(panels: Sequence[dict[str, Any]], columns: Mapping[str, Prometheus], path: Path) -> None:
+def draw_panels(panels: Sequence[dict[str, Any]], columns: Mapping[str, Prometheus], path: Path) -> None:
     """Draw several panels, a row each, as seen by each column's Prometheus; a row has one scale."""
     from matplotlib.figure import Figure
     from PIL import Image
@@ -167,7 +167,9 @@ def _unit(unit: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tandem_bench.incidents.panels", description=__doc__)
     parser.add_argument("--prometheus", default="http://127.0.0.1:9090", help="URL of Prometheus; default: %(default)s")
-    parser.add_argument("--out", type=Path, default=Path("panels"), help="folder for the pictures; default: %(default)s")
+    parser.add_argument(
+        "--out", type=Path, default=Path("panels"), help="folder for the pictures; default: %(default)s"
+    )
     parser.add_argument("--minutes", type=float, default=15.0, help="length of the time range; default: %(default)g")
     parser.add_argument("--namespace", default=_ALL, help="namespaces to show, as a regular expression")
     parser.add_argument("--release", default=_ALL, help="releases to show, as a regular expression")
@@ -176,7 +178,7 @@ def main() -> None:
     end_s = time.time()
     shown = {"namespace": given.namespace, "release": given.release}
     prometheus = Prometheus(given.prometheus, start_s=end_s - 60 * given.minutes, end_s=end_s, **shown)
-    for path in sorted(BOARDS.glob("*.json")):
+    for path in sorted(DASHBOARDS.glob("*.json")):
         picture = given.out / f"{path.stem}.png"
         empty = draw(json.loads(path.read_text()), prometheus, picture)
         print(f"{picture}" + (f"; no data: {', '.join(empty)}" if empty else ""))

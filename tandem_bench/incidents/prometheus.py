@@ -38,14 +38,14 @@ class Watch:
 
     async def range(self, expr: str, start_s: float, end_s: float) -> list[list[tuple[float, float]]]:
         """Return every series of an expression, second by second. Raises CannotMeasure."""
-        asked = {"query": expr, "start": start_s, "end": end_s, "step": _STEP_S}
+        params = {"query": expr, "start": start_s, "end": end_s, "step": _STEP_S}
         async with httpx.AsyncClient(trust_env=False, timeout=30.0) as http:
-            answer = await http.get(f"{self.url}/api/v1/query_range?{urllib.parse.urlencode(asked)}")
-        told: dict[str, Any] = answer.json()
-        if told["status"] != "success":
-            raise CannotMeasure(f"Prometheus: {told.get('error')}: {expr}")
+            answer = await http.get(f"{self.url}/api/v1/query_range?{urllib.parse.urlencode(params)}")
+        body: dict[str, Any] = answer.json()
+        if body["status"] != "success":
+            raise CannotMeasure(f"Prometheus: {body.get('error')}: {expr}")
         return [
-            [(at_s, float(value)) for at_s, value in one["values"] if value != "NaN"] for one in told["data"]["result"]
+            [(at_s, float(value)) for at_s, value in one["values"] if value != "NaN"] for one in body["data"]["result"]
         ]
 
     async def held(self, expr: str, start_s: float, end_s: float) -> float:

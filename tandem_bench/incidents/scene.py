@@ -23,7 +23,7 @@ class Phase:
 class Shown:
     """Panel of a dashboard, as its file has it."""
 
-    board: str
+    dashboard: str
     """Stem of the dashboard's file name."""
     title: str
 

@@ -39,7 +39,7 @@ _WORDS = "Once upon a time there was a little girl who had a red ball and a big 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DoorCosts:
+class ServerCosts:
     request_ms: float
     """Processor time of the router for one non-streaming chat request, tokenization excluded."""
     tokenize_ms: float
@@ -56,7 +56,7 @@ def chat_body(*, max_tokens: int, stream: bool) -> dict[str, Any]:
     return {"messages": messages, "max_tokens": max_tokens, "temperature": 0, "stream": stream}
 
 
-def measure(*, num_requests: int = 3000, num_workers: int = 2) -> DoorCosts:
+def measure(*, num_requests: int = 3000, num_workers: int = 2) -> ServerCosts:
     """Run one round: a router, its workers and a client in processes of their own."""
     directory = model_directory("builtin")
     tokenize_ms, bare_ms = tokenizing(directory)
@@ -74,7 +74,7 @@ def measure(*, num_requests: int = 3000, num_workers: int = 2) -> DoorCosts:
     num_tokens = streamed["requests"] * STREAM_TOKENS
     if plain["bad"] or streamed["bad"] or streamed["events"] < num_tokens:
         raise CannotMeasure(f"the router did not answer everything: {plain}, {streamed}")
-    return DoorCosts(
+    return ServerCosts(
         request_ms=1e3 * request_s - tokenize_ms,
         tokenize_ms=tokenize_ms,
         bare_tokenize_ms=bare_ms,
@@ -167,12 +167,12 @@ def start(stack: ExitStack, command: Sequence[str], **more: Any) -> "subprocess.
 
 def _start_router(stack: ExitStack, file: Path) -> "subprocess.Popen[bytes]":
     """Start the router, and return when it reports that it serves."""
-    ready, told = os.pipe()
+    ready, ready_fd = os.pipe()
     stack.callback(os.close, ready)
-    command = [sys.executable, "-m", "router", "--config", str(file), "--ready-fd", str(told)]
+    command = [sys.executable, "-m", "router", "--config", str(file), "--ready-fd", str(ready_fd)]
     log = stack.enter_context(file.with_name("router.log").open("w+", encoding="utf-8"))
-    router = start(stack, command, pass_fds=(told,), stderr=log)
-    os.close(told)  # the pipe then ends with the router, so its end is noticed
+    router = start(stack, command, pass_fds=(ready_fd,), stderr=log)
+    os.close(ready_fd)  # the pipe then ends with the router, so its end is noticed
     if not select.select([ready], [], [], _START_S)[0]:
         raise CannotMeasure(f"the router was not ready within {_START_S:g} s")
     if not os.read(ready, 1):

@@ -17,7 +17,7 @@ MIN_STREAM_TOKENS_PER_CPU_S = 40_000.0
 
 def server_rows(num_rounds: int, peers: Sequence[str]) -> list[Row]:
     """Run rounds of Tandem and its peers in alternation; the best of each figure counts. Raises CannotMeasure."""
-    ours: list[router_costs.DoorCosts] = []
+    ours: list[router_costs.ServerCosts] = []
     theirs: dict[str, list[proxies.PeerCosts]] = {peer: [] for peer in peers}
     for _ in range(num_rounds):
         ours.append(router_costs.measure())
@@ -32,7 +32,7 @@ def server_rows(num_rounds: int, peers: Sequence[str]) -> list[Row]:
     return found
 
 
-def our_rows(rounds: Sequence[router_costs.DoorCosts]) -> list[Row]:
+def our_rows(rounds: Sequence[router_costs.ServerCosts]) -> list[Row]:
     """Return the best of each figure; a request's share of tokenizing is subtracted within its own round."""
     tokenize_ms = min(one.tokenize_ms for one in rounds)
     ratio = tokenize_ms / min(one.bare_tokenize_ms for one in rounds)

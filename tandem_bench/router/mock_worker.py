@@ -132,11 +132,11 @@ class MockWorker:
             if is_over:
                 del self._running[key]
             if is_over or not one.num_told or one.num_tokens - one.num_told >= one.submit.tokens_per_message:
-                deltas.setdefault(one.port, []).append(self._tell(one, is_over=is_over))
-        for port, told in deltas.items():
-            port.send(pb.WorkerMessage(tokens=pb.StepTokens(deltas=told)))
+                deltas.setdefault(one.port, []).append(self._delta(one, is_over=is_over))
+        for port, deltas_of_port in deltas.items():
+            port.send(pb.WorkerMessage(tokens=pb.StepTokens(deltas=deltas_of_port)))
 
-    def _tell(self, one: _Running, *, is_over: bool) -> pb.TokenDelta:
+    def _delta(self, one: _Running, *, is_over: bool) -> pb.TokenDelta:
         first, one.num_told = one.num_told, one.num_tokens
         delta = pb.TokenDelta(
             request_id=one.submit.request_id,

@@ -15,10 +15,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--peer", nargs="+", choices=PEER_NAMES, default=[], metavar="PEER", help=f"some of: {', '.join(PEER_NAMES)}"
     )
     parser.add_argument(
-        "--rounds", type=_positive, default=ROUNDS, metavar="N", help=f"rounds of the HTTP server part, of which the best counts; default: {ROUNDS}"
+        "--rounds",
+        type=_positive,
+        default=ROUNDS,
+        metavar="N",
+        help=f"rounds of `doors` (the HTTP server), of which the best counts; default: {ROUNDS}",
     )
     parser.add_argument(
-        "--repeats", type=_positive, default=REPEATS, metavar="N", help=f"repeats of the other parts, likewise; default: {REPEATS}"
+        "--repeats",
+        type=_positive,
+        default=REPEATS,
+        metavar="N",
+        help=f"repeats of the other parts, likewise; default: {REPEATS}",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file as well")
 

@@ -111,13 +111,13 @@ async def ask(port: int, tenant: str, rng: Random) -> Answered:
             if first_s is None and b'"text"' in chunk:
                 first_s = time.monotonic() - sent_s
         last_s = time.monotonic() - sent_s
-        told = re.search(rb"\r\nretry-after: *([0-9.]+)", answer.lower())
+        retry_after = re.search(rb"\r\nretry-after: *([0-9.]+)", answer.lower())
         return Answered(
             tenant=tenant,
             status=status,
             first_s=last_s if first_s is None or status != 200 else first_s,
             last_s=last_s,
-            retry_after_s=None if told is None else float(told[1]),
+            retry_after_s=None if retry_after is None else float(retry_after[1]),
         )
     finally:
         writer.close()
@@ -192,17 +192,17 @@ async def pressed_rows(load: Load, seconds: float, note: Callable[[str], None]) 
     served = [a for a in answered if a.status == 200]
     note(f"load 3: {good:.1f} good answers, {len(refused) / seconds:.1f} refusals per second")
     times_ms, lost = [1e3 * a.last_s for a in refused], len(answered) - len(served) - len(refused)
-    at_door = sorted(times_ms)[: len(times_ms) - int(late)]
-    told = sum(a.retry_after_s is not None for a in refused) / max(1, len(refused))
+    immediate = sorted(times_ms)[: len(times_ms) - int(late)]
+    retry_after = sum(a.retry_after_s is not None for a in refused) / max(1, len(refused))
     return [
         figure("overload: capacity", capacity, "requests/s"),
         figure("overload: best goodput", best, "requests/s"),
         figure("overload: goodput at 3x, of best", good / best if best else 0.0, "", at_least=0.9),
         figure("overload: refusals at 3x, p50", quantile(times_ms, 0.5), "ms"),
         figure("overload: refusals at 3x, p99", quantile(times_ms, 0.99), "ms", at_most=REJECTION_MS),
-        figure("overload: refusals at the door, p99", quantile(at_door, 0.99), "ms"),
+        figure("overload: refusals at the door, p99", quantile(immediate, 0.99), "ms"),
         figure("overload: refused after a wait", late / max(1, len(refused)), "of refusals"),
-        figure("overload: refusals with Retry-After", told, "", at_least=1.0),
+        figure("overload: refusals with Retry-After", retry_after, "", at_least=1.0),
         figure("overload: accepted in time at 3x", sum(a.is_good for a in served) / max(1, len(served)), ""),
         figure("overload: neither answered nor refused", lost, "requests", at_most=0.0),
     ]
@@ -221,17 +221,15 @@ async def fairness_rows(load: Load, seconds: float, rounds: int, note: Callable[
     refused = 0
     for times in range(rounds):
         alone = await load.open(dict.fromkeys(modest(), share), seconds, times=times)
-        beside = await load.open({**dict.fromkeys(modest(), share), GREEDY: 10 * share}, seconds, times=times)
-        others = [a for a in beside if a.tenant != GREEDY]
-        greedy = [a for a in beside if a.tenant == GREEDY]
+        with_greedy = await load.open({**dict.fromkeys(modest(), share), GREEDY: 10 * share}, seconds, times=times)
+        others = [a for a in with_greedy if a.tenant != GREEDY]
+        greedy = [a for a in with_greedy if a.tenant == GREEDY]
         # A rejected request has no first token: it counts as infinite.
         for p99s, found in ((before, alone), (after, others)):
             p99s.append(1e3 * quantile([a.first_s if a.status == 200 else ENDLESS_S for a in found], 0.99))
         refused += sum(a.status != 200 for a in others)
         served.append(sum(a.status == 200 for a in greedy) / max(1, len(greedy)))
-        note(
-            f"TTFT p99 {before[-1]:.0f} ms of {len(alone)} alone, {after[-1]:.0f} ms of {len(others)} with the greedy tenant"
-        )
+        note(f"TTFT p99 {before[-1]:.0f} ms of {len(alone)} alone, {after[-1]:.0f} ms of {len(others)} with the greedy")
     return [
         figure("fairness: modest tenants alone, TTFT p99", median(before), "ms"),
         figure("fairness: beside one at 10x, TTFT p99", median(after), "ms"),

@@ -37,8 +37,7 @@ def rows(repeats: int) -> list[Row]:
 
 
 def _choice_us(num_each: int, repeats: int) -> float:
-    """Measure the choice with a third of the workers holding part of the prompt, so that no two choices are the same.
-    """
+    """Measure the choice with a third of the workers holding part of the prompt, so that no choices are equal."""
     rng = Random(1)
     view = workers.registry(rng, num_each=num_each).view()
     holds = [0, 0, 0, 0, 512, 1024]

@@ -185,14 +185,14 @@ def _registry(num_workers: int) -> WorkerRegistry:
 
 
 @asynccontextmanager
-async def _board(registry: WorkerRegistry, settings: RedisSettings) -> AsyncIterator[RouterClusterState]:
+async def _cluster_state(registry: WorkerRegistry, settings: RedisSettings) -> AsyncIterator[RouterClusterState]:
     stated: frozenset[WorkerAddress] = frozenset()
     limits = make_limits(RouterConfig(), _SECRET, time.monotonic)
-    board = RouterClusterState(
+    state = RouterClusterState(
         settings, secret=_SECRET, router=Incarnation(9), registry=registry, limits=limits, stated=stated
     )
-    async with board:
-        yield board
+    async with state:
+        yield state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,9 +234,9 @@ async def _latency_rows(rounds: int) -> AsyncIterator[Row]:
             # With the same background load: the machine time of the workers' process is not a cost of the shared state.
             alone = _best([await _round(_registry(NUM_WORKERS)) for _ in range(rounds)])
             registry = _registry(NUM_WORKERS)
-            async with _board(registry, server.settings()) as board:
+            async with _cluster_state(registry, server.settings()) as state:
                 async with asyncio.timeout(60.0):
-                    while board.num_followed < NUM_WORKERS:  # noqa: ASYNC110  # noqa: ASYNC110 - there is no event for this
+                    while state.num_followed < NUM_WORKERS:  # noqa: ASYNC110  # there is no event for this
                         await asyncio.sleep(0.05)
                 found = []
                 for _ in range(rounds):
@@ -263,7 +263,7 @@ async def _known_again_s(begin: _Deed, end: _Deed) -> float:
             for worker in workers:
                 await stack.enter_async_context(worker.publisher)
             registry = _registry(4)
-            await stack.enter_async_context(_board(registry, server.settings()))
+            await stack.enter_async_context(_cluster_state(registry, server.settings()))
 
             async def until_known() -> None:
                 for number, worker in enumerate(workers):

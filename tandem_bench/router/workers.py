@@ -84,8 +84,7 @@ def load(rng: Random) -> WorkerLoad:
 
 
 def registry(rng: Random, *, num_each: int) -> WorkerRegistry:
-    """Build a registry of equally many prefill and decode workers, which have reported an empty cache and their load.
-    """
+    """Build a registry of equally many prefill and decode workers, with empty caches and load reports."""
     found = WorkerRegistry(prefix_map=PrefixMap(), clock=lambda: 0.0)
     for one in infos(num_each):
         found.joined(one, NoPort())

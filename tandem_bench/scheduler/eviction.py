@@ -172,13 +172,13 @@ def replay(trace: Trace, *, policy: str, num_blocks: int) -> float:
         policy=seer or eviction_policy(policy),
     )
     root = root_hash(secret=_SECRET, model_fingerprint="trace")
-    asked = found = 0
+    requested = found = 0
     for number, ids in enumerate(trace):
         if not ids or len(ids) + 1 > num_blocks:
             continue
         request = _request(number, ids, root)
         match = blocks.match(request)
-        asked += len(ids)
+        requested += len(ids)
         found += match.num_blocks
         blocks.take_prefix(request, match)
         blocks.grow(request, blocks.allocate(match.num_missing))
@@ -187,7 +187,7 @@ def replay(trace: Trace, *, policy: str, num_blocks: int) -> float:
         if seer is not None:
             seer.name(request.block_hashes, ids, number)
         blocks.release(request.block_table.clear())
-    return found / asked if asked else 0.0
+    return found / requested if requested else 0.0
 
 
 def _request(number: int, ids: Sequence[int], root: bytes) -> Request:

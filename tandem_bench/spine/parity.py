@@ -62,11 +62,11 @@ async def cluster_rows(
     def row(name: str, counts: Sequence[int]) -> Row:
         return figure(f"parity.{name}", sum(counts), f"of {len(counts) * len(exam.prompts)} answers differ", at_most=0)
 
-    asked = dict.fromkeys(one for _, one in wrong)
+    passes_seen = dict.fromkeys(one for _, one in wrong)
     rows = [row(f"mode.{mode}", [n for (setup, _), n in wrong.items() if setup.mode == mode]) for mode in MODES]
     for chunk in passes:
         rows.append(row(f"chunk.{chunk}", [n for (s, _), n in wrong.items() if s.prefill_chunk_tokens == chunk]))
-    rows += [row(f"pass.{one.name}", [n for (_, other), n in wrong.items() if other == one]) for one in asked]
+    rows += [row(f"pass.{one.name}", [n for (_, other), n in wrong.items() if other == one]) for one in passes_seen]
     return rows + _route_rows(sittings) + _cache_rows(sittings)
 
 

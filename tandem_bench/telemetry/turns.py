@@ -72,8 +72,8 @@ class Turn:
 
 def cpu_s(process: psutil.Process) -> float:
     """Return processor time so far of all live threads, in nanoseconds; the usual count has ticks of 10 ms."""
-    told = (one.read_text() for one in Path(f"/proc/{process.pid}/task").glob("*/schedstat"))
-    return sum(int(text.split()[0]) for text in told) / 1e9
+    schedstats = (one.read_text() for one in Path(f"/proc/{process.pid}/task").glob("*/schedstat"))
+    return sum(int(text.split()[0]) for text in schedstats) / 1e9
 
 
 def processes_of(pids: tuple[int, ...]) -> dict[str, psutil.Process]:

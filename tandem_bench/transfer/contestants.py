@@ -23,7 +23,7 @@ _ENDS = _HERE / "ends"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contestant:
-    """How its processes are started."""
+    """One side of the comparison, and how its processes are started."""
 
     name: str
     file: Path

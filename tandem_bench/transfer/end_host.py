@@ -22,8 +22,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class End(Protocol):
-    """Interface of the classes `Sender` and `Receiver` of an end's file, constructed with options and the mapped pools.
-    """
+    """Interface of the classes `Sender` and `Receiver` of an end's file, constructed with options and pools."""
 
     about: Mapping[str, Any]
     """Versions and settings, for the report."""

@@ -52,14 +52,14 @@ def ratio_rows(done: Sequence[Turn], peers: Iterable[str]) -> list[Row]:
             (TCP_BARE, PLAIN, TCP_GOAL),
             *((TCP_BARE, name, PEER_GOAL) for name in peers),
         ]
-        told = [
+        reported = [
             (SHM_BARE, COPY_RANGES, None),
             (SHM, COPY, None),
             (TCP, PLAIN, None),
             (TLS, TCP, None),
             *((TCP, name, None) for name in peers),
         ]
-        for mine, other, goal in (*judged, *told):
+        for mine, other, goal in (*judged, *reported):
             if ratios := round_ratios(done, case, mine, other):
                 rows.append(
                     figure(

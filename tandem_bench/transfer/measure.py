@@ -149,8 +149,8 @@ async def measure(given: argparse.Namespace, rows: list[Row], *, out: Console, e
     for part in options.parts(given):
         await _PARTS[part](given, rows, absent, out, note)
     if absent:
-        told = "; ".join(f"{peer.name}: {peer.reason}" for peer in absent)
-        raise PeersAbsent(f"peers not measured, so their goals are neither met nor missed: {told}")
+        reasons = "; ".join(f"{peer.name}: {peer.reason}" for peer in absent)
+        raise PeersAbsent(f"peers not measured, so their goals are neither met nor missed: {reasons}")
 
 
 async def _rates(

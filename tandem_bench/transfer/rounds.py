@@ -85,8 +85,8 @@ class Field:
         else:
             pair.freeze()
             self.pairs.append(pair)
-            told = "".join(f", {key} {value}" for key, value in about.items())
-            self._note(f"{contestant.name}: every byte of {len(cases)} cases arrived{told}")
+            details = "".join(f", {key} {value}" for key, value in about.items())
+            self._note(f"{contestant.name}: every byte of {len(cases)} cases arrived{details}")
 
     def miss(self, name: str, error: CannotMeasure) -> None:
         """Record a peer as absent."""

@@ -86,8 +86,7 @@ def flash_infer(case: Paged) -> dict[str, Numbered]:
 
 
 def relative_difference(one: Tensor, call: Callable[[int], object], case: Paged) -> float:
-    """Return the difference of our first layer and a peer's, relative to the largest value: both must compute the same.
-    """
+    """Return the difference of our first layer and a peer's, relative to the largest value."""
     other = call(0)
     if not isinstance(other, Tensor):
         raise TypeError(f"a peer returned {type(other).__name__}")

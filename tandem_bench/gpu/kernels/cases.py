@@ -71,8 +71,7 @@ def randn(rng: Random, *shape: int, dtype: torch.dtype, device: torch.device) ->
 def random_pages(
     rng: Random, shape: tuple[int, int, int, int], *, dtype: torch.dtype, device: torch.device
 ) -> LayerPages:
-    """Draw pages `(num_blocks, num_kv_heads, block_size, head_dim)`; heads differ in magnitude, so that scales matter.
-    """
+    """Draw pages `(num_blocks, num_kv_heads, block_size, head_dim)`; heads differ in magnitude."""
     num_blocks, num_kv_heads, block_size, head_dim = shape
     values = randn(rng, num_blocks, 2, num_kv_heads, block_size, head_dim, dtype=torch.float32, device=device)
     if dtype in LARGEST_CODE:

@@ -83,10 +83,12 @@ def _compared(stage: Stage, name: str, case: Paged, ours: Numbered, out: torch.T
             yield Note(name=f"{name}.flashinfer", text=peers)
             continue
         for peer, call in peers.items():
-            yield from _beside_peer(stage, f"{name}.{{}}.{peer}", case, call, found, own_s)
+            yield from _compared_with_peer(stage, f"{name}.{{}}.{peer}", case, call, found, own_s)
 
 
-def _beside_peer(stage: Stage, name: str, case: Paged, call: Numbered, found: torch.Tensor, own_s: float) -> Findings:
+def _compared_with_peer(
+    stage: Stage, name: str, case: Paged, call: Numbered, found: torch.Tensor, own_s: float
+) -> Findings:
     """Compare with a peer; one that does not support the shape, or differs, is reported and not timed."""
     try:
         apart = relative_difference(found, call, case)
@@ -101,8 +103,7 @@ def _beside_peer(stage: Stage, name: str, case: Paged, call: Numbered, found: to
 
 
 def _flash_infer(case: Paged) -> Mapping[str, Numbered] | str:
-    """Return FlashInfer's call, or why it is not available: it compiles kernels on demand, and may lack what it needs.
-    """
+    """Return FlashInfer's call, or why it is not available: it compiles kernels on demand."""
     try:
         return flash_infer(case) or "not installed"
     except (ImportError, OSError, RuntimeError, TypeError, ValueError) as problem:

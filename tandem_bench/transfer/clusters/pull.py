@@ -70,7 +70,7 @@ async def rows(note: Callable[[str], None], *, shape: str = REFERENCE) -> list[R
             for _ in range(_ROUNDS):
                 turns += (newest := await talk.round())
                 for turn in newest:
-                    note(f"{transport} {_told(turn)}")
+                    note(f"{transport} {_describe(turn)}")
         found += pull_rows(transport, turns)
     return found
 
@@ -163,7 +163,7 @@ def _prefill_pid(roots: Sequence[int]) -> int:
     raise CannotMeasure("found no process of the prefill worker")
 
 
-def _told(turn: Turn) -> str:
+def _describe(turn: Turn) -> str:
     return (
         f"{turn.turn_tokens}: {turn.pulled_tokens} of {turn.num_tokens} tokens fetched, first token after "
         f"{1000 * turn.pulled_s:.0f} ms; computed {1000 * turn.computed_s:.0f} ms"

@@ -82,8 +82,7 @@ def _hot_s(function: Callable[[Any], Any], piece: memoryview, count: int) -> flo
 
 
 def _blocked_share(function: Callable[[Any], Any], view: memoryview) -> float:
-    """Return the longest time without a turn for another thread, over the time of one long call: 1 if the GIL is held.
-    """
+    """Return the longest time no other thread ran, over the time of one long call: 1 if the GIL is held."""
     ended = threading.Event()
     gaps: list[float] = []
 

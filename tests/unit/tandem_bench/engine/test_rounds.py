@@ -1,4 +1,4 @@
-"""Rounds: who runs when, what is compared with what, and what is left out for want of time."""
+"""Rounds: who runs when, what is compared with what, and what is skipped for want of time."""
 
 import pytest
 
@@ -73,7 +73,7 @@ async def test_what_does_not_fit_is_left_out_and_said() -> None:
         plan(ONE, FOUR, notes=notes), [FakeEngine("tandem", 2.0)], TimeBox(10.0, lambda: next(clock))
     )
     assert [seen.cell for seen in done] == [ONE]
-    assert any("c4.p8: left out" in text for text in notes)
+    assert any("c4.p8: skipped" in text for text in notes)
 
 
 def test_a_guess_grows_with_the_work() -> None:

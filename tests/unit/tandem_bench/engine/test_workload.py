@@ -39,7 +39,7 @@ def test_one_token_each_has_no_decode() -> None:
 
 @pytest.mark.parametrize("rows", [((1.0, 2.0, 3.0),), ((1.0, 2.0), (1.0, 2.0, 3.0))])
 def test_missing_tokens_are_refused(rows: tuple[tuple[float, ...], ...]) -> None:
-    with pytest.raises(ValueError, match="asked for"):
+    with pytest.raises(ValueError, match="requested for"):
         seen(*rows)
 
 
