@@ -100,7 +100,7 @@ class RouterGroup:
 
 _HINTS = {
     401: ": it needs an API key (--api-key-file)",
-    403: ": the key is not an operator's",
+    403: ": the key is not an operator's, or a router without keys does not accept this host name",
     404: ": not a router, or its metrics are not served to this address",
 }
 

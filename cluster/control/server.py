@@ -26,7 +26,7 @@ from cluster.supervisor.exceptions import ChangeFailed
 from cluster.supervisor.rollout import ChangeRefused
 from tandem.config.cluster import ClusterConfig
 from tandem.errors import ConfigError
-from tandem.process.runtime_folder import place_for_socket, runtime_folder, somebody_answers
+from tandem.process.runtime_folder import place_for_socket, remove_dead_sockets, runtime_folder, somebody_answers
 
 MAX_LINE_BYTES = 1 << 16
 _log = logging.getLogger(__name__)
@@ -79,6 +79,8 @@ class ControlSocket:
 
     async def _open(self) -> None:
         _look_at(self.path)
+        if self._cluster.config.control_socket is None:
+            await asyncio.to_thread(remove_dead_sockets, self.path.parent)
         try:
             self.path.unlink(missing_ok=True)  # left over from an earlier process
             self._server = await asyncio.start_unix_server(self._answer, self.path, limit=MAX_LINE_BYTES)

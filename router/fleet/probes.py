@@ -7,7 +7,6 @@ without I/O, which workers to probe and what an outcome means; probes go through
 """
 
 import asyncio
-import contextlib
 import logging
 import time
 from abc import ABC, abstractmethod
@@ -64,8 +63,7 @@ class _Probe(ABC):
         if self._task is not None:
             task, self._task = self._task, None
             task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+            await asyncio.wait([task])  # whoever waits here may be cancelled as well, and then must hear of it
 
     @abstractmethod
     async def probe_due(self) -> None:

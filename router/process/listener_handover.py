@@ -30,6 +30,7 @@ from tandem.process.runtime_folder import (
     answers_as_us,
     others_could_have_made,
     place_for_socket,
+    remove_dead_sockets,
     runtime_folder,
     somebody_answers,
 )
@@ -175,6 +176,7 @@ class ListenerHandover:
         serves. `succeeds`: the router at the path now has handed its ports to this one.
         """
         self._path = handover_path(config)
+        self._is_stated = config.handover_socket is not None
         self._addresses = ListenAddresses.from_config(config)
         self._http = http
         self._reached = reached
@@ -194,6 +196,8 @@ class ListenerHandover:
             return self
         try:
             place_for_socket(self._path, "router.handover_socket")
+            if not self._is_stated:
+                await asyncio.to_thread(remove_dead_sockets, self._path.parent)
             if not self._succeeds and somebody_answers(self._path):
                 raise ConfigError(f"router.handover_socket: another router answers at {self._path}")
             self._listening = self._listen(self._path)

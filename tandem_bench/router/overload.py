@@ -97,7 +97,7 @@ async def ask(port: int, tenant: str, rng: Random) -> Answered:
     body = {"prompt": prompt, "max_tokens": ANSWER_TOKENS, "temperature": 0.0, "ignore_eos": True, "stream": True}
     data = json.dumps(body).encode()
     head = (
-        "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
         f"Authorization: Bearer key-of-{tenant}\r\nContent-Length: {len(data)}\r\n\r\n"
     )
     sent_s = time.monotonic()

@@ -53,6 +53,7 @@ class _Connection:
         )  # a killed process loses nothing, a machine without power little
         self.sqlite.execute(f"PRAGMA journal_size_limit = {_MAX_IDLE_WAL_BYTES}")
         self.lock = threading.RLock()
+        self.thread = threading.current_thread()
         self.is_closed = False
 
     def close(self) -> None:
@@ -62,12 +63,17 @@ class _Connection:
 
 
 class Database:
-    """One file, opened by `open`. Reads happen on the calling thread, writes on the database's own."""
+    """One file, opened by `open`. Reads happen on the calling thread, writes on the database's own.
+
+    There are as many connections as living threads that have read: those of the event loop's executor, at most 32, and
+    the one that writes.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._local = threading.local()
         self._connections: list[_Connection] = []
+        self._registering = threading.Lock()
         self._writer: ThreadPoolExecutor | None = None
 
     def open(self) -> None:
@@ -87,7 +93,8 @@ class Database:
         """Finish what is under way. Reads still work afterwards, writes raise RuntimeError."""
         if self._writer is not None:
             self._writer.shutdown()
-        connections, self._connections = self._connections, []
+        with self._registering:
+            connections, self._connections = self._connections, []
         self._local = threading.local()
         for connection in connections:
             connection.close()
@@ -134,8 +141,17 @@ class Database:
         found: _Connection | None = getattr(self._local, "connection", None)
         if found is None or found.is_closed:
             found = self._local.connection = _Connection(self._path)
-            self._connections.append(found)
+            self._register(found)
         return found
+
+    def _register(self, new: _Connection) -> None:
+        """Keep it for `close`, and close those of threads that have ended."""
+        with self._registering:
+            living = [one for one in self._connections if one.thread.is_alive()]
+            ended = [one for one in self._connections if not one.thread.is_alive()]
+            self._connections = [*living, new]
+        for one in ended:
+            one.close()
 
 
 @contextmanager

@@ -128,18 +128,14 @@ def page_router(guard: AccessGuard) -> APIRouter:
     """The pages at `/` and `/docs`, and what they are made of.
 
     Not StaticFiles: its ETag is of a file's time and size, and all files of an image have one time. A script that
-    changed without changing its length would stay in browsers.
+    changed without changing its length would stay in browsers. Nor are they described in /openapi.json, which is of the
+    API.
     """
     router = APIRouter(dependencies=[Depends(PageAccess(guard, OperatorPage.PAGE))])
     for name, media_type, content in _files():
         path = _PATHS.get(name, f"/status/{name}")
-        file = {"content": {media_type: {"schema": {"type": "string"}}}}
         router.add_api_route(
-            path,
-            _page_endpoint(name, content, media_type),
-            methods=["GET"],
-            response_class=Response,
-            responses={200: file},
+            path, _page_endpoint(content, media_type), methods=["GET"], response_class=Response, include_in_schema=False
         )
     return router
 
@@ -151,7 +147,7 @@ def _files() -> Iterator[tuple[str, str, bytes]]:
             yield file.name, media_type, file.read_bytes()
 
 
-def _page_endpoint(name: str, content: bytes, media_type: str) -> Callable[[Request], Awaitable[Response]]:
+def _page_endpoint(content: bytes, media_type: str) -> Callable[[Request], Awaitable[Response]]:
     tag = f'"{blake2b(content, digest_size=16).hexdigest()}"'
     headers = {**HEADERS, "ETag": tag}
 
@@ -160,5 +156,4 @@ def _page_endpoint(name: str, content: bytes, media_type: str) -> Callable[[Requ
             return Response(status_code=304, headers=headers)
         return Response(content, headers=headers, media_type=media_type)
 
-    get_file.__doc__ = f"Return {name}."
     return get_file

@@ -26,10 +26,17 @@ from router.http.openai.objects import ChatCompletionChunkObject, CompletionChun
 from router.http.openai.responses.objects import RESPONSE_EVENTS
 from router.http.openapi.event_streams import Schema, ref
 from router.http.routing.access import AccessGuard, access_of
-from tandem.values.sampling import BOUNDS
+from tandem.values.sampling import BOUNDS, Bound
 
 _REF_TEMPLATE = "#/components/schemas/{model}"
 _PROMPTS = {"CompletionBody": "prompt", "EmbeddingBody": "input"}
+_APIS = ("/v1/", "/v1beta/")
+_TOKEN_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+_SCORES_PROMPTS: dict[str, dict[str, Schema]] = {
+    "ChatBody": {"prompt_logprobs": {"type": "integer"}},
+    "CompletionBody": {"prompt_logprobs": {"type": "integer"}, "echo": {"const": True}},
+}
+"""Bodies that may ask for no token, and the fields of which one then asks for something of the prompt."""
 _VERSION = "3.2.0"
 """The first that can say what stands in a stream of events."""
 _ERRORS: dict[ErrorShape, type[BaseModel]] = {anthropic_error: AnthropicErrorObject, google_error: GoogleErrorObject}
@@ -49,7 +56,7 @@ _OF_FASTAPI = ("HTTPValidationError", "ValidationError")
 _REFUSALS = {
     "400": "A field, a header or the body is wrong; `param` names it",
     "401": "No API key, or a wrong one",
-    "403": "A good key, and not for this",
+    "403": "A good key, and not for this; without keys, a web page of another origin",
     "404": "No such model or route",
     "408": "The body did not come in time",
     "409": "The client reads the stream elsewhere",
@@ -108,7 +115,8 @@ class OpenApiDocument:
         answers = {name: one for name, one in made["components"]["schemas"].items() if name not in _OF_FASTAPI}
         schemas = answers | others["$defs"] | _body_schemas(bodies.values(), self._model)
         made["components"]["schemas"] = dict(sorted(schemas.items()))
-        made["paths"] = dict(sorted(made["paths"].items()))
+        # What clients call first, then what operators read.
+        made["paths"] = dict(sorted(made["paths"].items(), key=lambda one: (not one[0].startswith(_APIS), one[0])))
         return made
 
 
@@ -149,6 +157,8 @@ def _body_schemas(bodies: Collection[type[StrictBody]], model: ModelInfo) -> dic
     for schema in schemas.values():
         for name, found in schema.get("properties", {}).items():
             _add_sampling_bounds(name, found)
+    for name, fields in _SCORES_PROMPTS.items():
+        _allow_no_tokens(schemas[name], fields)
     token = {"type": "integer", "minimum": 0, "maximum": model.vocab_size - 1}
     ids = {"type": "array", "items": token, "maxItems": model.max_model_len}
     some, text = ids | {"minItems": 1}, {"type": "string"}
@@ -161,10 +171,22 @@ def _body_schemas(bodies: Collection[type[StrictBody]], model: ModelInfo) -> dic
 
 def _add_sampling_bounds(name: str, found: Schema) -> None:
     """Of a sampling parameter; those of objects are the objects' own."""
-    if (bound := BOUNDS.get(name)) is None:
+    bound = BOUNDS.get("max_tokens" if name in _TOKEN_LIMITS else name)
+    if name == "min_tokens":
+        bound = Bound(0, BOUNDS["max_tokens"].high)
+    if bound is None:
         return
     for branch in found.get("anyOf", [found]):
         if branch.get("type") in ("integer", "number"):
-            # Who asks of a prompt alone asks for no token.
-            low = 0 if name == "max_tokens" else bound.low
-            branch |= {"exclusiveMinimum" if bound.open_low else "minimum": low, "maximum": bound.high}
+            branch |= {"exclusiveMinimum" if bound.open_low else "minimum": bound.low, "maximum": bound.high}
+
+
+def _allow_no_tokens(body: Schema, fields: dict[str, Schema]) -> None:
+    """Allow 0 tokens where one of `fields` asks for something of the prompt."""
+    scores = {"anyOf": [{"required": [field], "properties": {field: value}} for field, value in fields.items()]}
+    for name in _TOKEN_LIMITS:
+        if (limit := body["properties"].get(name)) is not None:
+            limit["anyOf"].insert(1, {"const": 0})
+            limit["description"] = f"0: only with {' or '.join(fields)}, for the prompt alone"
+            asks_for_none = {"required": [name], "properties": {name: {"const": 0}}}
+            body.setdefault("allOf", []).append({"if": asks_for_none, "then": scores})

@@ -15,6 +15,7 @@ from starlette.requests import Request
 
 from router.access.api_keys import NOBODY, ApiKeyStore
 from router.access.audit_log import current_entry
+from router.access.browser_guard import BrowserGuard
 from tandem.config.access import RouterAccess
 from tandem.errors import NotAllowed
 
@@ -37,6 +38,7 @@ class AccessGuard:
 
     def __init__(self, keys: ApiKeyStore, config: RouterAccess) -> None:
         self._keys = keys
+        self._browsers = BrowserGuard.from_config(config)
         access = {page: config.operator_access.access_to(page.value, is_local=config.is_local) for page in OperatorPage}
         self._open = {page for page, who in access.items() if who == "open"}
         self._for_operators = {page for page, who in access.items() if who == "operator"}
@@ -51,6 +53,8 @@ class AccessGuard:
 
     def admit(self, request: Request, page: OperatorPage | None = None) -> None:
         """Put the caller's tenant into the request's state. Raises Unauthenticated, NotAllowed."""
+        if self._browsers is not None:
+            self._browsers.check(request.method, request.scope["headers"])
         caller = NOBODY
         if page is None or page not in self._open:
             entry = current_entry()

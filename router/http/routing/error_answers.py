@@ -10,33 +10,46 @@ from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.http.body.error_formats import error_shape
 from router.http.body.errors import MethodNotAllowed, error_response
 from router.http.body.strict_body import refusal_of
 from router.http.routing.access import AccessGuard, access_of
-from tandem.errors import InternalError, InvalidRequest, RouteNotFound, ServingError
+from tandem.errors import Cancelled, InternalError, InvalidRequest, RouteNotFound, ServingError
 
 _log = logging.getLogger(__name__)
 
 
 class ErrorAnswers:
-    """ASGI middleware that answers with whatever error is raised below it."""
+    """ASGI middleware that answers with whatever error is raised below it, if no answer has begun."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_begun = False
+
+        async def noted(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
         try:
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, noted)
         except ServingError as error:
+            if has_begun:
+                # Nothing can be said any more: the server ends the connection, by which the client knows.
+                level = logging.DEBUG if isinstance(error, Cancelled) else logging.WARNING
+                _log.log(level, "an answer is cut off: %s", error.message)
+                return
             if isinstance(error, InternalError):
                 _log.error("internal error shown to a client: %s", error.message)
             await error_response(error, error_shape(scope))(scope, receive, send)
         except Exception:  # noqa: BLE001  # the one handler for unexpected errors
-            _log.exception("a request failed")
-            await error_response(InternalError("internal error"), error_shape(scope))(scope, receive, send)
+            _log.exception("a request failed%s", ", and its answer is cut off" if has_begun else "")
+            if not has_begun:
+                await error_response(InternalError("internal error"), error_shape(scope))(scope, receive, send)
 
 
 class MissingRoutes:
@@ -66,7 +79,9 @@ class MissingRoutes:
         routes = [one for one in iter_route_contexts(request.app.routes) if one.path_regex.match(path)]
         self._guard.admit(request, access_of(routes[0]).page)
         refused = MethodNotAllowed("Method Not Allowed")
-        refused.allowed = ", ".join(method for route in routes for method in route.methods or ())
+        allowed = [method for route in routes for method in route.methods or ()]
+        # What answers GET answers HEAD (`router.http.server.middleware`).
+        refused.allowed = ", ".join([*allowed, *(["HEAD"] if "GET" in allowed else [])])
         raise refused
 
     async def on_wrong_parameters(self, _request: Request, error: Exception) -> Response:

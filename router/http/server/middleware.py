@@ -56,7 +56,8 @@ class RequestMiddleware:
                 entry.is_kept = True
                 await error_response(error)(scope, receive, enveloped)
                 return
-            await self._app(scope, receive, enveloped)
+            answer = _answer_head if scope["method"] == "HEAD" else _answer
+            await answer(self._app, scope, receive, enveloped)
         except asyncio.CancelledError:
             # The server alone cancels, when the time to drain is over; the task has nothing left to do.
             if status == _CLIENT_LEFT:
@@ -77,6 +78,31 @@ class RequestMiddleware:
             entry.route, entry.status = f"{method} {route}", str(status)
             if entry.is_kept:
                 self._audit.keep(entry)
+
+
+async def _answer(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    await app(scope, receive, send)
+
+
+async def _answer_head(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer as GET would be answered, without the body (RFC 9110, 9.3.2)."""
+    # A stream would write past `send` over the link, which is left out. The server's own scope stays one of HEAD.
+    as_get = {**scope, "method": "GET", "extensions": {}}
+    is_over = False
+
+    async def send_head(message: Message) -> None:
+        nonlocal is_over
+        if message["type"] == "http.response.start":
+            await send(message)
+        elif not is_over:
+            # Also of a stream: it ends as if its client had left.
+            is_over = True
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    try:
+        await app(as_get, receive, send_head)
+    finally:
+        scope.update({name: as_get[name] for name in ("path", "route") if name in as_get})
 
 
 def _label(scope: Scope) -> str:

@@ -45,7 +45,7 @@ class World:
         )
         self.http = httpx.AsyncClient(
             transport=httpx.ASGITransport(app, raise_app_exceptions=False),
-            base_url="http://router",
+            base_url="http://localhost",
             headers={"Authorization": "Bearer one"},
         )
 

@@ -18,7 +18,7 @@ HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
 def client_of(parts: fakes.Doors) -> httpx.AsyncClient:
     app = create_app(parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    return httpx.AsyncClient(transport=transport, base_url="http://router")
+    return httpx.AsyncClient(transport=transport, base_url="http://localhost")
 
 
 def routes_of(app: ASGIApp) -> list[RouteContext]:

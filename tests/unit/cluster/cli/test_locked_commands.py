@@ -87,7 +87,7 @@ def test_the_doctor_looks_at_certificates_and_keys(tmp_path: Path) -> None:
     ],
 )
 async def test_the_demo_says_that_it_could_not_come_in(router: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match="the demo (has no|cannot)"):
+    with pytest.raises(ConfigError, match=r"the demo (has no|cannot)"):
         await demo(ClusterConfig(router=router), out=None, err=None)  # type: ignore[arg-type]
 
 

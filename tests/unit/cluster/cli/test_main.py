@@ -28,7 +28,13 @@ def tandem(*arguments, **environment):
 def test_help_is_by_section():
     done = tandem("--help")
     assert done.returncode == 0
-    for expected in ("Run a cluster here", "Run one process", "Use a cluster", "Inspect and measure", "--install-completion"):
+    for expected in (
+        "Run a cluster here",
+        "Run one process",
+        "Use a cluster",
+        "Inspect and measure",
+        "--install-completion",
+    ):
         assert expected in done.stdout
     shown = tandem("up", "--help").stdout
     for option in (

@@ -74,6 +74,9 @@ def test_a_refusal_and_an_absence_are_one_line(door: Door, tmp_path: Path) -> No
     where = ("--router", "--out", str(tmp_path / "f.svg"), "--url")
     door.answer = (401, b'{"error": {"message": "no"}}', {})
     refused = run(*where, door.url)
-    assert (refused.exit_code, refused.output) == (1, "error: 401: no (give the file of an API key with --api-key-file)\n")
+    assert (refused.exit_code, refused.output) == (
+        1,
+        "error: 401: no (give the file of an API key with --api-key-file)\n",
+    )
     nobody = run(*where, "http://127.0.0.1:9")
     assert nobody.output.startswith("error: no cluster answers at http://127.0.0.1:9: start one with")

@@ -159,8 +159,7 @@ async def test_a_worker_whose_gpu_is_full_leaves_first_unless_it_is_the_only_one
         told = []
         await carry_out(cluster, RestartRequest(roles=("decode",), in_place=True), told.append)
         assert (
-            "decode-0 is the only decode worker: streams and new requests wait until its replacement serves"
-            in told[1]
+            "decode-0 is the only decode worker: streams and new requests wait until its replacement serves" in told[1]
         )
         await carry_out(cluster, ScaleRequest(decode=2), [].append)
         told.clear()

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import socket
 import stat
 from functools import partial
 
@@ -260,6 +261,16 @@ async def test_no_socket_where_others_can_enter(folder, monkeypatch):
     (folder / "tandem").mkdir(mode=0o755)
     async with ControlSocket(LocalCluster(fake_config()), report=told.append):
         assert told[0].startswith("this cluster cannot be changed while it runs: control_socket: ")
+
+
+async def test_cluster_that_starts_removes_sockets_of_killed_ones(folder, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+    (folder / "tandem").mkdir(mode=0o700)
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind(str(folder / "tandem" / "8999.sock"))
+    os.utime(folder / "tandem" / "8999.sock", (0, 0))
+    async with ControlSocket(LocalCluster(fake_config()), tell=[].append) as control:
+        assert list((folder / "tandem").iterdir()) == [control.path]
 
 
 async def test_two_clusters_do_not_take_each_others_socket(folder, monkeypatch):

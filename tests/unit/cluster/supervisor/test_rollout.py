@@ -212,7 +212,9 @@ def test_a_restart_by_name_replaces_these_alone_and_nobody_twice():
         (Role.DECODE, "decode-1", True),
     ]
     members["decode-1"] = replace(members["decode-1"], state=ProcessState.RETIRING)
-    with pytest.raises(ChangeRefused, match=r"unknown process decode-1; the processes are: decode-0, decode-2, prefill-0"):
+    with pytest.raises(
+        ChangeRefused, match=r"unknown process decode-1; the processes are: decode-0, decode-2, prefill-0"
+    ):
         restart_steps(members, [], ["decode-1"])
 
 

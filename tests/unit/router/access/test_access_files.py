@@ -69,7 +69,7 @@ async def listening(config: RouterConfig) -> AsyncIterator[int]:
 async def status(port: int, target: str, head: str = "", method: str = "GET") -> int:
     """Of one request, spelled exactly so."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(f"{method} {target} HTTP/1.1\r\nHost: r\r\nConnection: close\r\n{head}\r\n".encode("latin-1"))
+    writer.write(f"{method} {target} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n{head}\r\n".encode("latin-1"))
     line = await reader.readline()
     await reader.read()
     writer.close()
@@ -251,7 +251,7 @@ async def test_every_route_of_the_application_refuses_a_request_without_a_key() 
         raise AssertionError("the body is read before a key was shown")
         yield b""
 
-    async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         for route in routes_of(app):
             (method,) = route.methods
             path = route.path_format.replace("{", "").replace("}", "")

@@ -44,7 +44,7 @@ async def test_who_asked_for_what_is_written_down_and_not_what_was_said(tmp_path
     async with AccessControl(config) as keeper:
         app = create_app(parts.frontend, parts.generator, parts.ready, config, parts.metrics, access=keeper)
         transport = httpx.ASGITransport(app, client=("10.1.2.3", 5))
-        async with httpx.AsyncClient(transport=transport, base_url="http://r") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             good = {"authorization": "Bearer a-key", "x-request-id": "mine"}
             assert (await client.post("/v1/completions", json=ask, headers=good)).status_code == 200
             stream = await client.post("/v1/completions", json=ask | {"stream": True}, headers=good)

@@ -123,7 +123,7 @@ async def test_answers_and_streams_come_in_tls(tls: RouterTls, tmp_path: Path) -
 
 
 async def test_a_request_right_behind_the_handshake_is_not_lost(tls: RouterTls, tmp_path: Path) -> None:
-    ask = b"GET /health HTTP/1.1\r\nHost: r\r\nConnection: close\r\n\r\n"
+    ask = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
     context = believing(tmp_path)
 
     def talk(port: int) -> bytes:
@@ -154,7 +154,7 @@ async def test_a_request_right_behind_the_handshake_is_not_lost(tls: RouterTls, 
 async def test_who_speaks_no_tls_or_an_old_one_is_not_answered(tls: RouterTls, tmp_path: Path) -> None:
     async with opened(tls) as (_, http, rpc):
         reader, writer = await asyncio.open_connection(LOCAL, http.port)
-        writer.write(b"GET /v1/models HTTP/1.1\r\nHost: r\r\n\r\n")
+        writer.write(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n")
         told = await reader.read()
         assert b"HTTP/1.1" not in told
         writer.close()

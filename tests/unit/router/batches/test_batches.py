@@ -308,7 +308,7 @@ async def test_bytes_of_a_file_come_back_as_they_were(parts: fakes.Doors, tmp_pa
 async def test_without_a_folder_there_are_no_such_routes(parts: fakes.Doors) -> None:
     assert make_batches(parts.frontend, parts.generator, Room(), parts.config, parts.metrics) is None
     app = create_app(parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
         for path in ("/v1/files", "/v1/batches", "/v1/batches/batch_1/cancel"):
             answer = await client.post(path, headers={"Authorization": "Bearer one"})
             assert answer.status_code == 404

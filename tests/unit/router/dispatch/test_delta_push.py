@@ -155,7 +155,9 @@ async def test_a_client_that_leaves_its_stream_cancels_on_the_worker() -> None:
         async with HttpServer(app, host="127.0.0.1", port=0, grace_s=5.0) as door:
             reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
             body = b'{"prompt": [5, 6], "stream": true, "return_token_ids": true}'
-            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: r\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+            writer.write(
+                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+            )
             await reader.readuntil(b"data: ")
             writer.close()
             await (await worker.submissions.get()).cancelled.wait()

@@ -132,7 +132,7 @@ async def test_over_http_the_limit_is_named_and_the_next_call_is_served() -> Non
     bounds = limits(concurrent_requests=1, requests_per_minute=1)
     async with gated(FakeWorker("d0"), limits=bounds) as (gate, _), asyncio.timeout(WAIT_S):
         app = create_app(parts.frontend, gate, parts.ready, parts.config, parts.metrics)
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
             for stream in (False, True, False):
                 answer = await client.post(PLAIN, json={"prompt": ["a b", "c d"], "stream": stream})
                 assert answer.status_code == 400

@@ -174,3 +174,30 @@ def test_only_silent_decode_workers_are_asked() -> None:
     # A worker that left and came back is believed again.
     schedule.due([busy], 18.0)
     assert schedule.answering(silent)
+
+
+async def test_canary_stop_passes_its_callers_cancellation_on() -> None:
+    probing, cancelled, may_end = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    class Slow(Canary):
+        """Takes its time to end."""
+
+        async def probe_due(self) -> None:
+            try:
+                probing.set()
+                await asyncio.Event().wait()
+            finally:
+                cancelled.set()
+                await may_end.wait()
+
+    async with cluster(FakeWorker("d0")) as router, asyncio.timeout(20.0):
+        canary = Slow(router.registry, router.dispatcher, hash_root=CANARY_ROOT)
+        await canary.__aenter__()
+        await probing.wait()
+        stopping = asyncio.create_task(canary.stop())
+        await cancelled.wait()
+        stopping.cancel()
+        may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await stopping
+        await canary.stop()  # again is nothing

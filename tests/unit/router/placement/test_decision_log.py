@@ -159,7 +159,7 @@ async def ask(config: RouterConfig, decisions: DecisionLog | None, query: str, k
         parts.frontend, parts.generator, parts.ready, config, parts.metrics, OptionalRoutes(decisions=decisions)
     )
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         return await client.get(f"/debug/decisions{query}", headers={"Authorization": f"Bearer {key}"} if key else {})
 
 

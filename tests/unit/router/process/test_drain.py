@@ -26,7 +26,7 @@ from tests.support.router.servers import fakes
 
 BODY = {"prompt": "a", "max_tokens": 4}
 _JSON = json.dumps(BODY).encode()
-REQUEST = b"POST /v1/completions HTTP/1.1\r\nHost: r\r\nContent-Type: application/json\r\n"
+REQUEST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 REQUEST += b"Content-Length: %d\r\n\r\n%b" % (len(_JSON), _JSON)
 WAIT_S = 20.0
 

@@ -1,6 +1,7 @@
 """Doors that go from one router to the next, by real sockets."""
 
 import asyncio
+import os
 import socket
 from pathlib import Path
 
@@ -98,6 +99,16 @@ async def test_routers_at_one_port_of_two_addresses_leave_each_other_alone(unnam
         found.http.close()
         found.close()
     assert list((runtime_folder()).iterdir()) == []
+
+
+async def test_router_that_starts_removes_sockets_of_killed_ones(unnamed, door):
+    runtime_folder().mkdir(mode=0o700)
+    dead = runtime_folder() / "router-8999.sock"
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind(str(dead))
+    os.utime(dead, (0, 0))
+    async with hands_over(unnamed, door, on_handed_over=lambda: None):
+        assert [path.name for path in runtime_folder().iterdir()] == ["router-8123.sock"]
 
 
 async def test_a_successor_that_cannot_be_accepted_once_is_accepted_later(config, door, monkeypatch):

@@ -55,7 +55,9 @@ async def test_answers_and_refusals(body: bytes) -> None:
     parts = fakes.make_doors(fakes.make_tokenizer())
     parts.say("hello world")
     app = create_app(parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics)
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: r\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(
+        body
+    )
     async with HttpServer(app, host="127.0.0.1", port=0) as door, asyncio.timeout(WAIT_S):
         with collecting() as found:
             for _ in range(NUM_REQUESTS):
@@ -70,7 +72,7 @@ async def test_clients_that_leave() -> None:
     parts.say("hello world", hang_after=1)
     app = create_app(parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics)
     body = b'{"prompt": "a", "stream": true}'
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: r\r\nContent-Length: %d\r\n\r\n" % len(body)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
     async with HttpServer(app, host="127.0.0.1", port=0) as door, asyncio.timeout(WAIT_S):
         with collecting() as found:
             for _ in range(NUM_REQUESTS):

@@ -80,7 +80,7 @@ async def door(tokenizer, addresses, **bounds) -> AsyncIterator[httpx.AsyncClien
     profiles = Profiles(ProfilingConfig(enabled=True, **bounds), lambda: addresses, AUTH.client_metadata())
     extras = OptionalRoutes(profiles=ProfileRoutes(profiles))
     app = create_app(parts.frontend, parts.generator, parts.ready, KEYED, parts.metrics, extras)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
         yield client
 
 
@@ -121,7 +121,7 @@ async def test_operators_alone_may_look(tokenizer):
 async def test_off_there_is_nothing_and_the_setting_is_named(tokenizer):
     parts = fakes.make_doors(tokenizer, config=KEYED)
     app = create_app(parts.frontend, parts.generator, parts.ready, KEYED, parts.metrics)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
         answer = await client.post(ROUTER, headers=OPERATOR)
     assert answer.status_code == 404
     assert "profiling.enabled" in answer.json()["error"]["message"]

@@ -124,7 +124,7 @@ async def test_a_reader_that_takes_nothing_is_dropped(tokenizer: Tokenizer, monk
     monkeypatch.setattr("router.http.app.STATUS_WRITE_TIMEOUT_S", 0.1)
     async with world(tokenizer) as w:
         reader, writer = await asyncio.open_connection("127.0.0.1", w.door.port, limit=1024)
-        writer.write(b"GET /status/events HTTP/1.1\r\nHost: r\r\n\r\n")
+        writer.write(b"GET /status/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
         await writer.drain()
         async with asyncio.timeout(WAIT_S):
             while not w.feed.num_listeners:  # noqa: ASYNC110 - the door hears of it by itself
@@ -194,6 +194,6 @@ async def test_docs_page_needs_no_other_host_and_runs_under_the_policy(tokenizer
 async def test_a_door_without_a_status_has_no_page(tokenizer: Tokenizer) -> None:
     parts = fakes.make_doors(tokenizer)
     app = create_app(parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
         for path in ("/", "/docs", "/status/snapshot", "/status/events"):
             assert (await client.get(path)).status_code == 404

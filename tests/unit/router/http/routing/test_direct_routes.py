@@ -111,6 +111,6 @@ async def test_path_reaches_fastapi_as_it_was_sent() -> None:
 
     app = DirectRoutes(FastAPI(openapi_url=None), AccessGuard(ApiKeyStore(), RouterConfig()), BOUNDS, [])
     app._api = api  # type: ignore[assignment]
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://r") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
         await client.get("/v1/models/a%2Fb%20c?d=e")
     assert seen == ["/v1/models/a%2Fb%20c"]

@@ -15,7 +15,7 @@ from router.http.server.http_server import HttpServer
 from router.text.tokenizer import Tokenizer
 from tests.support.router.servers import fakes
 
-CHAT = b"POST /v1/chat/completions HTTP/1.1\r\nHost: r\r\n"
+CHAT = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
 WAIT_S = 20.0
 
 
@@ -151,7 +151,7 @@ async def test_reader_that_never_reads_is_given_up() -> None:
 
     async with HttpServer(app, host="127.0.0.1", port=0, grace_s=1.0) as door:
         _reader, writer = await asyncio.open_connection("127.0.0.1", door.port, limit=1)
-        writer.write(b"GET / HTTP/1.1\r\nHost: r\r\n\r\n")
+        writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
         async with asyncio.timeout(WAIT_S):
             await closed.wait()
         writer.transport.abort()
@@ -198,7 +198,7 @@ async def test_a_client_that_sent_the_next_request_ahead_and_leaves() -> None:
 
     async with HttpServer(SseResponse(run), host="127.0.0.1", port=0, grace_s=1.0) as door, asyncio.timeout(WAIT_S):
         reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
-        writer.write(b"GET / HTTP/1.1\r\nHost: r\r\n\r\n" * 2)
+        writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2)
         await began.wait()
         await reader.read(10)
         writer.close()
@@ -206,7 +206,7 @@ async def test_a_client_that_sent_the_next_request_ahead_and_leaves() -> None:
 
 
 @pytest.mark.parametrize(
-    "ahead", [b"GET /health HTTP/1.1\r\nHost: r\r\n\r\n", CHAT + b"Content-Length: 300000\r\n\r\n"]
+    "ahead", [b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n", CHAT + b"Content-Length: 300000\r\n\r\n"]
 )
 async def test_a_client_that_sends_the_next_request_later_and_leaves_a_whole_answer(
     door: HttpServer, parts: fakes.Doors, ahead: bytes

@@ -45,7 +45,9 @@ async def client(parts: fakes.Doors) -> AsyncIterator[httpx.AsyncClient]:
 async def sdk(parts: fakes.Doors) -> AsyncIterator[openai.AsyncOpenAI]:
     app = create_app(parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics)
     http = openai.DefaultAsyncHttpxClient(transport=_transport(app))
-    async with openai.AsyncOpenAI(base_url="http://router/v1", api_key="none", http_client=http, max_retries=0) as made:
+    async with openai.AsyncOpenAI(
+        base_url="http://localhost/v1", api_key="none", http_client=http, max_retries=0
+    ) as made:
         yield made
 
 
