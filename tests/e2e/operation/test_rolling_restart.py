@@ -287,7 +287,7 @@ async def standing_alone(cluster, folder, **more):
 
 
 @pytest.mark.parametrize("speaks_tls", [False, True], ids=["plain", "tls"])
-async def test_a_router_that_stands_alone_hands_its_doors_to_its_successor(cluster, oracle, tmp_path, speaks_tls):
+async def test_single_router_hands_its_listeners_to_its_successor(cluster, oracle, tmp_path, speaks_tls):
     async with standing_alone(cluster, tmp_path, speaks_tls=speaks_tls) as lone:
         await lone.start()
         async with loaded(cluster, oracle, 9730, lone) as load:

@@ -115,7 +115,7 @@ def _caused_by(cause: Exception) -> Exception:
      ImportError("huggingface_hub")],
     ids=repr,
 )  # fmt: skip
-def test_what_is_not_to_be_had_is_not_asked_for_again(error: Exception, tmp_path: Path) -> None:
+def test_hub_download_permanent_error_is_not_retried(error: Exception, tmp_path: Path) -> None:
     fetching = Fetching(FakeHub(error))
     with pytest.raises(ConfigError, match="cannot download org/m"):
         fetching.fetch.run("org/m", tmp_path, revision=None, weights=True)
@@ -151,7 +151,7 @@ def test_what_a_client_that_cannot_ask_finds_in_the_directory_is_no_model(tmp_pa
     assert (tmp_path / "model.safetensors").stat().st_size == 40
 
 
-def test_a_pod_that_is_told_to_go_does_not_wait_for_the_hub(tmp_path: Path) -> None:
+def test_hub_download_on_sigterm_ends_at_once(tmp_path: Path) -> None:
     with PortDrawer() as ports:
         nobody = f"http://127.0.0.1:{ports.draw('127.0.0.1', 'a test')}"
     own = {"HF_ENDPOINT": nobody, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"}

@@ -66,7 +66,7 @@ def test_the_table_of_models_in_the_handbook() -> None:
             assert layout.worker_block_bytes / layout.block_size / 1024 == pytest.approx(float(told), abs=0.05)
 
 
-def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_kv_arithmetic_model_beyond_memory_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["builtin", "--memory-gb", "0.01"]) == 2
     assert "no memory left for KV" in capsys.readouterr().err
     assert main(["builtin", "--dtype", "float32", "--memory-gb", "2"]) == 0

@@ -136,7 +136,7 @@ async def test_a_load_of_long_prompts_has_a_decode_worker_flipped() -> None:
     assert sample("tandem_planner_requests_per_second") > 0.0
 
 
-async def test_a_dry_run_asks_routers_for_the_fleet_and_touches_nobody() -> None:
+async def test_planner_dry_run_takes_fleet_from_routers_and_changes_nothing() -> None:
     said: list[str] = []
     with door(num=2) as router:
         await run_until(LivePlanner(options(router.url, is_dry_run=True), None, said.append), said, "would_order")
@@ -147,7 +147,7 @@ async def test_a_dry_run_asks_routers_for_the_fleet_and_touches_nobody() -> None
         LivePlanner(options(router.url), None, said.append)
 
 
-async def test_an_order_that_fails_is_said_and_tried_again_later() -> None:
+async def test_planner_failed_order_is_reported_and_retried() -> None:
     said: list[str] = []
     workers = Workers(refusal="no room")
     with door(num=2) as router:
@@ -214,7 +214,7 @@ async def test_a_key_is_read_anew_and_its_lack_is_named(tmp_path: Path) -> None:
             assert not isinstance((await routers.ask())[router.url], str)
 
 
-async def test_a_router_that_drips_is_given_up_and_the_others_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_planner_slow_router_times_out_without_delaying_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cluster.autoscaler.routers._WHOLE_S", 0.2)
 
     hung_up = asyncio.Event()
@@ -241,7 +241,7 @@ async def test_a_router_that_drips_is_given_up_and_the_others_are_heard(monkeypa
 
 
 @pytest.mark.parametrize("text", ["hush\nhush", "hush\u00e9"])
-async def test_a_key_that_is_none_is_not_told(tmp_path: Path, text: str) -> None:
+async def test_planner_malformed_key_is_reported_without_its_text(tmp_path: Path, text: str) -> None:
     (tmp_path / "key").write_text(text)
     async with RouterGroup(["http://127.0.0.1:1"], api_key_file=tmp_path / "key", tls=None) as routers:
         [said] = (await routers.ask()).values()
@@ -249,7 +249,7 @@ async def test_a_key_that_is_none_is_not_told(tmp_path: Path, text: str) -> None
     assert "hush" not in str(said)
 
 
-async def test_a_name_stands_for_its_addresses_and_is_still_told() -> None:
+async def test_planner_router_name_resolves_to_all_addresses() -> None:
     with door() as router:
         port = router.url.rpartition(":")[2]
         async with RouterGroup([f"http://localhost:{port}/v1"], api_key_file=None, tls=None) as routers:

@@ -127,7 +127,7 @@ async def test_a_refusal_keeps_its_words(tmp_path: Path) -> None:
     assert len(running.asked) == 1
 
 
-async def test_a_cluster_that_ends_or_is_not_there_is_said(tmp_path: Path) -> None:
+async def test_local_scaler_stopped_or_missing_cluster_is_reported(tmp_path: Path) -> None:
     async with cluster(tmp_path) as running:
         running.hang = True
         with pytest.raises(OrderFailed, match="stopped before"):
@@ -136,7 +136,7 @@ async def test_a_cluster_that_ends_or_is_not_there_is_said(tmp_path: Path) -> No
         await ControlScaler(tmp_path / "nobody.sock").fleet()
 
 
-async def test_a_cluster_that_says_nothing_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_local_scaler_silent_cluster_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cluster.autoscaler.local_scaler._ANSWER_S", 0.05)
     async with cluster(tmp_path) as running:
         running.silent = asyncio.Event()

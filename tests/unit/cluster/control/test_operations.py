@@ -209,7 +209,7 @@ async def test_one_that_was_given_up_leaves_and_a_scale_replaces_it(journal, dec
         assert cluster.failure is None
 
 
-async def test_what_all_read_is_written_again_where_somebody_tidied_it_away(journal):
+async def test_launcher_missing_configuration_file_is_rewritten(journal):
     async with make(journal, decode=2) as cluster:
         cluster.config_path.unlink()
         cluster.config_path.parent.rmdir()

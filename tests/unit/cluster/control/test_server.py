@@ -130,7 +130,7 @@ def test_a_parent_of_the_version_before_understands_what_does_not_ask_for_more()
     assert encode_message(FlipRequest(to="decode")) == b'{"op":"flip","to":"decode"}\n'
 
 
-async def test_one_change_at_a_time_and_it_outlives_who_asked_for_it(folder):
+async def test_control_socket_allows_one_change_which_outlives_its_client(folder):
     async with make(folder) as cluster, ControlSocket(cluster, report=[].append) as control:
         reader, writer = await asyncio.open_unix_connection(control.path)
         writer.write(encode_message(ScaleRequest(decode=2)))
@@ -210,7 +210,7 @@ async def test_the_last_prefill_worker_is_flipped_only_with_yes(folder):
         assert (refused.exit_code, refused.output) == (1, "not done: no prefill worker can be spared\n")
 
 
-async def test_what_makes_no_sense_displaces_no_planners_change(folder):
+async def test_control_socket_invalid_request_keeps_the_planners_change(folder):
     counts = {"prefill": 0, "modes": {"decode-1": "slow"}}
     async with make(folder, **counts) as cluster, ControlSocket(cluster, report=[].append) as control:
         waits = await hanging(control, ScaleRequest(decode=2, yields=True))
@@ -231,7 +231,7 @@ async def test_who_interrupts_the_command_is_told_how_to_take_the_change_back(mo
     assert (told.exit_code, told.output) == (130, said)
 
 
-async def test_a_change_that_cannot_be_written_down_is_told_so_and_ends(folder):
+async def test_change_unwritable_configuration_reports_failure_and_ends(folder):
     async with make(folder) as cluster, ControlSocket(cluster, report=[].append) as control:
         place = cluster.config_path.parent
         kept = place.rename(folder / "moved")

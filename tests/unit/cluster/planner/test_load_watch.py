@@ -129,7 +129,7 @@ def test_a_router_that_is_not_listed_any_more_is_not_waited_for() -> None:
     assert seen(looks.observe(15.0, {"a": one.figures()})).demand.num_requests == 4
 
 
-def test_nobody_answers_and_nobody_is_listed() -> None:
+def test_load_watch_without_routers_reports_why() -> None:
     looks = watch()
     assert why(looks.observe(0.0, {"a": "refused"})) == "a: refused"
     assert why(looks.observe(15.0, {})) == "no router was found"
@@ -160,7 +160,7 @@ def test_every_router_tells_of_the_same_workers() -> None:
         'tandem_worker_step_seconds_total{worker="w",role="prefill",kind="prefill"}',
     ],
 )
-def test_no_number_that_nobody_counts_is_planned_by(name: str, value: str) -> None:
+def test_router_figures_impossible_numbers_are_refused(name: str, value: str) -> None:
     router = ToldRouter()
     router.serve(3)
     with pytest.raises(ValueError, match=r"\bis\b|fewer"):
@@ -184,7 +184,7 @@ def test_a_sum_that_falls_is_of_a_router_that_began_anew() -> None:
 
 
 @pytest.mark.parametrize("bottleneck", ["prefill", "decode"])
-def test_a_router_tells_what_the_simulated_planner_sees_of_the_door_and_of_kv(bottleneck: Bottleneck) -> None:
+def test_load_watch_router_metrics_match_simulated_queue_and_kv(bottleneck: Bottleneck) -> None:
     looked: list[bool] = []
 
     def look(simulation: Simulation) -> None:
@@ -206,7 +206,7 @@ def test_a_router_tells_what_the_simulated_planner_sees_of_the_door_and_of_kv(bo
     assert looked
 
 
-def test_full_workers_are_told_of_and_nobody_is_where_none_tells() -> None:
+def test_gpu_room_full_workers_are_named_and_none_without_free_memory() -> None:
     blocks = 'tandem_worker_kv_blocks{worker="%s",role="%s",state="%s"} %d\n'
     workers = (("p", "prefill", 80), ("d", "decode", 30), ("e", "decode", 90))
     more = "".join(blocks % (n, r, "used", used) + blocks % (n, r, "free", 100 - used) for n, r, used in workers)
@@ -264,7 +264,7 @@ def test_decode_steps_are_judged_by_their_rows() -> None:
     assert 0.5 < speed.factor(WorkerRole.DECODE) < 0.51
 
 
-def test_what_is_no_routers_word_is_refused() -> None:
+def test_router_figures_foreign_metrics_are_refused() -> None:
     with pytest.raises(ValueError, match="not a router"):
         read_figures("# nothing\nup 1\n")
     with pytest.raises(ValueError, match="label"):

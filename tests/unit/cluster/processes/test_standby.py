@@ -95,7 +95,7 @@ def serve_something(workers: StandbyWorkers, name: str = "decode-0") -> Callback
     return callbacks
 
 
-async def test_standby_that_is_told_its_role_becomes_that_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_standby_given_a_role_becomes_that_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     workers = make(monkeypatch, ECHO)
     serve_something(workers)
     [pid] = await until_waiting(workers, 1)

@@ -54,7 +54,7 @@ def test_utilisation_is_the_ideal_s_work_by_the_workers_time(mooncake: Path) -> 
     assert stretched.span_s * 2 * 0.5 == pytest.approx((1100 + 1600 - 1024 + 512) * 1e-3)
 
 
-def test_a_coarse_clock_makes_nobody_come_together() -> None:
+def test_trace_coarse_clock_spreads_simultaneous_requests() -> None:
     trace = load(requests=6)
     times = [0.0, 0.0, 0.0, 3.0, 9.0, 9.0]
     coarse = replace(trace, requests=tuple(replace(r, arrival_s=t) for r, t in zip(trace.requests, times, strict=True)))

@@ -199,7 +199,7 @@ def test_a_restart_never_serves_with_fewer_and_what_fails_leaves_the_old_one(mem
     assert rollout.advance(world.members, world.now) == []
 
 
-def test_a_restart_by_name_replaces_these_alone_and_nobody_twice():
+def test_restart_by_name_replaces_each_named_process_once():
     members = cluster(2, 3, 1)
     assert [step.retire for step in restart_steps(members, [], ["decode-2", "decode-0", "decode-2"])] == [
         "decode-2",
@@ -248,7 +248,7 @@ def test_a_restart_in_place_takes_no_room_and_misses_one_at_a_time(members, fate
 
 
 @given(CLUSTERS, FATES, ROLES, st.booleans(), st.integers(0, 12))
-def test_a_change_that_is_taken_back_leaves_no_fewer_and_nobody_half_known(members, fates, roles, in_place, abort_at):
+def test_rollout_aborted_change_keeps_capacity_and_full_members(members, fates, roles, in_place, abort_at):
     before = dict(members)
     world = World(dict(members), list(fates), abort_at=float(abort_at))
     workers = {n for n, m in members.items() if m.role is not Role.ROUTER}
@@ -275,7 +275,7 @@ def test_who_keeps_dying_is_told_of_although_it_leaves_then():
 
 
 @given(CLUSTERS, FATES, st.integers(0, 4), st.integers(1, 4))
-def test_scaling_ends_at_what_was_asked_or_says_why(members, fates, prefill, decode):
+def test_rollout_scaling_ends_at_requested_sizes_or_reports_failure(members, fates, prefill, decode):
     wanted = {Role.PREFILL: prefill, Role.DECODE: decode}
     before = serving(members)
     world = World(dict(members), list(fates))
@@ -320,7 +320,7 @@ def test_the_old_one_waits_until_every_router_has_an_answer_from_the_new_one():
     assert Retire(name="decode-0") in rollout.advance(members, 2.0)
 
 
-def test_who_is_never_known_goes_again_and_the_old_one_stays():
+def test_rollout_unreachable_process_is_removed_and_the_old_one_stays():
     members = cluster()
     rollout = Rollout(restart_steps(members, [Role.DECODE]), known_s=KNOWN_S)
     rollout.advance(members, 0.0)

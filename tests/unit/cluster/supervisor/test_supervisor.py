@@ -340,7 +340,7 @@ def test_a_process_that_should_beat_and_does_not_is_killed_and_started_again():
     assert pass_time(supervisor, 80, 100, beating=("router-0",)) == []
 
 
-def test_time_in_which_the_supervisor_did_not_run_is_nobodys_silence():
+def test_supervisor_after_own_pause_does_not_count_silence():
     supervisor = pair()
     pass_time(supervisor, 0, 10, beating=("router-0", "router-1"))
     assert supervisor.tick(500.0) == []

@@ -134,7 +134,7 @@ async def test_what_is_printed_says_what_is_known_and_what_is_not() -> None:
     assert "no status yet" in printed(View(status=None, errors=("gone",)))
 
 
-async def test_once_prints_once_and_says_when_nobody_answers(tmp_path: Path) -> None:
+async def test_top_once_prints_once_and_reports_no_answer(tmp_path: Path) -> None:
     keyed = RouterConfig(api_keys=(ApiKey(key=SecretStr("a-key"), tenant="a"),))
     async with served(keyed) as url:
         code, out, err = await run("--once", "--url", url)
