@@ -177,7 +177,7 @@ def main(arguments: list[str] | None = None) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    options = SizingOptions(
+    sizing = SizingOptions(
         dtype=_computed_in(model, options),
         kv_dtype=options.kv_dtype,
         tensor_parallel_size=options.tensor_parallel,
@@ -186,7 +186,7 @@ def main(arguments: list[str] | None = None) -> int:
         link_gbytes=options.link_gbytes,
     )
     try:
-        print("\n".join(room(model, options).lines()))
+        print("\n".join(room(model, sizing).lines()))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

@@ -269,7 +269,7 @@ async def test_cluster_that_starts_removes_sockets_of_killed_ones(folder, monkey
     with socket.socket(socket.AF_UNIX) as killed:
         killed.bind(str(folder / "tandem" / "8999.sock"))
     os.utime(folder / "tandem" / "8999.sock", (0, 0))
-    async with ControlSocket(LocalCluster(fake_config()), tell=[].append) as control:
+    async with ControlSocket(LocalCluster(fake_config()), report=[].append) as control:
         assert list((folder / "tandem").iterdir()) == [control.path]
 
 
