@@ -1,8 +1,8 @@
-"""Standby workers: processes that have imported all that a worker needs and wait to be assigned one.
+"""Standby workers: processes that have imported everything a worker needs, and wait to become one.
 
-Importing PyTorch takes most of a worker's start, about two seconds of processor time; a worker that died is replaced
-without it while there is a standby. `python -m cluster.processes.standby --ready-fd N` is such a process: it reads its
-role and arguments from stdin as one JSON line, and then is that worker, by which `ps` calls it.
+Importing PyTorch takes most of a worker's start, about two seconds of processor time; a standby replaces a dead worker
+without that delay. `python -m cluster.processes.standby --ready-fd N` is such a process: it reads its role and
+arguments from stdin as one JSON line, and then becomes that worker, whose name `ps` shows.
 """
 
 import argparse
@@ -23,13 +23,13 @@ from cluster.processes.child import Callbacks, Child
 from tandem.values.roles import WorkerRole
 
 CALM_S = 1.0
-"""From the moment that no process is starting to the start of a standby: it must not slow those down."""
+"""Delay from the moment that no process is starting until a standby starts, so that it slows none of them down."""
 MAX_FAILURES = 3
 """Maximum number of standbys that end by themselves before no more are started."""
 _ROOM = " " * 512
-"""Last argument of a standby: the command line of the worker that it becomes is written where its own one is."""
+"""Last argument of a standby, which makes room for overwriting its command line with the worker's."""
 _ARG_START, _ARG_END = 45, 46
-"""Of the fields of /proc/PID/stat that follow the name."""
+"""Indices of these fields of /proc/PID/stat, counted after the name."""
 _log = logging.getLogger(__name__)
 
 
@@ -51,7 +51,7 @@ class StandbyWorkers:
         return [standby.child.pid for standby in self._waiting]
 
     def observed(self, name: str, callbacks: Callbacks) -> Callbacks:
-        """The callbacks of a process that starts now; standbys are started when no process is starting."""
+        """Wrap the callbacks of a process that starts now; standbys are started when no process is starting."""
         self._starting.add(name)
         self._cancel()
 
@@ -66,7 +66,7 @@ class StandbyWorkers:
         return replace(callbacks, on_ready=on_ready, on_exit=on_exit)
 
     def start(self, role: WorkerRole, arguments: Sequence[str], callbacks: Callbacks) -> Child | None:
-        """Make a standby the worker with these arguments; None when there is none."""
+        """Turn a standby into the worker with these arguments; None when there is none."""
         while self._waiting:
             standby = self._waiting.popleft()
             if standby.become(role, arguments, callbacks):
@@ -80,7 +80,7 @@ class StandbyWorkers:
         self.discard()
 
     def discard(self) -> None:
-        """Kill those that wait; others are started when no process is starting."""
+        """Kill the waiting standbys; others are started when no process is starting."""
         while self._waiting:
             self._waiting.popleft().child.discard()
 
@@ -96,7 +96,7 @@ class StandbyWorkers:
             try:
                 self._waiting.append(_Standby(self._environment(), self._ended))
             except OSError as error:  # out of processes or memory
-                self._failed(f"a standby worker cannot be started: {error}")
+                self._failed(f"cannot start a standby worker: {error}")
 
     def _ended(self, standby: "_Standby", status: int) -> None:
         if standby in self._waiting:
@@ -107,7 +107,7 @@ class StandbyWorkers:
     def _failed(self, reason: str) -> None:
         self._failures += 1
         if self._failures < MAX_FAILURES:
-            _log.warning("%s; another one is started", reason)
+            _log.warning("%s; starting another one", reason)
         else:
             _log.error(
                 "%s, the last of %d: no more are started, and replacing a worker that dies takes longer now",
@@ -122,7 +122,7 @@ class StandbyWorkers:
 
 
 class _Standby:
-    """One standby process, which waits until `become`."""
+    """Standby process that waits until `become`."""
 
     def __init__(self, environment: Mapping[str, str], on_end: Callable[["_Standby", int], None]) -> None:
         """Raises OSError when it cannot be started."""
@@ -131,7 +131,7 @@ class _Standby:
         self.child = Child(_command, environment, self._relay(), takes_stdin=True)
 
     def become(self, role: WorkerRole, arguments: Sequence[str], callbacks: Callbacks) -> bool:
-        """Say which worker it is; False when it is no longer there."""
+        """Tell the process which worker it is; False when it no longer runs."""
         self._callbacks = callbacks
         line = json.dumps({"role": role.value, "arguments": list(arguments)}) + "\n"
         if not self.child.write_stdin(line.encode()):
@@ -140,7 +140,7 @@ class _Standby:
         return True
 
     def _relay(self) -> Callbacks:
-        """Forward events to the callbacks of the worker that it becomes; of earlier ones its lines are logged."""
+        """Forward events to the callbacks of the worker that it becomes; its earlier log lines are logged here."""
 
         def to(name: str) -> Callable[..., None]:
             def call(*values: Any) -> None:
@@ -168,7 +168,7 @@ def _command(ready_fd: int) -> list[str]:
 
 
 def _show_command_line(arguments: Sequence[str]) -> None:
-    """Have `ps` show these arguments in place of those that the process was started with, so far as there is room.
+    """Have `ps` show these arguments instead of those the process was started with, as far as there is room.
 
     The kernel reads a command line from the memory of its process, between two addresses that stay as they are.
     """
@@ -180,12 +180,12 @@ def _show_command_line(arguments: Sequence[str]) -> None:
 
 
 def main() -> None:
-    """Import, wait, become a worker. Ends at once when stdin closes without a word."""
+    """Import, wait, and become a worker. Ends when stdin closes without a line."""
     from tandem.process.lifetime import end, worker_main
 
-    parser = argparse.ArgumentParser(prog="standby", description="a worker that does not know yet which one it is")
+    parser = argparse.ArgumentParser(prog="standby", description="a standby process that becomes a worker on request")
     parser.add_argument("--ready-fd", required=True)
-    parser.add_argument("room", nargs="?", help="blanks, over which the worker's command line is written")
+    parser.add_argument("room", nargs="?", help="blanks that the worker's command line overwrites")
     ready_fd: str = parser.parse_args().ready_fd
     serves = {role: importlib.import_module(f"{role.value}_worker.__main__").serve for role in WorkerRole}
     line = sys.stdin.readline()

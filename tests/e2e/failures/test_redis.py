@@ -4,7 +4,7 @@ import pytest
 import pytest_asyncio
 
 from cluster.control.operations import carry_out
-from cluster.control.wire import RestartAsked, ScaleAsked
+from cluster.control.wire import RestartRequest, ScaleRequest
 from tandem.client.aio import AsyncClient
 from tandem.client.options import Options
 from tests.e2e.failures.test_router_takeover import second_router
@@ -79,7 +79,11 @@ async def test_routers_share_prefixes_through_redis_outages(cluster, server, ora
 @pytest.mark.slow
 async def test_worker_in_file_and_redis_counts_once(cluster, oracle):
     """`tandem restart` has the routers read the file again (SIGHUP) while Redis tells them of the same workers."""
-    for change in (RestartAsked(roles=("prefill", "decode", "router")), ScaleAsked(decode=2), ScaleAsked(decode=1)):
+    for change in (
+        RestartRequest(roles=("prefill", "decode", "router")),
+        ScaleRequest(decode=2),
+        ScaleRequest(decode=1),
+    ):
         await carry_out(cluster.local, change, cluster.logs.lines.append)
         await cluster.until_workers(len(cluster.local.workers))
         await followed(cluster, len(cluster.local.workers))

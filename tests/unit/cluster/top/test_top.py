@@ -143,7 +143,7 @@ async def test_once_prints_once_and_says_when_nobody_answers(tmp_path: Path) -> 
         file = tmp_path / "key"
         file.write_text("another-key\n")
         _, _, err = await run("--once", "--url", url, "--api-key-file", str(file))
-        assert err == "error: 401: unknown API key (--api-key-file names the file of one)\n"
+        assert err == "error: 401: unknown API key (give the file of an API key with --api-key-file)\n"
         file.write_text("a-key\n")
         code, out, err = await run("--url", url, "--url", url, "--api-key-file", str(file))
         assert (code, err) == (0, "")
