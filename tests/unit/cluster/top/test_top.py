@@ -15,7 +15,7 @@ import pytest
 from pydantic import SecretStr
 from rich.console import Console
 
-from cluster.top.status import ClusterStatus, Rates, SortOrder, in_order, joined
+from cluster.top.status import ClusterStatus, Rates, SortOrder, in_order, merge_statuses
 from cluster.top.view import View
 from router.http.app import OptionalRoutes, create_app
 from router.http.server.http_server import HttpServer
@@ -74,14 +74,14 @@ async def test_routers_of_one_cluster_are_added_up_and_their_workers_are_not() -
     busier = tuple(replace(worker, report=worker.report + 1, running=5) for worker in one.workers)
     rates = replace(one.rates, generation_tokens_per_s=10.0, moved_bytes_per_s=7.0, ttft_p95_ms=80.0)
     other = replace(one, running=2, queued=3, oldest_s=4.0, workers=busier, rates=rates, not_ready="no worker")
-    both = joined([one, other])
+    both = merge_statuses([one, other])
     assert (both.running, both.queued, both.oldest_s, both.processes) == (2, 3, 4.0, 2)
     assert [worker.running for worker in both.workers] == [5] * 5
     assert (both.rates.generation_tokens_per_s, both.rates.moved_bytes_per_s, both.rates.ttft_p95_ms) == (10, 7, 80)
-    assert joined([other, other]).rates.generation_tokens_per_s == 20.0
-    assert joined([other, other]).rates.moved_bytes_per_s == 7.0
+    assert merge_statuses([other, other]).rates.generation_tokens_per_s == 20.0
+    assert merge_statuses([other, other]).rates.moved_bytes_per_s == 7.0
     assert both.not_ready == "no worker"
-    assert joined([one]) == one
+    assert merge_statuses([one]) == one
 
 
 async def test_shares_from_caches_weigh_as_much_as_was_read() -> None:
@@ -91,8 +91,8 @@ async def test_shares_from_caches_weigh_as_much_as_was_read() -> None:
         rates: Rates = replace(one.rates, prompt_tokens_per_s=tokens, cached_share=share)
         return replace(one, rates=rates)
 
-    assert joined([reading(30.0, 1.0), reading(10.0, 0.0), reading(99.0, None)]).rates.cached_share == 0.75
-    assert joined([reading(0.0, None)]).rates.cached_share is None
+    assert merge_statuses([reading(30.0, 1.0), reading(10.0, 0.0), reading(99.0, None)]).rates.cached_share == 0.75
+    assert merge_statuses([reading(0.0, None)]).rates.cached_share is None
 
 
 async def test_workers_are_sorted_by_what_is_asked() -> None:
@@ -134,7 +134,7 @@ async def test_what_is_printed_says_what_is_known_and_what_is_not() -> None:
     assert "no status yet" in printed(View(status=None, errors=("gone",)))
 
 
-async def test_once_prints_once_and_says_when_nobody_answers(tmp_path: Path) -> None:
+async def test_top_once_prints_once_and_reports_no_answer(tmp_path: Path) -> None:
     keyed = RouterConfig(api_keys=(ApiKey(key=SecretStr("a-key"), tenant="a"),))
     async with served(keyed) as url:
         code, out, err = await run("--once", "--url", url)
@@ -151,7 +151,7 @@ async def test_once_prints_once_and_says_when_nobody_answers(tmp_path: Path) -> 
         assert "d0" in out
     code, out, err = await run("--once", "--url", url)
     assert (code, out) == (1, "")
-    assert err == f"error: no cluster answers at {url}: start one with `tandem up`, or name it with --url\n"
+    assert err == f"error: no cluster answers at {url}: start one with `tandem up`, or give its address with --url\n"
 
 
 async def test_it_lives_in_a_terminal_through_the_loss_of_its_router() -> None:
