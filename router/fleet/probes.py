@@ -64,7 +64,7 @@ class _Probe(ABC):
         if self._task is not None:
             task, self._task = self._task, None
             task.cancel()
-            await asyncio.wait([task])  # whoever waits here may be cancelled as well, and then must hear of it
+            await asyncio.wait([task])  # the caller may be cancelled while it waits here, and must then see it
 
     @abstractmethod
     async def probe_due(self) -> None:

@@ -61,7 +61,7 @@ class PeerLoads:
     def update(self, load: RouterLoad, now_s: float) -> bool:
         """Apply a router's load; False when it is no newer than one already seen, and so renews nothing.
 
-        This covers routers that are gone, too: whoever can write to Redis might replay old loads.
+        This covers routers that are gone, too: anyone who can write to Redis might replay old loads.
         """
         former = self._sequences.get(load.router)
         if former is not None and load.sequence <= former:

@@ -320,7 +320,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--play-workers", type=int, metavar="PORT", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    logging.getLogger("tandem.board").setLevel(logging.CRITICAL)  # Redis fails on purpose here
+    logging.getLogger("router.cluster_state").setLevel(logging.CRITICAL)  # Redis fails on purpose here
     if options.play_workers is not None:
         asyncio.run(_play_workers(options.play_workers))
     else:

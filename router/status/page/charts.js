@@ -145,8 +145,8 @@ export class Chart {
   words(index) {
     const ago = Math.round((this.values[0].length - 1 - index) * this.step + this.endAge);
     const when = ago < 60 ? `${ago} s ago` : `${Math.floor(ago / 60)} min ${ago % 60} s ago`;
-    const told = this.lines.flatMap((line, i) => (this.values[i][index] === null ? [] : [`${line.name} ${this.format(this.values[i][index])}`]));
-    return [when, ...(told.length ? told : ["none"])];
+    const parts = this.lines.flatMap((line, i) => (this.values[i][index] === null ? [] : [`${line.name} ${this.format(this.values[i][index])}`]));
+    return [when, ...(parts.length ? parts : ["none"])];
   }
 
   point(index, moved = true) {

@@ -66,13 +66,13 @@ export function showPools(status) {
 
 function makePool({ role }) {
   const words = POOLS[role];
-  const told = el("p");
+  const summary = el("p");
   const list = el("ul", { class: "worker-list", "aria-label": words.title });
   const body = el("div");
-  const card = el("article", { class: "card pool", "data-role": role }, el("div", { class: "pool-head" }, el("h3", {}, words.title), told), body);
+  const card = el("article", { class: "card pool", "data-role": role }, el("div", { class: "pool-head" }, el("h3", {}, words.title), summary), body);
   card.update = (pool) => {
     const share = pool.blocks ? pool.used_blocks / pool.blocks : 0;
-    setText(told, pool.workers.length ? `${plural(pool.workers.length, "worker")} · ${percent(share)} of KV in use` : words.does);
+    setText(summary, pool.workers.length ? `${plural(pool.workers.length, "worker")} · ${percent(share)} of KV in use` : words.does);
     showOr(body, pool.workers.length > 0, list, words.nobody);
     showEach(list, pool.workers, (worker) => worker.id, () => makeWorker(role));
     if (list.scrollHeight > list.clientHeight + 1) list.tabIndex = 0;
@@ -167,11 +167,11 @@ export function showPrefixes(status) {
 }
 
 function makePrefix(prefix) {
-  const told = el("span", { class: "number" });
+  const counts = el("span", { class: "number" });
   const holders = el("span", { class: "holders" });
-  const item = el("li", { class: "prefix" }, el("code", { class: "name" }, prefix.name), told, holders);
+  const item = el("li", { class: "prefix" }, el("code", { class: "name" }, prefix.name), counts, holders);
   item.update = (now) => {
-    setText(told, `${plural(now.tokens, "token")} · ${plural(now.asked, "request")}`);
+    setText(counts, `${plural(now.tokens, "token")} · ${plural(now.asked, "request")}`);
     const held = now.holders.length ? `cached on ${now.holders.join(", ")}` : "no longer cached anywhere";
     setText(holders, `${held} · load ${percent(now.busy_share)}`);
   };
@@ -200,9 +200,9 @@ function makeDecision(decision) {
 
 function reasonOf(decision) {
   const cached = decision.actual_cached ?? decision.predicted_cached;
-  const told = [REASONS[decision.reason]?.(decision) ?? decision.reason, AFFINITIES[decision.affinity] ?? decision.affinity];
-  if (cached) told.push(`${plural(cached, "token")} cached`);
-  if (decision.holder) told.push(`the rest of the prefix fetched from ${decision.holder}`);
-  if (decision.rerouted.length) told.push(`after a failure, prefill on ${decision.rerouted.join(", then ")}`);
-  return `${told.join("; ")}.`;
+  const reasons = [REASONS[decision.reason]?.(decision) ?? decision.reason, AFFINITIES[decision.affinity] ?? decision.affinity];
+  if (cached) reasons.push(`${plural(cached, "token")} cached`);
+  if (decision.holder) reasons.push(`the rest of the prefix fetched from ${decision.holder}`);
+  if (decision.rerouted.length) reasons.push(`after a failure, prefill on ${decision.rerouted.join(", then ")}`);
+  return `${reasons.join("; ")}.`;
 }

@@ -18,8 +18,8 @@ const BEGINNING = "Once upon a time there was a little fox";
 
 // Where a prompt goes, and its body: a model without a chat template completes plain text alone.
 export function requestFor({ prompt, model, chats, maxTokens, temperature }) {
-  const asked = chats ? { messages: [{ role: "user", content: prompt }] } : { prompt };
-  const body = { model, ...asked, max_tokens: maxTokens, temperature, stream: true, stream_options: { include_usage: true } };
+  const input = chats ? { messages: [{ role: "user", content: prompt }] } : { prompt };
+  const body = { model, ...input, max_tokens: maxTokens, temperature, stream: true, stream_options: { include_usage: true } };
   return { path: chats ? "/v1/chat/completions" : "/v1/completions", body };
 }
 
@@ -42,7 +42,7 @@ export class Playground {
     this.showPhases(PHASES, {}, "Queue, prefill, KV transfer and decode times of the answer appear here.");
   }
 
-  // Of the status: what is served, and how it is asked.
+  // Of the status: what is served, and by which call.
   serve(model) {
     const chats = model.has_chat_template ?? true;
     if (this.chats && !chats && byId("prompt").value === byId("prompt").defaultValue) byId("prompt").value = BEGINNING;
