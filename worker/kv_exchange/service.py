@@ -152,7 +152,7 @@ def transfer_report(
     *,
     num_loans: int,
     num_lent_tokens: int,
-    inherited: Sequence[pb.InheritedBlocks] = (),
+    inherited: Sequence[pb.MigratedBlocks] = (),
 ) -> pb.TransferReport:
     """Totals since start, and gauges of now."""
     return pb.TransferReport(

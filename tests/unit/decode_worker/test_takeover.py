@@ -77,7 +77,7 @@ def leave(bench: Bench) -> SessionPort:
 
 
 def adopt(bench: Bench, *, attempt: int = 1 << 16, num_shown: int = 0, name: str = "r") -> None:
-    bench.order(adopt=pb.Adopt(request_id=name, attempt=attempt, num_shown=num_shown))
+    bench.order(take_over=pb.TakeOver(request_id=name, attempt=attempt, num_shown=num_shown))
 
 
 async def until_finished(bench: Bench) -> None:

@@ -28,11 +28,11 @@ class Bench:
         self.ports = [SessionPort(Incarnation(number)) for number in (8, 7)]
         self.migration_source = MigrationSource(host, lambda: self.ports)
 
-    async def offer(self, port: SessionPort) -> pb.Bequest:
+    async def offer(self, port: SessionPort) -> pb.CacheOffer:
         async with asyncio.timeout(WAIT_S):
             message = await port.next()
         assert message is not None
-        return message.bequest
+        return message.cache_offer
 
 
 @pytest.fixture

@@ -32,8 +32,8 @@ class Bench:
 
     def read(self, name: str = "r", *, attempt: int = 1, port: SessionPort | None = None, **fields: Any) -> None:
         order = {"prompt_token_ids": PROMPT, "hash_root": ledger.ROOT, **fields}
-        read = pb.Read(request_id=name, attempt=attempt, **order)
-        self.worker.order(port or self.port, pb.RouterMessage(read=read))
+        read = pb.ScorePrompt(request_id=name, attempt=attempt, **order)
+        self.worker.order(port or self.port, pb.RouterMessage(score_prompt=read))
 
     async def message(self) -> pb.WorkerMessage:
         async with asyncio.timeout(WAIT_S):
@@ -41,11 +41,11 @@ class Bench:
         assert message is not None
         return message
 
-    async def parts(self) -> list[pb.ReadPart]:
+    async def parts(self) -> list[pb.PromptScores]:
         """All of one reading."""
-        found = [(await self.message()).read]
+        found = [(await self.message()).prompt_scores]
         while not found[-1].HasField("times"):
-            found.append((await self.message()).read)
+            found.append((await self.message()).prompt_scores)
         return found
 
     async def assert_empty(self) -> None:

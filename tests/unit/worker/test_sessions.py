@@ -70,7 +70,7 @@ class ReturningRouter(StuckRouter):
     def __init__(self, incarnation: int) -> None:
         super().__init__()
         hello = pb.RouterHello(protocol_version=SPOKEN.newest, incarnation=incarnation)
-        self._hello = [pb.RouterMessage(supersede=pb.Supersede()), pb.RouterMessage(hello=hello)]
+        self._hello = [pb.RouterMessage(end_earlier_sessions=pb.EndEarlierSessions()), pb.RouterMessage(hello=hello)]
 
 
 @pytest.mark.parametrize(("incarnation", "ends"), [(7, True), (8, False)])
@@ -178,8 +178,8 @@ class Board:
 
     send_events = send_snapshot
 
-    def report(self) -> pb.BoardReport:
-        return pb.BoardReport(up=True, entries=3)
+    def report(self) -> pb.RedisPublisherReport:
+        return pb.RedisPublisherReport(up=True, entries=3)
 
 
 class Router(StuckRouter):

@@ -110,8 +110,8 @@ def test_a_peers_made_up_words_become_no_labels() -> None:
 
 def test_what_was_inherited_is_shown_by_what_became_of_it() -> None:
     told = [
-        pb.InheritedBlocks(outcome="moved", blocks=5, num_bytes=500),
-        pb.InheritedBlocks(outcome="made up", blocks=2, num_bytes=200),
+        pb.MigratedBlocks(outcome="moved", blocks=5, num_bytes=500),
+        pb.MigratedBlocks(outcome="made up", blocks=2, num_bytes=200),
     ]
     metrics = RouterMetrics("m")
     load = load_from_pb(pb.LoadSnapshot(transfers=pb.TransferReport(inherited=told)))

@@ -22,7 +22,7 @@ from tandem.cluster_state.entries import (
     Share,
     TenantTally,
 )
-from tandem.v1 import board_pb2 as pb
+from tandem.v1 import cluster_state_pb2 as pb
 from tandem.values.ids import BlockHash, Incarnation, WorkerId
 from tandem.values.roles import WorkerRole
 
@@ -110,7 +110,7 @@ def sealed(kind: bytes, body: bytes) -> bytes:
     ],
 )
 def test_a_log_entry_beyond_its_bounds_is_bad(wrong: dict[str, object]) -> None:
-    body = pb.BoardChanges(worker_id=ME.worker_id, incarnation=ME.incarnation, **wrong).SerializeToString()
+    body = pb.CacheChanges(worker_id=ME.worker_id, incarnation=ME.incarnation, **wrong).SerializeToString()
     with pytest.raises(BadEntry):
         CODEC.open_changes(sealed(b"changes", body), ME)
 
@@ -125,7 +125,7 @@ def test_a_log_entry_beyond_its_bounds_is_bad(wrong: dict[str, object]) -> None:
     ],
 )
 def test_a_notice_without_role_or_address_is_bad(wrong: dict[str, object]) -> None:
-    body = pb.BoardWorker(worker_id=ME.worker_id, incarnation=ME.incarnation, **wrong).SerializeToString()
+    body = pb.WorkerRegistration(worker_id=ME.worker_id, incarnation=ME.incarnation, **wrong).SerializeToString()
     with pytest.raises(BadEntry):
         CODEC.open_notice(sealed(b"worker", body), ME)
 
@@ -133,10 +133,10 @@ def test_a_notice_without_role_or_address_is_bad(wrong: dict[str, object]) -> No
 def test_what_is_no_protobuf_and_what_has_too_many_shares_is_bad() -> None:
     with pytest.raises(BadEntry, match="malformed"):
         CODEC.open_head(sealed(b"head", b"\xff\xff\xff"), ME)
-    shares = [pb.BoardShare(worker_id="w", incarnation=1)] * (MAX_SHARES + 1)
+    shares = [pb.RouterLoadShare(worker_id="w", incarnation=1)] * (MAX_SHARES + 1)
     with pytest.raises(BadEntry, match="shares"):
-        CODEC.open_load(sealed(b"load", pb.BoardLoad(router=99, shares=shares).SerializeToString()), Incarnation(99))
-    nobody = pb.BoardLoad(router=99, shares=[pb.BoardShare(incarnation=1)]).SerializeToString()
+        CODEC.open_load(sealed(b"load", pb.RouterLoad(router=99, shares=shares).SerializeToString()), Incarnation(99))
+    nobody = pb.RouterLoad(router=99, shares=[pb.RouterLoadShare(incarnation=1)]).SerializeToString()
     with pytest.raises(BadEntry, match="no worker"):
         CODEC.open_load(sealed(b"load", nobody), Incarnation(99))
     for tallies, said in (
@@ -144,7 +144,7 @@ def test_what_is_no_protobuf_and_what_has_too_many_shares_is_bad() -> None:
         ([pb.TenantTally(tenant=b"x")], "no ten"),
     ):
         with pytest.raises(BadEntry, match=said):
-            CODEC.open_load(sealed(b"load", pb.BoardLoad(router=99, tallies=tallies).SerializeToString()), LOAD.router)
+            CODEC.open_load(sealed(b"load", pb.RouterLoad(router=99, tallies=tallies).SerializeToString()), LOAD.router)
 
 
 def test_an_entry_is_never_made_too_large() -> None:
@@ -156,7 +156,7 @@ def test_an_entry_is_never_made_too_large() -> None:
     assert len(CODEC.open_load(CODEC.seal_load(many), LOAD.router).tallies) == MAX_TALLIES
     many = RouterLoad(router=LOAD.router, sequence=1, shares=(), hears=(Incarnation(5),) * (MAX_HEARD + 5))
     assert len(CODEC.open_load(CODEC.seal_load(many), LOAD.router).hears) == MAX_HEARD
-    too_many = pb.BoardLoad(router=99, hears=[5] * (MAX_HEARD + 1)).SerializeToString()
+    too_many = pb.RouterLoad(router=99, hears=[5] * (MAX_HEARD + 1)).SerializeToString()
     with pytest.raises(BadEntry, match="too many routers"):
         CODEC.open_load(sealed(b"load", too_many), LOAD.router)
 

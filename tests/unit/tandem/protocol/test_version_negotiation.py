@@ -116,8 +116,8 @@ def test_those_who_know_of_one_number_are_told_the_oldest() -> None:
 
 
 async def test_a_router_is_told_nothing_that_its_version_lacks() -> None:
-    port = SessionPort(Incarnation(1), dialect=Dialect(3, WORKER_KINDS | {"bequest": 4}))
-    port.send(pb.WorkerMessage(bequest=pb.Bequest()))
+    port = SessionPort(Incarnation(1), dialect=Dialect(3, WORKER_KINDS | {"cache_offer": 4}))
+    port.send(pb.WorkerMessage(cache_offer=pb.CacheOffer()))
     port.send(pb.WorkerMessage(draining=pb.Draining()))
     port.finish()
     told = []
@@ -129,7 +129,7 @@ async def test_a_router_is_told_nothing_that_its_version_lacks() -> None:
 async def test_a_worker_is_told_nothing_that_its_version_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ROUTER_KINDS, "resync", SPOKEN.newest)
     hello = FakeWorker("d0").hello
-    for newest, expected in ((0, ["settled"]), (SPOKEN.newest, ["resync", "settled"])):
+    for newest, expected in ((0, ["cache_offer_ended"]), (SPOKEN.newest, ["resync", "cache_offer_ended"])):
         hello.newest_version = newest
         info = hello_from_pb(pb.WorkerMessage(hello=hello))
         session = WorkerSession(None, info, SessionSettings(metadata=(), incarnation=Incarnation(1)))

@@ -9,13 +9,19 @@ from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto
 from kv_transfer.protocol import versions as handoff_versions
 from tandem.protocol import session_versions
 from tandem.protocol.version_negotiation import VersionRange
-from tandem.v1 import board_pb2, common_pb2, handoff_pb2, inference_pb2, pins_pb2, session_pb2
+from tandem.v1 import cluster_state_pb2, common_pb2, handoff_pb2, inference_pb2, pins_pb2, session_pb2
 from tests.previous import release
 from tests.previous.breaks import Definitions, breaks
+from tests.previous.renames import UnknownName, renamed
 
-FILES = (board_pb2, common_pb2, handoff_pb2, inference_pb2, pins_pb2, session_pb2)
+FILES = (cluster_state_pb2, common_pb2, handoff_pb2, inference_pb2, pins_pb2, session_pb2)
 OF_CLIENTS = frozenset({".tandem.v1.EarlyStopping"})
 """Enumerations that neither the session nor the hand-off carries."""
+
+
+def previous() -> FileDescriptorSet:
+    """The version before, under today's names."""
+    return renamed(release.descriptors())
 
 
 def current() -> FileDescriptorSet:
@@ -26,8 +32,29 @@ def current() -> FileDescriptorSet:
 
 
 def test_nothing_of_the_version_before_has_changed() -> None:
-    assert {file.name for file in release.descriptors().file} <= {file.name for file in current().file}
-    assert breaks(release.descriptors(), current()) == []
+    assert {file.name for file in previous().file} <= {file.name for file in current().file}
+    assert breaks(previous(), current()) == []
+
+
+def test_renamed_name_that_the_version_before_lacks_is_refused() -> None:
+    for wrong in (
+        {"files": {"tandem/v1/none.proto": "a.proto"}},
+        {"messages": {"Nothing": "Something"}},
+        {"fields": {"Submit": {"nothing": "something"}}},
+    ):
+        with pytest.raises(UnknownName, match=r"not in the version before: .*(none|[Nn]othing)"):
+            renamed(release.descriptors(), **wrong)
+
+
+def test_renamed_definitions_differ_in_nothing_but_names() -> None:
+    fields = {"Submit": {"attempt": "number"}}
+    new = renamed(release.descriptors(), files={}, messages={"Cancel": "Stop"}, fields=fields)
+    assert breaks(release.descriptors(), new) == [
+        "tandem.v1.Cancel: the message is gone",
+        "tandem.v1.RouterMessage: field 3 was cancel (optional message .tandem.v1.cancel of kind), "
+        "is cancel (optional message .tandem.v1.stop of kind)",
+        "tandem.v1.Submit: field 2 was attempt (optional uint32), is number (optional uint32)",
+    ]
 
 
 def test_this_version_speaks_that_of_the_version_before() -> None:
@@ -61,7 +88,7 @@ HANDOFF = {"tandem.v1.HandoffMessage": handoff_versions.KINDS}
 
 
 def test_a_new_kind_of_message_belongs_to_a_new_version() -> None:
-    old, before = release.descriptors(), release.spoken()
+    old, before = previous(), release.spoken()
     assert not too_early(old, current(), before.session.newest, SESSION)
     assert not too_early(old, current(), before.handoff.newest, HANDOFF)
 

@@ -62,7 +62,7 @@ class Bench:
             "within_s": 60.0,
             **changes,
         }
-        self.migration_target.migrate(port or self.port, pb.Inherit(chains=chains, **fields))
+        self.migration_target.migrate(port or self.port, pb.FetchCache(chains=chains, **fields))
 
     async def asked(self) -> PrefillJob:
         async with asyncio.timeout(WAIT_S):
@@ -79,11 +79,11 @@ class Bench:
         info = CommitInfo(blocks=blocks, first_token=None, cached_tokens=0, times=PhaseTimes())
         await self.fetcher.commit(job.transfer_id, info)
 
-    async def answered(self, port: SessionPort | None = None) -> pb.Inherited:
+    async def answered(self, port: SessionPort | None = None) -> pb.CacheFetched:
         async with asyncio.timeout(WAIT_S):
             message = await (port or self.port).next()
         assert message is not None
-        return message.inherited
+        return message.cache_fetched
 
     async def held(self) -> set[BlockHash]:
         return await self.host.call(lambda scheduler: set(scheduler.blocks.index.names()))
