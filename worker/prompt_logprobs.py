@@ -1,7 +1,7 @@
-"""Prompt logprobs at a worker: prompts that routers want read and not continued. Both kinds of worker take such orders.
+"""Prompt logprobs at a worker: prompts that routers want scored and not continued. Both kinds of worker do it.
 
-Life of one: order → engine queue → chunks → all that was read, in messages of bounded size → gone. Whatever goes wrong,
-the router is told Refused and asks another worker: nothing of a reading is worth keeping.
+Life of one: order → engine queue → chunks → the scores, in messages of bounded size → gone. After any error
+the worker sends Refused and the router tries another worker: partial results are not worth keeping.
 """
 
 import asyncio

@@ -100,7 +100,7 @@ async def open_fabric(stack: AsyncExitStack, server: Any, plan: FabricPlan) -> F
     Raises ConfigError when a forced transport cannot work here, OSError when its port cannot be listened on.
     """
     identity, region = plan.identity, plan.region
-    # Bytes come in where orders do: whoever can reach this worker can reach both.
+    # KV comes in on the host that serves the control channel: a peer that reaches one reaches the other.
     kv_host = identity.address.rpartition(":")[0].strip("[]")
     senders = open_senders(
         region,
