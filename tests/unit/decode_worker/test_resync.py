@@ -25,7 +25,7 @@ async def bench() -> AsyncIterator[Bench]:
     assert not faults
 
 
-async def test_who_asks_is_told_all_that_is_cached(bench: Bench) -> None:
+async def test_resync_returns_snapshot_of_cache(bench: Bench) -> None:
     for least in (0, len(PROMPT) // ledger.BLOCK):
         bench.order(resync=pb.Resync())
         told = await bench.heard("kv_events")

@@ -57,7 +57,7 @@ async def rest(bench: Bench, count: int) -> list[int]:
     return tokens
 
 
-async def test_a_prompt_computed_here(traced: tuple[Bench, Kept]) -> None:
+async def test_spans_local_prefill_has_prefill_and_decode(traced: tuple[Bench, Kept]) -> None:
     bench, kept = traced
     bench.submit(prefill=False, trace=TRACE)
     await bench.answer()

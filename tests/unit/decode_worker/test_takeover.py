@@ -175,7 +175,7 @@ async def test_whose_two_routers_have_gone_is_generated_once_for_the_third() -> 
         assert tokens == expected(LONG)
 
 
-async def test_without_a_time_it_ends_at_once() -> None:
+async def test_takeover_disabled_cancels_streams_at_once() -> None:
     async with worker(takeover_s=0.0) as bench:
         bench.submit(prefill=False, max_tokens=100)
         await bench.heard("tokens")
@@ -205,7 +205,7 @@ async def test_takeover_router_returned_before_loss_noticed_has_continued_elsewh
         assert bench.worker._idle.is_set()
 
 
-async def test_whoever_has_it_is_told_that_it_was_taken() -> None:
+async def test_takeover_former_router_receives_stream_taken() -> None:
     async with worker() as bench:
         bench.submit(prefill=False, max_tokens=100)
         await bench.heard("tokens")
@@ -252,7 +252,7 @@ async def test_takeover_prompt_in_transfer_arrives_for_next_router() -> None:
 
 
 @pytest.mark.parametrize("asked", ["before", "after"])
-async def test_nobody_is_asked_for_a_route_who_is_not_there(asked: str) -> None:
+async def test_takeover_failed_handoff_of_orphan_requests_no_route(asked: str) -> None:
     """A hand-off fails while no router has the stream: the prompt is computed here."""
     async with worker(num_steps=PLENTY) as bench:
         bench.submit()

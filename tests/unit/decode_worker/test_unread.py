@@ -51,7 +51,7 @@ async def test_unread_tokens_together_keep_their_logprobs() -> None:
     assert told == [[(0, 0.0)], [(i, -float(i)) for i in range(1, 5)], [(5, -5.0)]]
 
 
-async def test_who_takes_it_over_gets_what_was_held_back_once() -> None:
+async def test_unread_takeover_sends_held_tokens_once() -> None:
     async with worker(num_steps=3) as paced:
         paced.submit(prefill=False, max_tokens=LONG, tokens_per_message=PLENTY)
         (first,) = (await paced.heard("tokens")).deltas

@@ -159,7 +159,7 @@ async def bench() -> AsyncIterator[Bench]:
     assert not faults
 
 
-async def test_a_prompt_computed_here(bench: Bench) -> None:
+async def test_decode_worker_without_route_computes_prompt(bench: Bench) -> None:
     bench.submit(prefill=False)
     tokens, finish = await bench.answer()
     assert tokens == expected()
@@ -201,7 +201,7 @@ async def test_decode_worker_landed_blocks_are_kept_when_rest_is_released(bench:
     await bench.assert_empty()
 
 
-async def test_a_quarantine_lasts_until_the_writer_is_quiet(bench: Bench) -> None:
+async def test_quarantine_ends_when_writer_is_quiet(bench: Bench) -> None:
     bench.submit()
     blocks = await bench.bound(await bench.started())
     bench.owner.first_token(TRANSFER, told(expected()[0]))

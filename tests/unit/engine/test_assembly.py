@@ -65,7 +65,7 @@ def test_compiled_grammars_are_counted_in_the_budget() -> None:
     assert widest.limit_bytes - widest.block_bytes < used + widest.grammar_bytes <= widest.limit_bytes
 
 
-def test_more_memory_than_the_machine_has_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_assembly_memory_beyond_machine_is_refused_before_load(monkeypatch: pytest.MonkeyPatch) -> None:
     """A zero too many, and the system's out-of-memory killer would choose whom to end, anybody on the host."""
     monkeypatch.setattr(assembly, "load_model", lambda *_, **__: pytest.fail("loaded"))
     told = rf"engine\.memory_bytes is {1 << 50} for each worker: .* may take {1 << 50} bytes, and it has \d+ \("
@@ -108,7 +108,7 @@ def test_assembly_remote_rank_without_memory_is_refused(monkeypatch: pytest.Monk
         follower._limit_bytes(replace(setup, stated_bytes=256 << 20), options.device)
 
 
-def test_who_states_no_limit_gets_a_share_of_what_may_still_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_assembly_without_limit_uses_share_of_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(assembly, "free_memory_bytes", lambda: 1 << 30)
     alone = assemble(replace(SPEC, memory_bytes=None)).budget.limit_bytes
     shared = assemble(replace(SPEC, memory_bytes=None, num_workers_here=2)).budget.limit_bytes

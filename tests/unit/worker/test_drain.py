@@ -49,7 +49,7 @@ async def bench() -> AsyncIterator[Bench]:
     assert not faults
 
 
-async def test_one_router_at_a_time_is_asked(bench: Bench) -> None:
+async def test_cache_offer_goes_to_one_router_at_a_time(bench: Bench) -> None:
     leaving = asyncio.create_task(bench.migration_source.offer_cache(60.0))
     eight, seven = bench.ports
     offer = await bench.offer(seven)
@@ -63,13 +63,13 @@ async def test_one_router_at_a_time_is_asked(bench: Bench) -> None:
     await leaving
 
 
-async def test_it_stays_no_longer_than_it_said(bench: Bench) -> None:
+async def test_cache_offer_ends_at_its_deadline(bench: Bench) -> None:
     await bench.migration_source.offer_cache(0.05)
     assert len((await bench.offer(bench.ports[1])).chains) == 1
 
 
 @pytest.mark.parametrize("lacks", ["time", "routers", "cache"])
-async def test_nobody_is_asked_in_vain(bench: Bench, lacks: str) -> None:
+async def test_cache_offer_without_time_routers_or_cache_is_not_sent(bench: Bench, lacks: str) -> None:
     if lacks == "routers":
         for port in bench.ports:
             port.close()
@@ -138,14 +138,14 @@ async def test_work_that_takes_all_the_time_does_not_cost_the_cache() -> None:
     await leaving
 
 
-async def test_it_ends_in_time_whatever_is_left() -> None:
+async def test_drain_returns_at_deadline() -> None:
     stages = Stages()
     async with asyncio.timeout(WAIT_S):
         await stages.leave(drain_s=0.05, migration_s=0.01)
     assert "drain" not in stages.told
 
 
-async def test_the_last_prompt_ends_before_nothing_more_can_come() -> None:
+async def test_drain_waits_for_senders_before_receivers() -> None:
     """A prompt may begin a fetch as long as it is here: what comes is waited for after what leaves."""
     told: list[str] = []
     prompt_left = asyncio.Event()

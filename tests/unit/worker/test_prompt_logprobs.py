@@ -85,7 +85,7 @@ async def test_scores_come_in_parts_and_in_order(bench: Bench, monkeypatch: pyte
     await bench.assert_empty()
 
 
-async def test_a_mean_is_of_all_rows_and_one_token_has_no_scores(bench: Bench) -> None:
+async def test_prompt_scoring_mean_covers_all_rows(bench: Bench) -> None:
     bench.read("mean")
     (part,) = await bench.parts()
     assert list(part.mean) == pytest.approx([sum(PROMPT) / 60, 59 / 2], rel=1e-6)
@@ -120,14 +120,14 @@ async def test_continuations_may_use_what_is_cached(bench: Bench) -> None:
         ({"timeout_s": 0.0}, "DeadlineExceeded"),
     ],
 )
-async def test_what_cannot_be_read_is_refused(bench: Bench, fields: dict[str, Any], code: str) -> None:
+async def test_prompt_scoring_invalid_order_is_refused(bench: Bench, fields: dict[str, Any], code: str) -> None:
     bench.read(**fields)
     refused = (await bench.message()).refused
     assert (refused.request_id, refused.attempt, refused.failure.code) == ("r", 1, code)
     await bench.assert_empty()
 
 
-async def test_whoever_cancels_or_leaves_hears_nothing_more(bench: Bench) -> None:
+async def test_prompt_scoring_cancelled_order_gets_no_answer(bench: Bench) -> None:
     other = SessionPort(Incarnation(3))
     bench.read("cancelled", num_top=0)
     bench.read("left", port=other)
@@ -140,7 +140,7 @@ async def test_whoever_cancels_or_leaves_hears_nothing_more(bench: Bench) -> Non
     assert await other.next() is None
 
 
-async def test_a_worker_that_drains_ends_what_it_reads_and_takes_no_more(bench: Bench) -> None:
+async def test_prompt_scoring_drain_finishes_running_and_refuses_new(bench: Bench) -> None:
     bench.read("before", num_top=0)
     ending = asyncio.create_task(bench.worker.finish())
     await asyncio.sleep(0)
@@ -152,7 +152,7 @@ async def test_a_worker_that_drains_ends_what_it_reads_and_takes_no_more(bench: 
         await ending
 
 
-async def test_an_attempt_is_taken_once(bench: Bench) -> None:
+async def test_prompt_scoring_repeated_attempt_is_refused(bench: Bench) -> None:
     bench.read(num_top=0)
     bench.read(num_top=0)
     assert (await bench.message()).refused.failure.code == "InvalidRequest"

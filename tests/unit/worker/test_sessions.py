@@ -200,9 +200,7 @@ class Router(StuckRouter):
 @pytest.mark.parametrize(
     ("publishes", "reads", "is_told"), [(True, True, False), (True, False, True), (False, True, True)]
 )
-async def test_whoever_hears_of_the_cache_on_the_board_does_not_hear_it_in_the_session(
-    publishes: bool, reads: bool, is_told: bool
-) -> None:
+async def test_session_router_that_reads_redis_gets_no_kv_events(publishes: bool, reads: bool, is_told: bool) -> None:
     handler, router, board = Handler(), Router(reads_board=reads), Board()
     sessions = WorkerSessions(handler, board if publishes else None)
     session = asyncio.create_task(sessions.Session(None, router))

@@ -23,13 +23,13 @@ def told():
 
 
 @pytest.mark.turn(2)
-def test_no_request_waits_for_the_compiler(told):
+def test_triton_warm_up_covers_all_specialisations(told):
     """However many rows there are, where their arrays begin, and what they ask for."""
     assert len(told["launched"]) > 20
     assert not told["late"]
 
 
-def test_what_is_compiled_ahead_is_what_is_launched(told):
+def test_triton_warm_up_compiles_only_launched_kernels(told):
     """Types, alignments, absent arguments, warps and stages: figures of registers and spills are of the real thing."""
     launched = told["launched"]
     cases = {case.pop("name"): case for case in told["cases"]}

@@ -178,7 +178,7 @@ def test_pins_take_nothing_that_is_promised() -> None:
     assert len(world.sched.reservations.bind(TransferId("t"))) == 19
 
 
-def test_whoever_fits_in_the_rest_touches_no_pin_and_a_larger_request_makes_just_enough_way() -> None:
+def test_pins_request_releases_only_as_many_as_needed() -> None:
     world = World()
     for number, tenant in ((1, "a"), (2, "b")):
         world.compute(first(number, 4))
@@ -237,7 +237,7 @@ def test_pin_of_invalid_blocks_is_dropped() -> None:
     assert world.compute(first(1, 2)) == 0
 
 
-def test_without_bounds_nothing_is_pinned() -> None:
+def test_pins_without_limits_refuse_all() -> None:
     sched, runner = ledger.scheduler(), LedgerRunner()
     sched.add(ledger.request(first(1), params=ONE))
     run(sched, runner)

@@ -80,7 +80,7 @@ def test_readings_agree_in_company_and_chunks(model, reference, pipelined, monke
 
 
 @pytest.mark.parametrize("num_top", [None, 4])
-def test_a_preempted_reading_goes_on_where_it_was(model, reference, num_top):
+def test_prompt_logprobs_preempted_request_continues(model, reference, num_top):
     """And takes over the blocks that it has read itself, as far as they are still there."""
     serve = Serve(model, pipelined=False, num_blocks=10, prefill_chunk_tokens=20)
     rng = random.Random(5)
@@ -104,7 +104,7 @@ def advance(serve, most):
             serve.scheduler.commit(batch, serve.runner.launch(batch).tokens())
 
 
-def test_the_company_of_readings_notices_nothing(model):
+def test_prompt_logprobs_do_not_affect_other_requests(model):
     """Tokens beside rows that are read are those of an engine that reads nothing."""
     rng = random.Random(3)
     answers = []
@@ -115,7 +115,7 @@ def test_the_company_of_readings_notices_nothing(model):
     assert answers[0] == answers[1]
 
 
-def test_nothing_of_a_prefix_is_taken_from_the_cache_and_what_is_read_becomes_cache(model, reference):
+def test_prompt_logprobs_skip_cache_and_fill_it(model, reference):
     prompt = random_tokens(random.Random(9), 70)
     with Serve(model, pipelined=False, num_blocks=30, prefill_chunk_tokens=32) as serve:
         for _ in range(2):
@@ -132,7 +132,7 @@ def test_nothing_of_a_prefix_is_taken_from_the_cache_and_what_is_read_becomes_ca
             assert_read(reference, request)
 
 
-def test_a_prompt_as_long_as_the_context_can_be_read_but_not_continued(model, reference):
+def test_prompt_logprobs_prompt_of_full_context_is_scored(model, reference):
     prompt = random_tokens(random.Random(2), 120)
     with Serve(model, pipelined=False, num_blocks=30) as serve:
         whole = reader(prompt, 1)
@@ -142,7 +142,7 @@ def test_a_prompt_as_long_as_the_context_can_be_read_but_not_continued(model, re
             serve.run([ledger.request(prompt)])
 
 
-def test_a_reading_after_a_preemption_goes_on_where_it_was():
+def test_prompt_logprobs_after_preemption_continue():
     reading = PromptScoringState(num_prompt_tokens=10, num_top=0)
     assert list(reading.rows(0, 6)) == [0, 1, 2, 3, 4, 5]
     reading.scored(6, logprobs=[-1.0] * 6, ranks=[1] * 6, top_ids=[], top_logprobs=[])

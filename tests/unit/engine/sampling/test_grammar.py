@@ -93,7 +93,7 @@ def ask(guides, kind, *, seed=0, temperature=1.0, output=(), num_logprobs=None):
 
 
 @pytest.mark.parametrize("pipelined", [False, True])
-def test_every_answer_fits_and_those_beside_it_are_what_they_were(model, guides, decode, pipelined):
+def test_grammar_constrains_its_row_only(model, guides, decode, pipelined):
     """In a pool that is too small for all, so that some are preempted."""
     kinds = ["schema", None, "regex", "schema", None, "choice"] * 3
     with serve(model, pipelined=pipelined, num_blocks=28) as engine:
@@ -142,7 +142,7 @@ def test_grammar_refused_answer_fails_alone(model, guides):
     assert sound.reason is FinishReason.STOP
 
 
-def test_a_guide_follows_what_it_has_not_accepted_yet(guides):
+def test_grammar_guide_follows_existing_tokens(guides):
     guide = guides.guide(GRAMMARS["choice"])
     bits = np.zeros(num_words(2048), np.int32)
     guide.allow(bits)
@@ -177,7 +177,7 @@ def test_grammar_without_library_or_tokenizer_is_refused(tmp_path, monkeypatch):
         ("min_tokens", {"grammar": "x", "min_tokens": 1}),
     ],
 )
-def test_what_a_structure_cannot_keep_is_refused(field, params):
+def test_grammar_unsupported_structure_is_refused(field, params):
     with pytest.raises(InvalidRequest) as refused:
         SamplingParams(**params).validate(vocab_size=100)
     assert refused.value.param == field

@@ -55,7 +55,7 @@ def steps_of_work(sched: Scheduler, runner: LedgerRunner) -> int:
     return steps
 
 
-def test_after_a_storm_the_same_work_takes_no_more_steps() -> None:
+def test_scheduler_after_many_aborts_needs_no_more_steps() -> None:
     fresh = steps_of_work(ledger.scheduler(num_blocks=NUM_BLOCKS), LedgerRunner())
     sched, runner = ledger.scheduler(num_blocks=NUM_BLOCKS), LedgerRunner()
     assert storm(sched, runner, 500) > 0.8 * 500

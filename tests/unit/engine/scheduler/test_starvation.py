@@ -89,7 +89,7 @@ def bound(num_before: int) -> int:
     chunk=st.integers(1, 40),
     beside_decodes=st.none() | st.integers(1, 3),
 )
-def test_nobody_starves_behind_those_that_come_later(
+def test_scheduler_later_requests_cause_no_starvation(
     before: list[Arrival],
     watched: Arrival,
     after: list[Arrival],

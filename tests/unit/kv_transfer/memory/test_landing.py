@@ -56,7 +56,7 @@ def watched() -> tuple[GrantTable, Watched, WriteGrant]:
     return table, landing, landing.grant
 
 
-def test_what_is_put_into_place_and_what_is_forgotten_is_under_the_lock(watched) -> None:
+def test_landing_placement_and_discard_hold_lock(watched) -> None:
     table, landing, _ = watched
     assert table.verify(KEY, cells(), 7)
     assert landing.told == [("settle 0", True), ("settle 1", True), ("settle 2", True), ("intact", True)]
@@ -85,7 +85,7 @@ def test_landing_revocation_waits_for_one_piece_only(watched) -> None:
     assert not table.verify(KEY, cells(), 7), "and nothing of it is ever in place"
 
 
-def test_a_revocation_does_not_wait_for_a_device_and_hears_when_it_has_ended(watched) -> None:
+def test_revocation_does_not_wait_for_device_and_is_notified(watched) -> None:
     """The event loop revokes: what a device is writing would hold it up for as long as the device takes."""
     table, landing, _ = watched
     landing.is_on_device = True

@@ -237,7 +237,7 @@ def test_destinations_are_kept_until_their_writer_is_quiet() -> None:
     assert half.hear(Drained()) == (act.ReleaseBlocks(blocks=BLOCKS),)
 
 
-def test_where_bytes_may_be_on_the_way_a_drained_sender_is_no_proof() -> None:
+def test_receiver_drained_is_no_proof_with_bytes_in_flight() -> None:
     half = reserved(drain_proves_quiet=False)
     half.see(ev.LinkLost(reason="gone"))
     assert half.hear(Drained()) == ()

@@ -114,7 +114,7 @@ def test_device_cancel_is_proven_after_device_read(from_device: tuple[Pair, Busy
     assert not pair.writer.closed, "others go on"
 
 
-def test_who_closes_waits_for_the_device(from_device: tuple[Pair, Busy]) -> None:
+def test_device_work_close_waits_for_device(from_device: tuple[Pair, Busy]) -> None:
     pair, busy = from_device
     under_way, _ = begin(pair, busy)
     with ThreadPoolExecutor(1) as thread:

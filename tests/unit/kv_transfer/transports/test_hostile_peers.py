@@ -220,7 +220,7 @@ def test_sender_receiver_that_stops_reading_fails_connection() -> None:
     os.close(source.fd)
 
 
-def test_the_claims_drops_strangers() -> None:
+def test_claims_unauthenticated_peer_is_dropped() -> None:
     target = make_region(seed=0)
     [receiver] = open_receivers(target, choice="shm")
     for data in (b"", b"x" * 100, struct.pack("!4sB16s", b"TKC1", 99, bytes(16))):
@@ -260,7 +260,7 @@ def knock(receiver: KVReceiver) -> socket.socket:
 
 
 @pytest.mark.parametrize("choice", ["tcp", "shm"])
-def test_a_receiver_listens_again_after_its_process_ran_out_of_descriptors(
+def test_receiver_out_of_descriptors_listens_again(
     choice: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     target = make_region(seed=0)
@@ -288,7 +288,7 @@ def test_a_receiver_listens_again_after_its_process_ran_out_of_descriptors(
 
 
 @pytest.mark.parametrize("choice", ["tcp", "shm"])
-def test_a_receiver_listens_again_after_its_process_ran_out_of_threads(
+def test_receiver_out_of_threads_listens_again(
     choice: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     target = make_region(seed=0)

@@ -83,7 +83,7 @@ async def test_log_probabilities_of_a_prompt(parts: fakes.Doors) -> None:
         assert [len(piece.prompt_logprobs) for piece in pieces] == [1, 0]
 
 
-async def test_what_is_told_at_the_end(parts: fakes.Doors) -> None:
+async def test_options_best_of_vote_and_beams_arrive_at_end(parts: fakes.Doors) -> None:
     parts.say("it is 5", logprobs=True)
     async with door_of(parts) as address, AsyncClient(address) as client:
         answer = await client.generate("a", Options(n=3, vote=True, vote_pattern="[0-9]"))
@@ -139,7 +139,7 @@ async def test_errors_name_the_field(parts: fakes.Doors, options: Options, param
 
 
 @pytest.mark.parametrize("more", [{"prompt_logprobs": 0}, {"best_of": 2}, {"vote": True}, {"use_beam_search": True}])
-def test_what_has_no_ids_is_not_asked_for_twice(more: dict[str, Any]) -> None:
+def test_options_stream_without_ids_is_not_resumed(more: dict[str, Any]) -> None:
     """Before anything came it is asked for again; behind that the same would come twice."""
     request = generate_request("a", Options(**more))
     assert not request.stream_ids

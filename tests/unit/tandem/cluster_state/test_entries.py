@@ -39,7 +39,7 @@ TALLY = TenantTally(tenant=bytes(TAG_BYTES), epoch=2, requests=3, tokens=400, nu
 LOAD = RouterLoad(router=Incarnation(99), sequence=4, shares=(SHARE,), tallies=(TALLY,), hears=(Incarnation(98),))
 
 
-def test_every_entry_comes_back_as_it_was() -> None:
+def test_entries_round_trip() -> None:
     assert CODEC.open_notice(CODEC.seal_notice(NOTICE), ME) == NOTICE
     assert CODEC.open_head(CODEC.seal_head(ME, FOOTPRINT), ME) == FOOTPRINT
     assert CODEC.open_changes(CODEC.seal_changes(ME, CHANGES), ME) == CHANGES
@@ -67,7 +67,7 @@ def test_another_clusters_entries_are_bad(codec: ClusterStateCodec) -> None:
             open_(data)
 
 
-def test_an_entry_of_another_process_or_kind_is_bad() -> None:
+def test_entry_of_other_process_or_kind_is_refused() -> None:
     for data, open_ in openers(CODEC, OTHER):
         with pytest.raises(BadEntry, match="another worker"):
             open_(data)
@@ -77,7 +77,7 @@ def test_an_entry_of_another_process_or_kind_is_bad() -> None:
         CODEC.open_load(CODEC.seal_load(LOAD), Incarnation(1))
 
 
-def test_no_bit_may_differ_and_no_byte_be_missing() -> None:
+def test_entry_changed_or_truncated_is_refused() -> None:
     rng = Random(5)
     for data, open_ in openers(CODEC, ME):
         for _ in range(40):
@@ -109,7 +109,7 @@ def sealed(kind: bytes, body: bytes) -> bytes:
         {"names": NAMES[0], "stored": b"\1", "first_sequence": 1 << 63},
     ],
 )
-def test_a_log_entry_beyond_its_bounds_is_bad(wrong: dict[str, object]) -> None:
+def test_log_entry_out_of_bounds_is_refused(wrong: dict[str, object]) -> None:
     body = pb.CacheChanges(worker_id=ME.worker_id, incarnation=ME.incarnation, **wrong).SerializeToString()
     with pytest.raises(BadEntry):
         CODEC.open_changes(sealed(b"changes", body), ME)
@@ -124,13 +124,13 @@ def test_a_log_entry_beyond_its_bounds_is_bad(wrong: dict[str, object]) -> None:
         {"role": 2, "address": "x" * 300 + ":1"},
     ],
 )
-def test_a_notice_without_role_or_address_is_bad(wrong: dict[str, object]) -> None:
+def test_registration_without_role_or_address_is_refused(wrong: dict[str, object]) -> None:
     body = pb.WorkerRegistration(worker_id=ME.worker_id, incarnation=ME.incarnation, **wrong).SerializeToString()
     with pytest.raises(BadEntry):
         CODEC.open_notice(sealed(b"worker", body), ME)
 
 
-def test_what_is_no_protobuf_and_what_has_too_many_shares_is_bad() -> None:
+def test_entry_malformed_or_too_large_is_refused() -> None:
     with pytest.raises(BadEntry, match="malformed"):
         CODEC.open_head(sealed(b"head", b"\xff\xff\xff"), ME)
     shares = [pb.RouterLoadShare(worker_id="w", incarnation=1)] * (MAX_SHARES + 1)
@@ -147,7 +147,7 @@ def test_what_is_no_protobuf_and_what_has_too_many_shares_is_bad() -> None:
             CODEC.open_load(sealed(b"load", pb.RouterLoad(router=99, tallies=tallies).SerializeToString()), LOAD.router)
 
 
-def test_an_entry_is_never_made_too_large() -> None:
+def test_entry_is_cut_to_its_limits() -> None:
     with pytest.raises(ValueError, match="changes"):
         CODEC.seal_changes(ME, Changes(first_sequence=0, changes=((NAMES[0], True),) * (MAX_CHANGES + 1)))
     many = RouterLoad(router=LOAD.router, sequence=1, shares=(SHARE,) * (MAX_SHARES + 5))
@@ -162,11 +162,11 @@ def test_an_entry_is_never_made_too_large() -> None:
 
 
 @pytest.mark.parametrize("mark", ["", "w", "@1", "w@", "w@x", "w@0", f"w@{1 << 63:x}", "w" * 200 + "@1"])
-def test_what_names_no_process_is_bad(mark: str) -> None:
+def test_process_mark_malformed_is_refused(mark: str) -> None:
     with pytest.raises(BadEntry):
         Process.parse(mark)
 
 
-def test_a_process_is_named_by_its_mark() -> None:
+def test_process_mark_round_trips() -> None:
     odd = Process(WorkerId("a@b"), Incarnation((1 << 63) - 1))
     assert Process.parse(odd.mark) == odd

@@ -17,18 +17,18 @@ from tandem.values.prefix_pin import PinKey, PinOrder, PinOutcome, PinResult, Pi
 KEY = PinKey("tenant", "name")
 
 
-def test_an_order_comes_back() -> None:
+def test_pin_order_round_trips() -> None:
     order = PinOrder(key=KEY, last_block=BlockHash(b"\0\1\2"), ttl_s=0.25)
     assert order_from_pb(order_to_pb(order)) == order
 
 
 @pytest.mark.parametrize("outcome", PinOutcome)
-def test_what_is_told_comes_back(outcome: PinOutcome) -> None:
+def test_pin_result_round_trips(outcome: PinOutcome) -> None:
     told = PinResult(key=KEY, outcome=outcome, num_tokens=48)
     assert result_from_pb(result_to_pb(told)) == told
 
 
-def test_an_outcome_of_a_newer_worker_is_a_loss() -> None:
+def test_pin_result_unknown_outcome_is_gave_way() -> None:
     assert result_from_pb(pb.PinResult(tenant="t", name="n")).outcome is PinOutcome.GAVE_WAY
 
 

@@ -167,7 +167,7 @@ async def test_fetcher_overdue_fetch_is_given_up_and_landed_blocks_kept(bench: B
     await bench.assert_empty()
 
 
-async def test_a_fetch_that_nobody_can_give_up_is_cancelled(bench: Bench) -> None:
+async def test_fetcher_slow_fetch_is_cancelled(bench: Bench) -> None:
     bench.host.rates.prefill_tokens_per_s = 1000.0
     bringing = bench.bring()
     job = await bench.asked()
@@ -220,7 +220,7 @@ async def test_fetcher_simultaneous_fetches_are_limited_to_eight(bench: Bench) -
     await bench.assert_empty()
 
 
-async def test_whoever_joins_one_that_is_declined_for_anothers_reasons_is_judged_by_its_own(bench: Bench) -> None:
+async def test_fetcher_joined_request_of_declined_fetch_is_priced_itself(bench: Bench) -> None:
     adopting = asyncio.create_task(bench.adopt(spare_blocks=10_000))
     await asyncio.sleep(0)
     bringing = [bench.bring() for _ in range(2)]
@@ -236,7 +236,7 @@ async def test_whoever_joins_one_that_is_declined_for_anothers_reasons_is_judged
     await bench.assert_empty()
 
 
-async def test_who_joined_before_the_reservation_has_it_though_the_first_goes(bench: Bench) -> None:
+async def test_fetcher_joined_request_keeps_reservation_of_cancelled_first(bench: Bench) -> None:
     first = bench.request()
     going, staying = bench.bring(request=first), bench.bring()
     await asyncio.sleep(0)
@@ -260,7 +260,7 @@ async def test_fetcher_late_commit_keeps_nothing(bench: Bench) -> None:
     await bench.assert_empty()
 
 
-async def test_whoever_no_longer_waits_ends_the_fetch(bench: Bench) -> None:
+async def test_fetcher_last_waiter_gone_ends_fetch(bench: Bench) -> None:
     bringing = bench.bring()
     job = await bench.asked()
     bringing.cancel()
@@ -324,7 +324,7 @@ async def test_fetcher_last_waiting_prompt_gone_ends_fetch_and_keeps_landed_bloc
     await bench.assert_empty()
 
 
-async def test_whoever_goes_before_the_reservation_leaves_nothing(bench: Bench) -> None:
+async def test_fetcher_cancel_before_reservation_leaves_nothing(bench: Bench) -> None:
     request = bench.request()
     bringing = bench.bring(request=request)
     await asyncio.sleep(0)
@@ -338,6 +338,6 @@ async def test_whoever_goes_before_the_reservation_leaves_nothing(bench: Bench) 
     await bench.assert_empty()
 
 
-async def test_nobody_can_be_abandoned_that_waits_for_nothing(bench: Bench) -> None:
+async def test_fetcher_abandon_unknown_request_does_nothing(bench: Bench) -> None:
     bench.fetcher.abandon(bench.request().request_id)
     await bench.assert_empty()

@@ -127,7 +127,7 @@ async def test_everything_is_fetched_by_name_and_each_block_once(bench: Bench) -
     await bench.assert_empty()
 
 
-async def test_what_is_here_already_is_not_asked_for(bench: Bench) -> None:
+async def test_migration_cached_blocks_are_not_fetched(bench: Bench) -> None:
     bench.migrate([chain(TRUNK)])
     await bench.give(await bench.asked())
     await bench.answered()
@@ -138,7 +138,7 @@ async def test_what_is_here_already_is_not_asked_for(bench: Bench) -> None:
     await bench.assert_empty()
 
 
-async def test_what_is_cheaper_to_compute_is_left(bench: Bench) -> None:
+async def test_migration_blocks_cheaper_to_compute_are_skipped(bench: Bench) -> None:
     bench.host.rates.prefill_tokens_per_s = 0.0  # never measured here: what the router knows counts
     bench.migrate([chain(TRUNK)], prefill_tokens_per_s=1e9)
     await bench.answered()
@@ -151,7 +151,7 @@ async def test_what_is_cheaper_to_compute_is_left(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("num_taken", [24, 22, 18])
-async def test_only_room_that_nobody_needs_is_taken(bench: Bench, num_taken: int) -> None:
+async def test_migration_uses_spare_room_only(bench: Bench, num_taken: int) -> None:
     """Of 24 blocks a quarter stays available, however little is free."""
     taken = await bench.host.call(lambda scheduler: scheduler.blocks.allocate(num_taken))
     bench.migrate()
@@ -174,7 +174,7 @@ def crowd(scheduler: Scheduler, num_cached: int) -> list[BlockId]:
     return in_use
 
 
-async def test_a_run_is_cut_to_what_is_free_and_half_of_what_is_cached(bench: Bench) -> None:
+async def test_migration_chain_is_cut_to_spare_room(bench: Bench) -> None:
     in_use = await bench.host.call(
         lambda scheduler: crowd(scheduler, 13)
     )  # one is free, six of those that are cached may go
@@ -189,7 +189,7 @@ async def test_a_run_is_cut_to_what_is_free_and_half_of_what_is_cached(bench: Be
     await bench.assert_empty()
 
 
-async def test_a_leaver_that_dies_in_the_middle_ends_it_and_what_landed_stays(bench: Bench) -> None:
+async def test_migration_source_lost_keeps_landed_blocks(bench: Bench) -> None:
     lone = [chain([BlockHash(bytes([9, i]) + bytes(14))]) for i in range(6)]
     bench.migrate([chain(TRUNK), *lone])
     jobs = [await bench.asked(), await bench.asked()]
@@ -206,7 +206,7 @@ async def test_a_leaver_that_dies_in_the_middle_ends_it_and_what_landed_stays(be
     await bench.assert_empty()
 
 
-async def test_the_time_is_over_in_the_middle(bench: Bench) -> None:
+async def test_migration_timeout_counts_rest_as_no_time(bench: Bench) -> None:
     bench.migrate(within_s=0.2)
     job = await bench.asked()
     blocks = await bench.fetcher.bind(job.transfer_id, 4)
@@ -219,7 +219,7 @@ async def test_the_time_is_over_in_the_middle(bench: Bench) -> None:
     await bench.assert_empty()
 
 
-async def test_an_heir_that_leaves_itself_takes_nothing(bench: Bench) -> None:
+async def test_migration_target_that_drains_fetches_nothing(bench: Bench) -> None:
     bench.migrate()
     job = await bench.asked()
     bench.migration_target.close()
@@ -232,7 +232,7 @@ async def test_an_heir_that_leaves_itself_takes_nothing(bench: Bench) -> None:
     await bench.assert_empty()
 
 
-async def test_a_prompt_may_wait_for_what_is_inherited(bench: Bench) -> None:
+async def test_migration_prompt_joins_running_fetch(bench: Bench) -> None:
     bench.migrate([chain(TRUNK)])
     job = await bench.asked()
     adopting = asyncio.create_task(
@@ -268,7 +268,7 @@ LARGE = pytest.mark.parametrize("bench", [{"block_size": 64, "max_model_len": 40
 
 
 @LARGE
-async def test_what_follows_a_run_too_short_for_a_block_is_fetched_with_it(bench: Bench) -> None:
+async def test_migration_short_parent_is_fetched_with_child(bench: Bench) -> None:
     short, long = line(10, 3), line(11, 38)
     bench.migrate([chain(short), chain(long, after=short[1])])
     job = await bench.asked()
@@ -295,7 +295,7 @@ async def test_blocks_are_counted_along_the_path_and_rests_of_runs_are_not_lost(
 
 
 @LARGE
-async def test_what_hangs_on_the_part_of_a_run_for_which_there_is_no_room_is_left(bench: Bench) -> None:
+async def test_migration_child_of_cut_chain_is_skipped(bench: Bench) -> None:
     in_use = await bench.host.call(lambda scheduler: crowd(scheduler, 17))  # room for nine
     one, long = line(10, 4), line(11, 42)
     bench.migrate([chain(one), chain(long), chain(line(12, 9), after=long[-1])])
@@ -310,7 +310,7 @@ async def test_what_hangs_on_the_part_of_a_run_for_which_there_is_no_room_is_lef
     await bench.assert_empty()
 
 
-async def test_nobody_follows_runs_that_are_longer_than_any_prompt(bench: Bench) -> None:
+async def test_migration_chain_beyond_context_is_cut(bench: Bench) -> None:
     """199 tokens have twelve blocks before them."""
     names = line(10, 400)
     chains = [chain(names[:1]), *(chain([name], after=before) for before, name in pairwise(names))]
@@ -331,7 +331,7 @@ async def test_nobody_follows_runs_that_are_longer_than_any_prompt(bench: Bench)
     await bench.assert_empty()
 
 
-async def test_what_waits_for_its_turn_until_its_time_is_over_is_counted(bench: Bench) -> None:
+async def test_migration_timeout_while_queued_is_counted(bench: Bench) -> None:
     bench.migrate([chain(TRUNK)])
     job = await bench.asked()
     bench.migrate([chain(OTHER)], leaver="d8", within_s=0.05)
@@ -343,7 +343,7 @@ async def test_what_waits_for_its_turn_until_its_time_is_over_is_counted(bench: 
     await bench.assert_empty()
 
 
-async def test_who_orders_the_same_again_hears_of_the_end_of_what_is_under_way(bench: Bench) -> None:
+async def test_migration_repeated_order_joins_running_one(bench: Bench) -> None:
     """As a second router does when the first, which the leaving worker had asked, is gone."""
     second = SessionPort(Incarnation(3))
     bench.migrate([chain(TRUNK)])
@@ -361,7 +361,7 @@ async def test_who_orders_the_same_again_hears_of_the_end_of_what_is_under_way(b
     await bench.assert_empty()
 
 
-async def test_an_heir_that_is_told_to_leave_at_once_answers_all_the_same(bench: Bench) -> None:
+async def test_migration_target_drained_at_once_still_answers(bench: Bench) -> None:
     bench.migrate()
     bench.migration_target.close()
     assert (await bench.answered()).worker_id == "d9"

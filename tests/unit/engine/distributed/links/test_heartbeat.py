@@ -57,7 +57,7 @@ def test_heartbeat_silent_leader_is_given_up(ends) -> None:
     assert ended.get(timeout=WAIT_S) == 1
 
 
-def test_both_live_on_while_both_speak(ends) -> None:
+def test_heartbeat_both_ends_alive_reports_nothing(ends) -> None:
     told, ended = queue.SimpleQueue(), queue.SimpleQueue()
     asked = threading.Semaphore(0)
     desk = HeartbeatServer(told.put)
@@ -84,7 +84,7 @@ def test_nonsense_is_the_end(ends, question: bytes) -> None:
     desk.close()
 
 
-def test_what_one_leaves_another_finds(ends) -> None:
+def test_heartbeat_store_value_is_visible_to_other_ranks(ends) -> None:
     desk = HeartbeatServer(pytest.fail)
     desk.serve(ends[0])
     keys = RemoteKeys(ends[1], silence_s=WAIT_S)
@@ -109,7 +109,7 @@ def test_board_closed_releases_waiters() -> None:
         assert waiting.result(timeout=WAIT_S) is None
 
 
-def test_a_channel_without_descriptors_is_as_good(ends) -> None:
+def test_heartbeat_works_without_descriptors(ends) -> None:
     here, there = socket.socketpair()
     one, other = (RankChannel(end, "peer", carries_descriptors=False, most_bytes=100) for end in (here, there))
     one.send(ChannelKind.STEP, b"abc")

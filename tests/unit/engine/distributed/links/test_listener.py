@@ -123,7 +123,7 @@ def test_listener_all_remote_ranks_join(guests: Guests, door: NodeListener, give
         assert link.host == OTHER_HOST
 
 
-def test_nobody_comes_once_all_are_there(guests: Guests, door: NodeListener, given: NodeGroup) -> None:
+def test_listener_after_gather_refuses_connections(guests: Guests, door: NodeListener, given: NodeGroup) -> None:
     guests.come(2, 3)
     guests.gathered(door)
     door.close()
@@ -131,7 +131,7 @@ def test_nobody_comes_once_all_are_there(guests: Guests, door: NodeListener, giv
         socket.create_connection((given.host, given.port))
 
 
-def test_who_comes_between_the_last_and_the_close_is_not_taken(guests: Guests, door: NodeListener) -> None:
+def test_listener_connection_between_gather_and_close_is_refused(guests: Guests, door: NodeListener) -> None:
     guests.come(2, 3)
     guests.gathered(door)
     with pytest.raises(RankLost):
@@ -196,7 +196,7 @@ def test_another_secret_opens_nothing_and_ends_nobody(door: NodeListener, given:
         (ChannelKind.REFUSED, b"go home", "rejected by an unauthenticated peer"),
     ],
 )
-def test_who_answers_in_the_leaders_place_is_not_believed_and_ends_nobody(
+def test_handshake_false_leader_is_refused_without_ending_ranks(
     kind: ChannelKind, answer: bytes, reason: str, given: NodeGroup
 ) -> None:
     with socket.create_server((given.host, 0)) as server, ThreadPoolExecutor(1) as threads:
@@ -232,7 +232,7 @@ def test_nonsense_is_turned_away_with_a_word(
     door.close()
 
 
-def test_who_stands_between_with_a_certificate_but_no_secret_is_noticed(
+def test_handshake_man_in_the_middle_without_secret_is_refused(
     door: NodeListener, given: NodeGroup, authority: Authority, tmp_path: Path
 ) -> None:
     own = tmp_path / "between"
@@ -262,7 +262,7 @@ def test_who_stands_between_with_a_certificate_but_no_secret_is_noticed(
         between.result(timeout=WAIT_S)
 
 
-def test_who_drips_is_hung_up_on_in_time(
+def test_listener_slow_caller_is_closed_at_deadline(
     given: NodeGroup, desk: HeartbeatServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doors, "_GREETING_S", 0.2)
@@ -300,7 +300,7 @@ def test_listener_one_address_cannot_take_all_slots(
 
 
 @pytest.mark.parametrize("stranger", ["another authority", "no TLS"])
-def test_who_has_no_certificate_of_the_authority_is_turned_away(
+def test_listener_certificate_of_other_authority_is_refused(
     guests: Guests,
     stranger: str,
     door: NodeListener,
@@ -355,7 +355,7 @@ def test_ranks_that_do_not_come_are_named(guests: Guests, given: NodeGroup, desk
     door.close()
 
 
-def test_what_is_said_in_the_clear_stays_on_this_machine(given: NodeGroup) -> None:
+def test_listener_without_tls_refuses_remote_address(given: NodeGroup) -> None:
     with pytest.raises(ConfigError, match=r"nodes is 2: beyond this machine \(at 10.0.0.1\) that needs transfer.tls"):
         replace(given, host="10.0.0.1", tls=None)
     with pytest.raises(ConfigError, match=r"needs transfer.isolated_network: true"):
@@ -364,7 +364,7 @@ def test_what_is_said_in_the_clear_stays_on_this_machine(given: NodeGroup) -> No
     assert NodeGroup.from_json(there.to_json()) == there
 
 
-def test_a_group_has_as_many_ranks_on_each_node(given: NodeGroup) -> None:
+def test_node_group_spreads_ranks_evenly_or_is_refused(given: NodeGroup) -> None:
     assert list(given.ranks_of(1)) == list(given.elsewhere) == [2, 3]
     for node in (0, 2):
         with pytest.raises(ConfigError, match=rf"node must be in \[1, 1\], got {node}"):

@@ -117,7 +117,7 @@ def ends(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     made.close()
 
 
-def test_what_lands_is_what_was_converted_though_it_leaves_late(ends: Ends) -> None:
+def test_nixl_conversion_delayed_write_lands_converted(ends: Ends) -> None:
     told = ends.writer.write(ends.order()).result(WAIT_S)
     expected, checksum = ends.expected()
     assert bytes(ends.target.buffer) == expected
@@ -126,7 +126,7 @@ def test_what_lands_is_what_was_converted_though_it_leaves_late(ends: Ends) -> N
     assert ends.agent.num_posted > 16
 
 
-def test_the_lock_is_free_between_two_parts(ends: Ends) -> None:
+def test_nixl_conversion_releases_lock_between_parts(ends: Ends) -> None:
     """So that a cancel waits for no more than one, and what comes after it is not converted."""
     seen: list[bool] = []
 
