@@ -141,7 +141,7 @@ async def test_stall_idle_engine_is_not_reported() -> None:
     host.start(on_output=lambda _: None, ports=tuple)
     async with stopping(host), asyncio.timeout(WAIT_S):
         await settled(host)
-        while host._engine.turn is not None:  # noqa: ASYNC110 - its thread tells nobody that it goes to sleep
+        while host._engine.turn is not None:  # noqa: ASYNC110 - its thread signals nothing when it goes to sleep
             await asyncio.sleep(0.001)
         for _ in range(20):
             host._check_for_stall()

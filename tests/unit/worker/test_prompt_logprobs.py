@@ -75,13 +75,13 @@ async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
 async def test_scores_come_in_parts_and_in_order(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(read_orders, "_VALUES_PER_MESSAGE", 80)
     bench.read(num_top=2)
-    told = await bench.parts()
-    assert len(told) == 5, "13 tokens in each part"
-    assert {(part.request_id, part.attempt) for part in told} == {("r", 1)}
-    assert [value for part in told for value in part.logprobs] == [-float(token) for token in PROMPT[1:]]
-    assert [rank for part in told for rank in part.ranks] == list(range(1, 60))
-    assert [top for part in told for top in part.top_ids] == [0, 1] * 59
-    assert [value for part in told for value in part.top_logprobs] == [0.0, -1.0] * 59
+    scores = await bench.parts()
+    assert len(scores) == 5, "13 tokens in each part"
+    assert {(part.request_id, part.attempt) for part in scores} == {("r", 1)}
+    assert [value for part in scores for value in part.logprobs] == [-float(token) for token in PROMPT[1:]]
+    assert [rank for part in scores for rank in part.ranks] == list(range(1, 60))
+    assert [top for part in scores for top in part.top_ids] == [0, 1] * 59
+    assert [value for part in scores for value in part.top_logprobs] == [0.0, -1.0] * 59
     await bench.assert_empty()
 
 

@@ -85,7 +85,7 @@ async def test_session_new_one_ends_routers_former_one(incarnation: int, ends: b
     async with asyncio.timeout(10):
         if ends:
             await former
-        while router._hello:  # noqa: ASYNC110 - nobody tells a router's side
+        while router._hello:  # noqa: ASYNC110 - a router's side has no event
             await asyncio.sleep(0)
     assert (port.closed, again.closed) == (ends, False)
     assert handler.gone == ([port] if ends else [])
@@ -208,7 +208,7 @@ async def test_session_router_that_reads_redis_gets_no_kv_events(publishes: bool
     assert port.wants_events == is_told
     assert sessions.event_sinks == [*([port] if is_told else []), *([board] if publishes else [])]
     telling = asyncio.create_task(sessions.send_loads())
-    while len(router.written) < 2:  # noqa: ASYNC110 - nobody tells a router's side
+    while len(router.written) < 2:  # noqa: ASYNC110 - a router's side has no event
         await asyncio.sleep(0)
     telling.cancel()
     load = router.written[1].load

@@ -1,4 +1,4 @@
-"""A trace of the steps of an engine that runs: as many as were asked for, and the engine is as it was."""
+"""A trace of a running engine has as many steps as requested, and leaves the engine unchanged."""
 
 import asyncio
 import gzip
@@ -41,8 +41,8 @@ def submit(harness: Harness, max_tokens: int) -> None:
 
 
 async def tokens(harness: Harness) -> list[int]:
-    [told] = (await asyncio.to_thread(harness.tokens, 1)).values()
-    return told
+    [answer] = (await asyncio.to_thread(harness.tokens, 1)).values()
+    return answer
 
 
 async def test_step_trace_has_requested_number_of_steps(tmp_path):

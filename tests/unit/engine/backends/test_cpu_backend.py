@@ -62,7 +62,7 @@ def test_tokens_are_torchs_in_any_company(case):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_deterministic_means_the_same_bits(case, dtype):
-    """KV and logits of a token are the same however the sequence was cut and whoever shared the step."""
+    """KV and logits of a token are the same for every chunking and every batch."""
     if dtype == "bfloat16":
         needs(Arithmetic.BF16)
     _, path, _ = case

@@ -63,15 +63,15 @@ def test_session_priority_follows_leader():
     assert niceness_of_a_session(leads=False) == f"{before}"
 
 
-@pytest.mark.parametrize("told", ["", "\n", None])
-def test_session_priority_without_autogroup_is_unchanged(monkeypatch, tmp_path, told):
+@pytest.mark.parametrize("content", ["", "\n", None])
+def test_session_priority_without_autogroup_is_unchanged(monkeypatch, tmp_path, content):
     autogroup = tmp_path / "autogroup"
-    if told is not None:
-        autogroup.write_text(told, encoding="ascii")
+    if content is not None:
+        autogroup.write_text(content, encoding="ascii")
     monkeypatch.setattr(thread_priority, "_AUTOGROUP", autogroup)
     thread_priority._session_steps_back()
     assert session_niceness() is None
-    assert (autogroup.read_text(encoding="ascii") if autogroup.exists() else None) == told
+    assert (autogroup.read_text(encoding="ascii") if autogroup.exists() else None) == content
 
 
 def test_session_priority_busy_system_is_retried(monkeypatch):

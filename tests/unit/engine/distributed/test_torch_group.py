@@ -1,4 +1,4 @@
-"""Sums and gathers over real gloo: right, alike on every rank, and in rank order when that is asked for."""
+"""Sums and gathers over real gloo: right, alike on every rank, and in rank order when requested."""
 
 import os
 

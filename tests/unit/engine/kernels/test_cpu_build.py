@@ -1,4 +1,4 @@
-"""The build of the CPU kernels: once per machine, whoever comes first, and never code that others could place."""
+"""The build of the CPU kernels: once per machine, and never from files that other users could have placed."""
 
 import fcntl
 import os
@@ -48,7 +48,7 @@ def child(cache: Path, sources: Path, **environment: str) -> subprocess.Popen:
 
 
 def slow_compiler(tmp_path: Path) -> Path:
-    """A directory for PATH whose g++ tells a file that it runs, and then sleeps."""
+    """A directory for PATH whose g++ writes a file when it runs, and then sleeps."""
     bin_dir = tmp_path / "bin"
     bin_dir.mkdir()
     script = bin_dir / "g++"

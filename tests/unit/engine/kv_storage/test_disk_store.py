@@ -37,7 +37,7 @@ class Rig:
         return memoryview(self.places)[slot * BLOCK_BYTES : (slot + 1) * BLOCK_BYTES]
 
     def wait(self, count: int = 1) -> list[DiskDone]:
-        """The next ends; a last job of each kind of thread tells that those before are done."""
+        """The next ends; a last job of each kind of thread shows that those before are done."""
         done: list[DiskDone] = []
         while len(done) < count:
             for threads in (self.store._writer, self.store._readers):

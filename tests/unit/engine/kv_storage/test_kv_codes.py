@@ -309,7 +309,7 @@ def test_checkpoint_with_kv_scales_only_is_float():
             parse_model_config(raw | {"quantization_config": wrong}, {})
 
 
-# How it is asked for.
+# Configuration.
 
 
 def test_engine_with_kv_codes_is_assembled(caplog):

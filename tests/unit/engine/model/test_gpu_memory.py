@@ -21,15 +21,15 @@ CUDA = torch.device("cuda", 0)
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
-    """A GPU of which nothing is taken yet; every device that was asked about."""
-    asked: list[torch.device] = []
+    """An empty GPU; returns the devices that were queried."""
+    requested: list[torch.device] = []
 
     def read(device: torch.device) -> GpuMemory:
-        asked.append(device)
+        requested.append(device)
         return H200
 
     monkeypatch.setattr(gpu_memory, "read_gpu", read)
-    return asked
+    return requested
 
 
 @pytest.mark.parametrize(("sharers", "gib"), [(1, 112), (2, 56), (8, 14)])
@@ -81,13 +81,13 @@ def test_memory_that_a_dead_process_gives_back_is_waited_for() -> None:
 
 
 def test_gpu_memory_rank_uses_share_of_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[GpuWish, torch.device]] = []
-    monkeypatch.setattr(follower, "gpu_limit_bytes", lambda wish, device: asked.append((wish, device)) or 7)
+    requested: list[tuple[GpuWish, torch.device]] = []
+    monkeypatch.setattr(follower, "gpu_limit_bytes", lambda wish, device: requested.append((wish, device)) or 7)
     backend = replace(SETUP.backend, device=CUDA)
     setup = replace(SETUP, backend=backend, gpus=(4, 5, 6, 7), gpu_sharers=2, stated_bytes=9)
     there = RankSetup.from_json(memoryview(setup.of_rank(3).to_json()))
     assert follower._limit_bytes(there, there.backend.device) == 7
-    assert asked == [(GpuWish(index=7, sharers=2, stated_bytes=9), torch.device("cuda", 3))]
+    assert requested == [(GpuWish(index=7, sharers=2, stated_bytes=9), torch.device("cuda", 3))]
     elsewhere = replace(setup, num_nodes=2, gpus=(0, 1)).of_rank(3)
     assert elsewhere.gpu_wish.index == 1
 

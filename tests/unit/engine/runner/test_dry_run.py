@@ -1,4 +1,4 @@
-"""The dry run's steps are the largest that can be planned, and what they take is what is told."""
+"""The dry run's steps are the largest that can be planned, and their memory is what is reported."""
 
 import gc
 
@@ -47,7 +47,7 @@ def test_graphs_are_recorded_within_what_is_measured(tmp_path, monkeypatch) -> N
     reference_model("LlamaForCausalLM").save_pretrained(tmp_path)
     model = load_plain(tmp_path)
     recorded = []
-    monkeypatch.setattr(ModelRunner, "record_graphs", lambda _self, **asked: recorded.append(asked))
+    monkeypatch.setattr(ModelRunner, "record_graphs", lambda _self, **options: recorded.append(options))
     layout = kv_layout(model.config, fingerprint=model.fingerprint, dtype="float32", block_size=16)
     measure_workspace_bytes(
         model,

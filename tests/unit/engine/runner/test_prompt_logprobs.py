@@ -73,8 +73,8 @@ def test_readings_agree_in_company_and_chunks(model, reference, pipelined, monke
     long = SamplingParams(max_tokens=90, ignore_eos=True)
     company = [ledger.request(random_tokens(rng, 10), params=long) for _ in range(2)]
     with Serve(model, pipelined=pipelined, num_blocks=14, prefill_chunk_tokens=5) as serve:
-        told = serve.run(company + readers)
-    assert {answer.reason for answer in told[len(company) :]} <= {FinishReason.LENGTH, FinishReason.STOP}
+        outputs = serve.run(company + readers)
+    assert {answer.reason for answer in outputs[len(company) :]} <= {FinishReason.LENGTH, FinishReason.STOP}
     for request in readers:
         assert_read(reference, request)
 
@@ -110,8 +110,8 @@ def test_prompt_logprobs_do_not_affect_other_requests(model):
     answers = []
     for readers in ([], [reader(random_tokens(rng, 50), top, number=i) for i, top in enumerate((3, None, 0))]):
         with Serve(model, pipelined=False, num_blocks=30, prefill_chunk_tokens=20) as serve:
-            told = serve.run(every_way_to_sample(random.Random(4), 8) + readers)
-        answers.append([(answer.ids, answer.reason) for answer in told[: len(told) - len(readers)]])
+            outputs = serve.run(every_way_to_sample(random.Random(4), 8) + readers)
+        answers.append([(answer.ids, answer.reason) for answer in outputs[: len(outputs) - len(readers)]])
     assert answers[0] == answers[1]
 
 

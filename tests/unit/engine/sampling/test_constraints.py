@@ -54,17 +54,17 @@ def test_random_sequences_never_come(seed):
     rng = Random(seed)
     sequences = [tuple(rng.choices(range(6), k=rng.randrange(1, 4))) for _ in range(6)]
     guide = BannedSequences(sequences)
-    told: list[int] = []
+    accepted: list[int] = []
     for _ in range(60):
         choices = [token for token in range(6) if token in allowed(guide)]
-        expected = [t for t in range(6) if not any((*told, t)[-len(s) :] == s for s in sequences)]
+        expected = [t for t in range(6) if not any((*accepted, t)[-len(s) :] == s for s in sequences)]
         assert choices == expected
         if not choices:
             break
-        told.append(rng.choice(choices))
-        assert guide.accept(told[-1])
+        accepted.append(rng.choice(choices))
+        assert guide.accept(accepted[-1])
     again = BannedSequences(sequences)
-    assert follow(again, array("i", told))
+    assert follow(again, array("i", accepted))
     assert allowed(again) == allowed(guide)
 
 

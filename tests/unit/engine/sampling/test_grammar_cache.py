@@ -81,8 +81,8 @@ def test_grammar_endless_grammar_terminates(lark):
     other = {"name": "other", "lark_grammar": 'start: /a+/ "a"'}
     grammar = json.dumps({"grammars": [{"lark_grammar": lark}, other]})
     command = [sys.executable, "-c", FOLLOW_ENDLESS, grammar]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=True)
-    assert told.stdout == "300\n"
+    results = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=True)
+    assert results.stdout == "300\n"
 
 
 AMBIGUOUS = [
@@ -268,9 +268,9 @@ async def test_other_streams_go_on_while_sixteen_grammars_are_compiled():
     made = parts()
     guides = SlowGuides()
     object.__setattr__(made, "guides", guides)
-    faults, told = [], asyncio.Queue()
+    faults, results = [], asyncio.Queue()
     host = EngineHost(made, on_fatal=faults.append)
-    host.start(on_output=lambda output: [told.put_nowait(event) for event in output.events], ports=tuple)
+    host.start(on_output=lambda output: [results.put_nowait(event) for event in output.events], ports=tuple)
     async with stopping(host), asyncio.timeout(WAIT_S):
         slow = [asking(f"slow {index}") for index in range(16)]
         waiting = [asyncio.ensure_future(host.guide(request)) for request in slow]
@@ -282,7 +282,7 @@ async def test_other_streams_go_on_while_sixteen_grammars_are_compiled():
         # ... and the engine steps from the first token to the last.
         stream = ledger.request([5, 6, 7], params=PLAIN)
         await host.call(lambda scheduler: scheduler.add(stream))
-        while (await told.get()).finish_reason is None:
+        while (await results.get()).finish_reason is None:
             pass
         assert not guides.compiled
         assert not guides.begun.acquire(blocking=False), "one after another"

@@ -103,7 +103,7 @@ def test_penalties_follow_their_formulas():
 
 
 class Spy(TorchSampling):
-    """Sees what is asked of the kernels, before they have counted what they chose."""
+    """Records the calls of the kernels, before they have counted the chosen tokens."""
 
     penalties = None
 
@@ -133,7 +133,7 @@ def test_sampler_pending_token_is_counted():
     logits = logits_of(1).abs() + 1.0
     request, kept = make(**params), Sampler(eos_token_ids=(EOS,))
     first = int(kept.choose(logits, [SampleRow(request, 2)]).token_ids[0])
-    second = int(kept.choose(logits, [SampleRow(request, 3)]).token_ids[0])  # its row came before the first was told
+    second = int(kept.choose(logits, [SampleRow(request, 3)]).token_ids[0])  # its row came before the first was read
     assert second == ids(logits, [make(output=[first], **params)])[0] != first
     with pytest.raises(InvariantError):
         Sampler(eos_token_ids=(EOS,)).choose(logits, [SampleRow(make(**params), 3)])

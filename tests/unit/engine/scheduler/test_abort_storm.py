@@ -37,7 +37,7 @@ def storm(sched: Scheduler, runner: LedgerRunner, num_requests: int) -> int:
                     held.discard(one)
         batch = sched.schedule(0.0)
         output = sched.drain() if batch is None else sched.commit(batch, runner.execute(batch))
-        held |= {told.request_id for told in output.progress if told.is_complete}
+        held |= {report.request_id for report in output.progress if report.is_complete}
         alive -= held | {event.request_id for event in output.events if event.finish_reason is not None}
     return aborted
 

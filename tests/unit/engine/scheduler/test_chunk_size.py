@@ -29,7 +29,7 @@ class Machine:
 
 
 class Paced:
-    """A pace, told of steps as a scheduler tells it."""
+    """A pace that receives steps as from a scheduler."""
 
     def __init__(self, machine: Machine, max_step_s: float | None = BOUND_S, max_tokens: int = FULL) -> None:
         self.machine = machine

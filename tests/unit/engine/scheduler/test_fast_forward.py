@@ -23,7 +23,7 @@ Job = tuple[int, int, int, int]
 
 
 class Worker:
-    """A scheduler whose every token is the same; runs of steady steps are taken at once if asked."""
+    """A scheduler whose every token is the same; runs of steady steps are skipped if requested."""
 
     def __init__(self, jobs: Sequence[Job], *, at_once: bool, num_blocks: int, rows: int, block_size: int) -> None:
         config = ledger.config(

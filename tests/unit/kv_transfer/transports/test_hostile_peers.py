@@ -165,9 +165,9 @@ def test_strangers_are_logged_at_a_bounded_rate(
                 sock.shutdown(socket.SHUT_WR)
                 assert sock.recv(1) == b""
     receiver.close()
-    told = [record.getMessage() for record in caplog.records if "dropped" in record.getMessage()]
-    assert len(told) == stranger_log.BURST
-    assert told[0].startswith("tcp: a connection was dropped before it was served: ")
+    logged = [record.getMessage() for record in caplog.records if "dropped" in record.getMessage()]
+    assert len(logged) == stranger_log.BURST
+    assert logged[0].startswith("tcp: a connection was dropped before it was served: ")
 
 
 def test_stranger_log_known_sender_dropped_is_always_logged(tcp, caplog: pytest.LogCaptureFixture) -> None:
@@ -179,8 +179,8 @@ def test_stranger_log_known_sender_dropped_is_always_logged(tcp, caplog: pytest.
             with suppress(ConnectionResetError):
                 assert sock.recv(1) == b""
     receiver.close()
-    told = [record for record in caplog.records if "tcp sender dropped" in record.getMessage()]
-    assert len(told) == 2 * stranger_log.BURST
+    logged = [record for record in caplog.records if "tcp sender dropped" in record.getMessage()]
+    assert len(logged) == 2 * stranger_log.BURST
 
 
 def test_stranger_log_suppressed_lines_are_counted_in_next_line() -> None:

@@ -92,7 +92,7 @@ def test_entry_changed_or_truncated_is_refused() -> None:
 
 
 def sealed(kind: bytes, body: bytes) -> bytes:
-    """Whoever has the secret may still be wrong."""
+    """An owner of the secret may still send invalid entries."""
     key = hmac.digest(SECRET, b"tandem board v1", "sha256")
     parts = b"".join(len(part).to_bytes(8, "little") + part for part in (kind, b"c", body))
     return hmac.digest(key, parts, "sha256") + body

@@ -19,7 +19,7 @@ from worker.sessions import LOAD_PERIOD_S
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("routr: {}", "routr"),
         ("\n".join(f"s{index}: 1" for index in range(40)), "s15: unknown setting; and 24 more"),
@@ -144,12 +144,12 @@ from worker.sessions import LOAD_PERIOD_S
         ("a: &b 1\nc: *b\n", "cluster.yaml: YAML aliases are not allowed"),
     ],
 )
-def test_config_invalid_value_is_refused_by_name(tmp_path: Path, text: str, told: str) -> None:
+def test_config_invalid_value_is_refused_by_name(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError) as refusal:
         load(path)
-    assert told in str(refusal.value)
+    assert message in str(refusal.value)
     assert "Value error" not in str(refusal.value)
     assert "\n" not in str(refusal.value)
 
@@ -295,9 +295,9 @@ def test_config_variable_fills_null_section(tmp_path, monkeypatch):
 
 def test_dump_for_processes_leaves_out_default_nulls_and_keeps_stated_ones(tmp_path: Path) -> None:
     config = ClusterConfig.model_validate({"engine": {"max_step_s": None}, "model": {"name": "mine"}})
-    told = yaml.safe_load(dump_for_processes(config))
-    assert "sample_ratio" not in told["telemetry"]
-    assert told["engine"]["max_step_s"] is None
+    dumped = yaml.safe_load(dump_for_processes(config))
+    assert "sample_ratio" not in dumped["telemetry"]
+    assert dumped["engine"]["max_step_s"] is None
     path = tmp_path / "cluster.yaml"
     path.write_text(dump_for_processes(config))
     assert load(path) == config

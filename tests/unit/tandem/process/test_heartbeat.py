@@ -1,4 +1,4 @@
-"""What a process says to whoever started it, over a real pipe."""
+"""Messages of a process to its parent, over a real pipe."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""How a process ends that cannot start, as whoever started it sees it."""
+"""The end of a process that cannot start, as its parent sees it."""
 
 import asyncio
 import os

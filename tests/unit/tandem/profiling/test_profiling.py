@@ -39,9 +39,9 @@ def test_stack_tally_overflow_is_counted():
 
 
 def test_speedscope_names_every_frame_once_and_weighs_in_seconds():
-    told = speedscope(tally_of("a b", "a b", "a"), name="router", period_s=0.5)
-    frames = [frame["name"] for frame in told["shared"]["frames"]]
-    [profile] = told["profiles"]
+    document = speedscope(tally_of("a b", "a b", "a"), name="router", period_s=0.5)
+    frames = [frame["name"] for frame in document["shared"]["frames"]]
+    [profile] = document["profiles"]
     shown = {
         " ".join(frames[index] for index in sample): weight
         for sample, weight in zip(profile["samples"], profile["weights"], strict=True)

@@ -24,8 +24,8 @@ def test_pin_order_round_trips() -> None:
 
 @pytest.mark.parametrize("outcome", PinOutcome)
 def test_pin_result_round_trips(outcome: PinOutcome) -> None:
-    told = PinResult(key=KEY, outcome=outcome, num_tokens=48)
-    assert result_from_pb(result_to_pb(told)) == told
+    result = PinResult(key=KEY, outcome=outcome, num_tokens=48)
+    assert result_from_pb(result_to_pb(result)) == result
 
 
 def test_pin_result_unknown_outcome_is_gave_way() -> None:

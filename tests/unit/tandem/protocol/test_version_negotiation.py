@@ -76,7 +76,7 @@ class _Router:
         raise _Refused
 
     async def write(self, _message: Any) -> None:
-        raise AssertionError("something was told to a router that should have been refused")
+        raise AssertionError("a router that should have been refused got a message")
 
 
 @pytest.mark.parametrize("version", UNSPOKEN)
@@ -118,10 +118,10 @@ async def test_worker_sends_router_no_newer_kind() -> None:
     port.send(pb.WorkerMessage(cache_offer=pb.CacheOffer()))
     port.send(pb.WorkerMessage(draining=pb.Draining()))
     port.finish()
-    told = []
+    sent_kinds = []
     while (message := await port.next()) is not None:
-        told.append(message.WhichOneof("kind"))
-    assert told == ["draining"]
+        sent_kinds.append(message.WhichOneof("kind"))
+    assert sent_kinds == ["draining"]
 
 
 async def test_router_sends_worker_no_newer_kind(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,6 +52,6 @@ def test_bounded_reader_limit_fits_largest_reply() -> None:
     assert most_bytes([("ZREVRANGE", "k", 0, 9)]) >= 10 * (len(mark) + frame) + frame
     assert most_bytes([("GETRANGE", "k", 0, STATE_BYTES)]) >= STATE_BYTES + 1 + frame
     key, entry = len(mark) + 200, CHANGES_BYTES + 20 + 5 * frame
-    asked = ("XREAD", "COUNT", 16, "BLOCK", 200, "STREAMS", b"a", b"b", "0-0", "0-0")
-    assert most_bytes([asked]) >= 2 * (key + 3 * frame + 16 * entry)
+    command = ("XREAD", "COUNT", 16, "BLOCK", 200, "STREAMS", b"a", b"b", "0-0", "0-0")
+    assert most_bytes([command]) >= 2 * (key + 3 * frame + 16 * entry)
     assert most_bytes([("SET", "k", b"v"), ("DEL", "k")]) < 10_000

@@ -1,4 +1,4 @@
-"""A port that somebody has: told in one line, before anything was loaded."""
+"""A port in use is reported in one line, before anything is loaded."""
 
 import socket
 from collections.abc import Iterator

@@ -12,9 +12,9 @@ from tandem.telemetry.logs import REQUEST_ID, X_REQUEST_ID, JsonLines, about, co
 def line(record: logging.LogRecord) -> dict[str, str]:
     text = JsonLines("decode-0").format(record)
     assert "\n" not in text
-    told: dict[str, str] = json.loads(text)
-    assert told.pop("time").endswith("+00:00")
-    return told
+    fields: dict[str, str] = json.loads(text)
+    assert fields.pop("time").endswith("+00:00")
+    return fields
 
 
 def record(**extra: str) -> logging.LogRecord:

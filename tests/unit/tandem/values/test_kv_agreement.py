@@ -1,4 +1,4 @@
-"""Which workers can be paired, and how the reason is told."""
+"""Which workers can be paired, and the reason if not."""
 
 from itertools import permutations, product
 
@@ -37,8 +37,8 @@ def test_kv_agreement_reason_begins_with_field(change, reason):
 
 def test_codes_become_no_other_codes():
     for source, target in permutations(DTYPE_BYTES, 2):
-        told = agree(layout(source), layout(target))
-        assert (told is None) == ((source, target) in CONVERSIONS)
+        disagreement = agree(layout(source), layout(target))
+        assert (disagreement is None) == ((source, target) in CONVERSIONS)
     assert agree(layout("int3"), layout("int3")) == "dtype: no conversion from int3 to int3"
     assert "no conversion from int8 to fp8_e4m3" in agree(layout("int8"), layout("fp8_e4m3"))
     assert len(CONVERSIONS) == 12

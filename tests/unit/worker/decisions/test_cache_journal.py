@@ -1,4 +1,4 @@
-"""The journal writes so that whoever reads state and log knows what the worker holds, whatever Redis does to writes."""
+"""Readers of the state and the log know what the worker holds, whatever Redis does to writes."""
 
 from random import Random
 

@@ -64,8 +64,8 @@ def test_memory_shortage_names_smallest_machine() -> None:
         for limit, room, host in ((90, 40, "10.0.0.2"), (80, 30, "10.0.0.2"), (70, 50, "10.0.0.3"))
     ]
     assert tightest([own, beside]) == replace(own, weights_bytes=7)
-    told = tightest([own, beside, *there])
-    assert told == replace(own, weights_bytes=7, limit_bytes=70, room=HostRoom(30, "rank 3 (10.0.0.2)"))
+    limits = tightest([own, beside, *there])
+    assert limits == replace(own, weights_bytes=7, limit_bytes=70, room=HostRoom(30, "rank 3 (10.0.0.2)"))
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def handlers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 class Played:
-    """Ranks that knock until they are told to end. `lives`: what befalls the starter in each."""
+    """Ranks that try to connect until they are signalled. `lives`: signals that the starter gets in each life."""
 
     lives: Sequence[Sequence[signal.Signals] | OSError] = ()
     begun: list[list[int]]
@@ -50,7 +50,7 @@ class Played:
             os.kill(os.getpid(), number)
 
     def send(self, signum: signal.Signals) -> None:
-        """They end, which somebody else tells."""
+        """End the ranks."""
         self.signals.append(signum)
         self._ending = threading.Thread(target=self._end.report, args=(RankLost("rank 2 has ended"),))
         self._ending.start()

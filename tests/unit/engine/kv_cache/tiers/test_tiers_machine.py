@@ -201,7 +201,7 @@ def history(machine: type[TieredMachine | TieredPipelinedMachine], seed: int, *,
 
 @pytest.mark.parametrize("seed", [1893, 3310, 3538])
 def test_tiers_arriving_block_is_not_reported_early(seed: int) -> None:
-    """A prompt was told to be complete with a block that another request's step, still under way, was to fill."""
+    """A prompt was reported complete with a block that another request's step, still under way, was to fill."""
     history(TieredPipelinedMachine, seed)
 
 

@@ -29,7 +29,7 @@ TOKEN = bytes(range(16))
 
 
 class LateAgent:
-    """Reads its memory only when it is waited for, as a network card may that was told to write."""
+    """Reads its memory only when it is waited for, as a network card may after a write was posted."""
 
     target = memoryview(b"")
 
@@ -118,11 +118,11 @@ def ends(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 def test_nixl_conversion_delayed_write_lands_converted(ends: Ends) -> None:
-    told = ends.writer.write(ends.order()).result(WAIT_S)
+    write_result = ends.writer.write(ends.order()).result(WAIT_S)
     expected, checksum = ends.expected()
     assert bytes(ends.target.buffer) == expected
-    assert told.checksum == checksum
-    assert told.num_bytes > 2 * 8000
+    assert write_result.checksum == checksum
+    assert write_result.num_bytes > 2 * 8000
     assert ends.agent.num_posted > 16
 
 
