@@ -4,7 +4,7 @@ The binary format carries numbers only, so messages and fields that never travel
 methods travel by name and may not. Empty the tables when `python -m tests.previous` has recorded a new version.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto, FileDescriptorSet
 
@@ -77,7 +77,7 @@ def renamed(
     return new
 
 
-def _fields(messages: list[DescriptorProto]) -> Iterator[FieldDescriptorProto]:
+def _fields(messages: Iterable[DescriptorProto]) -> Iterator[FieldDescriptorProto]:
     """All fields of these messages and of those nested in them."""
     for message in messages:
         yield from message.field

@@ -72,12 +72,18 @@ def _spoken(form: Any) -> Any:
     return form(**{name: value for name, value in said.items() if value})
 
 
+def _load_facts(load: Any) -> dict[str, Any]:
+    """A load report under the names that the samples were recorded with."""
+    found: dict[str, Any] = facts(load)
+    return {"board" if name == "redis_publishing" else name: value for name, value in found.items()}
+
+
 _READERS: dict[tuple[str, str], Callable[[Any], Any]] = {
     ("worker", "tokens"): lambda body: [session_wire.tokens_from_pb(delta) for delta in body.deltas],
     ("worker", "refused"): session_wire.refused_from_pb,
     ("worker", "transfer_failed"): session_wire.transfer_failed_from_pb,
     ("worker", "kv_events"): session_wire.prefix_change_from_pb,
-    ("worker", "load"): session_wire.load_from_pb,
+    ("worker", "load"): lambda body: _load_facts(session_wire.load_from_pb(body)),
     ("worker", "cache_offer"): session_wire.cache_offer_from_pb,
     ("worker", "cache_fetched"): session_wire.migration_source_from_pb,
     ("worker", "prompt_scores"): session_wire.scores_part_from_pb,

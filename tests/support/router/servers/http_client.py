@@ -1,4 +1,4 @@
-"""The HTTP door in process, and how its answers are read."""
+"""The HTTP server in process, and how its answers are read."""
 
 import json
 from typing import Any
@@ -15,10 +15,10 @@ PLAIN = "/v1/completions"
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
 
 
-def client_of(parts: fakes.Doors) -> httpx.AsyncClient:
+def client_of(parts: fakes.Servers) -> httpx.AsyncClient:
     app = create_app(parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    return httpx.AsyncClient(transport=transport, base_url="http://router")
+    return httpx.AsyncClient(transport=transport, base_url="http://localhost")
 
 
 def routes_of(app: ASGIApp) -> list[RouteContext]:
