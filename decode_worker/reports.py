@@ -1,4 +1,4 @@
-"""What the decode worker tells routers: one message per session and engine step.
+"""The decode worker's messages to routers: one per session and engine step.
 
 Tokens that nobody reads along with may be held back until some have come together: a router then handles one message
 where it had many. The first and the last are sent at once.

@@ -111,30 +111,30 @@ class Takeovers:
         if left and self._orphans.keep_s:
             asyncio.get_running_loop().call_later(self._orphans.keep_s, self._end_lapsed)
 
-    def adopt(self, port: SessionPort, adopt: pb.Adopt) -> None:
+    def take_over(self, port: SessionPort, order: pb.TakeOver) -> None:
         """Hand a stream to the router that claims it, with all tokens sent so far; or refuse."""
-        orphan, others = self._orphans.claim(RequestId(adopt.request_id))
+        orphan, others = self._orphans.claim(RequestId(order.request_id))
         for other in others:
             self._cancel(other)
-        task = orphan or self._tasks.of_request(adopt.request_id)
+        task = orphan or self._tasks.of_request(order.request_id)
         try:
-            former = self._pass_on(task, port, adopt)
+            former = self._pass_on(task, port, order)
         except ServingError as error:
             if orphan is not None:
                 self._cancel(orphan)
-            refuse_order(port, adopt.request_id, adopt.attempt, error)
+            refuse_order(port, order.request_id, order.attempt, error)
             return
         refuse_order(*former, StreamTaken("the client has taken this stream elsewhere"))
         if task is not None:
             send_all(task)
 
-    def _pass_on(self, task: DecodeTask | None, port: SessionPort, adopt: pb.Adopt) -> tuple[SessionPort, str, int]:
+    def _pass_on(self, task: DecodeTask | None, port: SessionPort, order: pb.TakeOver) -> tuple[SessionPort, str, int]:
         """Give a stream to another router's session; returns the port, request and attempt that it belonged to."""
         with_logprobs = task is not None and task.request.params.num_logprobs is not None
-        if task is None or not task.sent.can_send_from(adopt.num_shown, with_logprobs=with_logprobs):
+        if task is None or not task.sent.can_send_from(order.num_shown, with_logprobs=with_logprobs):
             raise Unavailable("this stream is not on this worker")
-        former = (task.port, adopt.request_id, task.attempt)
-        self._tasks.pass_on(task, port, adopt.attempt)
+        former = (task.port, order.request_id, task.attempt)
+        self._tasks.pass_on(task, port, order.attempt)
         return former
 
     def _end_lapsed(self) -> None:

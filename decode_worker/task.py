@@ -18,7 +18,7 @@ from worker.session_port import SessionPort
 
 
 class SentTokens:
-    """An answer's tokens from its first one. Four bytes each, and their logprobs only if the request asked for them."""
+    """An answer's tokens from its first one. Four bytes each, and their logprobs only if the request has any."""
 
     __slots__ = ("_ids", "_measured", "_num_given")
 
@@ -55,7 +55,7 @@ class TaskPhase(Enum):
     HANDOFF = "handoff"
     """A prefill worker computes its KV; the engine holds a reservation."""
     REROUTING = "rerouting"
-    """The hand-off failed; the router is asked for another route."""
+    """The hand-off failed; the router has to send another route."""
     DONE = "done"
 
 
@@ -71,7 +71,7 @@ class DecodeTask:
     route: Route | None
     transfer_id: TransferId | None
     holder: PrefixHolder | None
-    """Who is thought to hold more of the prompt than whoever computes it."""
+    """A worker that probably holds more of the prompt than the worker that computes it."""
     arrived_s: float
     sent: SentTokens
     tokens_per_message: int = 1

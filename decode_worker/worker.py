@@ -111,13 +111,13 @@ class DecodeWorker:
             task = self._tasks.of_order(port, message.cancel.request_id, message.cancel.attempt)
             if task is not None:
                 self._cancel(task)
-        elif kind == "adopt":
-            self._takeovers.adopt(port, message.adopt)
+        elif kind == "take_over":
+            self._takeovers.take_over(port, message.take_over)
         elif kind == "reroute":
             self._reroute(port, message.reroute)
-        elif kind == "inherit" and self.fabric is not None:
-            self.fabric.migration_target.migrate(port, message.inherit)
-        elif kind == "settled" and self.migration_source is not None:
+        elif kind == "fetch_cache" and self.fabric is not None:
+            self.fabric.migration_target.migrate(port, message.fetch_cache)
+        elif kind == "cache_offer_ended" and self.migration_source is not None:
             self.migration_source.migration_ended(port)
         elif kind == "resync":
             self._host.send_snapshot(port)

@@ -82,7 +82,7 @@ class EngineParts:
     guides: Guides | None = None
     """For answers that follow a grammar."""
     gpus: tuple[int, ...] = ()
-    """Of its ranks here, as whoever started the worker numbers them."""
+    """GPUs of the worker's ranks on this node, by the numbering of the process that started the worker."""
     gpu_sharers: int = 1
     """Workers on the fullest of them."""
 

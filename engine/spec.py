@@ -46,8 +46,8 @@ class EngineSpec:
     memory_here_bytes: int | None = None
     """`memory_bytes` of all workers that are known to share this machine; None: this one's part alone."""
     gpus: tuple[int, ...] = ()
-    """Of each rank here, as whoever started the worker numbers them; to this process they are the first. Empty: so they
-    are to whoever started it."""
+    """GPUs of the ranks here, as numbered by the process that started the worker; here they come first. Empty: both
+    numberings are the same."""
     gpu_sharers: int = 1
     """Workers that divide the memory of one of them."""
     nodes: NodeGroup | None = None

@@ -95,9 +95,9 @@ class PrefillWorker:
             submit = message.submit
             refused = pb.Refused(request_id=submit.request_id, attempt=submit.attempt, failure=failure_to_pb(error))
             port.send(pb.WorkerMessage(refused=refused))
-        elif message.HasField("inherit") and self.fabric is not None:
-            self.fabric.migration_target.migrate(port, message.inherit)
-        elif message.HasField("settled") and self.migration_source is not None:
+        elif message.HasField("fetch_cache") and self.fabric is not None:
+            self.fabric.migration_target.migrate(port, message.fetch_cache)
+        elif message.HasField("cache_offer_ended") and self.migration_source is not None:
             self.migration_source.migration_ended(port)
         elif message.HasField("resync"):
             self._host.send_snapshot(port)

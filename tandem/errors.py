@@ -17,7 +17,7 @@ ServingError
 └── InternalError             500
 InvariantError                     a bug: the process that raises it must die loudly
 
-A class says how it looks on each wire; only the doors' interceptors translate it. This module imports nothing
+A class says how it looks on each wire; only the servers translate it. This module imports nothing
 so that every layer may use it.
 """
 
@@ -68,7 +68,7 @@ class InvalidRequest(ServingError):
 
 
 class ContextLengthExceeded(InvalidRequest):
-    """Prompt, or prompt plus the least output asked for, does not fit the model's context."""
+    """The prompt, or the prompt plus `min_tokens`, does not fit the model's context."""
 
 
 class RequestTooLarge(InvalidRequest):

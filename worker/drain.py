@@ -43,8 +43,8 @@ class MigrationSource:
             async with asyncio.timeout_at(ends_s):
                 while (port := self._next_port()) is not None:
                     ended = self._offers[port] = asyncio.Event()
-                    offer = pb.Bequest(chains=offered, lends_s=max(0.0, ends_s - loop.time()))
-                    port.send(pb.WorkerMessage(bequest=offer))
+                    offer = pb.CacheOffer(chains=offered, lends_s=max(0.0, ends_s - loop.time()))
+                    port.send(pb.WorkerMessage(cache_offer=offer))
                     if await _first(ended.wait(), port.wait_closed()):
                         return
 

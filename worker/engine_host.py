@@ -30,7 +30,7 @@ from engine.types.token_guide import TokenGuide
 from tandem.errors import InvalidRequest, ServingError
 from tandem.v1 import session_pb2 as pb
 from tandem.values.ids import BlockId
-from tandem.values.prefix_pin import PinOrder, PinTold
+from tandem.values.prefix_pin import PinOrder, PinResult
 from worker.session_port import LOAD_PERIOD_S, EventSink
 from worker.wire import events_to_pb, load_to_pb, stored_to_pb, work_to_pb
 from worker.work_meter import WorkMeter
@@ -132,7 +132,7 @@ class EngineHost:
         """Replace the runner of the next steps; `replace` runs on the engine's thread, between two steps."""
         await self.call(lambda _: self._engine.replace_runner(replace))
 
-    def pin(self, order: PinOrder, on_outcome: Callable[[PinTold], None]) -> None:
+    def pin(self, order: PinOrder, on_outcome: Callable[[PinResult], None]) -> None:
         """Make or renew a pin between two steps; `on_outcome` is called with the result on the event loop."""
         self.post(lambda scheduler: self._call_on_loop(on_outcome, scheduler.pins.pin(order, time.monotonic())))
 

@@ -1,4 +1,4 @@
-"""A worker takes its GPUs: those that whoever started it gave it, else its own by the configuration."""
+"""Assigns a worker's GPUs: those that its parent process passed on, else those of the configuration."""
 
 import logging
 import os
@@ -19,7 +19,7 @@ def take_gpus(
     config: ClusterConfig, role: WorkerRole, place: WorkerPlace, host: GpuHost | None = None
 ) -> GpuSeat | None:
     """The worker's GPUs, from now on the first of this process; None where it computes on the CPU, or where GPUs cannot
-    be told apart: it then takes the first that CUDA shows it.
+    be distinguished: it then uses the first that CUDA shows it.
 
     To be called before CUDA is. Raises ConfigError for GPUs that are not there.
     """

@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 from functools import partial
 
-from tandem.protocol.pin_wire import order_from_pb, told_to_pb
+from tandem.protocol.pin_wire import order_from_pb, result_to_pb
 from tandem.v1 import session_pb2 as pb
-from tandem.values.prefix_pin import PinKey, PinOutcome, PinTold
+from tandem.values.prefix_pin import PinKey, PinOutcome, PinResult
 from worker.engine_host import EngineHost
 from worker.session_port import SessionPort
 
@@ -36,8 +36,8 @@ class PinService:
         """Tell every router of pins that gave way."""
         for key in keys:
             for port in self._ports:
-                _send_outcome(port, PinTold(key=key, outcome=PinOutcome.GAVE_WAY))
+                _send_outcome(port, PinResult(key=key, outcome=PinOutcome.GAVE_WAY))
 
 
-def _send_outcome(port: SessionPort, outcome: PinTold) -> None:
-    port.send(pb.WorkerMessage(pin_told=told_to_pb(outcome)))
+def _send_outcome(port: SessionPort, result: PinResult) -> None:
+    port.send(pb.WorkerMessage(pin_result=result_to_pb(result)))

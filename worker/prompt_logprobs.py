@@ -1,7 +1,7 @@
-"""Prompt logprobs at a worker: prompts that routers want read and not continued. Both kinds of worker take such orders.
+"""Prompt logprobs at a worker: prompts that routers want scored and not continued. Both kinds of worker do it.
 
-Life of one: order → engine queue → chunks → all that was read, in messages of bounded size → gone. Whatever goes wrong,
-the router is told Refused and asks another worker: nothing of a reading is worth keeping.
+Life of one: order → engine queue → chunks → the scores, in messages of bounded size → gone. After any error
+the worker sends Refused and the router tries another worker: partial results are not worth keeping.
 """
 
 import asyncio
@@ -75,8 +75,8 @@ class PromptScoringOrders:
 
     def handle(self, port: SessionPort, message: pb.RouterMessage) -> bool:
         """Whether an order was about a reading; then it has been seen to."""
-        if message.HasField("read"):
-            self._begin(port, message.read)
+        if message.HasField("score_prompt"):
+            self._begin(port, message.score_prompt)
             return True
         if message.HasField("cancel"):
             cancel = message.cancel
@@ -112,9 +112,9 @@ class PromptScoringOrders:
                 _refuse(task.port, task.request_id, task.attempt, error)
                 continue
             for part in _parts(task, self._host.parts.layout.worker_block_bytes):
-                task.port.send(pb.WorkerMessage(read=part))
+                task.port.send(pb.WorkerMessage(prompt_scores=part))
 
-    def _begin(self, port: SessionPort, order: pb.Read) -> None:
+    def _begin(self, port: SessionPort, order: pb.ScorePrompt) -> None:
         try:
             if self._draining:
                 raise Unavailable("this worker is draining", retry_after_s=1.0)
@@ -130,7 +130,7 @@ class PromptScoringOrders:
         added = asyncio.ensure_future(self._host.call(lambda scheduler: scheduler.add(request)))
         added.add_done_callback(lambda future: self._added(task, future))
 
-    def _reading(self, order: pb.Read) -> PromptScoringState | None:
+    def _reading(self, order: pb.ScorePrompt) -> PromptScoringState | None:
         """None: continuations are wanted, which are sampled as ever."""
         if order.HasField("num_next"):
             if not 1 <= order.num_next <= min(MAX_CONTINUATIONS, self._host.parts.model.vocab_size):
@@ -141,7 +141,7 @@ class PromptScoringOrders:
             raise InvalidRequest(f"num_top must be at most {MAX_TOP_LOGPROBS}", param="num_top")
         return PromptScoringState(num_prompt_tokens=len(order.prompt_token_ids), num_top=num_top)
 
-    def _request(self, order: pb.Read) -> Request:
+    def _request(self, order: pb.ScorePrompt) -> Request:
         num_next = order.num_next if order.HasField("num_next") else None
         vocab_size = self._host.parts.model.vocab_size
         if len(order.hash_root) != HASH_BYTES or not 0 < len(order.request_id) <= _MAX_ID_CHARS:
@@ -185,12 +185,12 @@ def _refuse(port: SessionPort, request_id: str, attempt: int, error: ServingErro
     port.send(pb.WorkerMessage(refused=refused))
 
 
-def _parts(task: _Task, block_bytes: int) -> Iterator[pb.ReadPart]:
+def _parts(task: _Task, block_bytes: int) -> Iterator[pb.PromptScores]:
     """All that was read; the last part says that it is."""
     reading = task.request.reading
     if reading is None:
         top = () if task.next_token is None else task.next_token.top_logprobs
-        part = pb.ReadPart(
+        part = pb.PromptScores(
             request_id=task.request_id,
             attempt=task.attempt,
             top_ids=[one.token_id for one in top],
@@ -203,7 +203,7 @@ def _parts(task: _Task, block_bytes: int) -> Iterator[pb.ReadPart]:
     last = max(0, rows - 1) // step * step
     for begin in range(0, last + 1, step):
         end = min(rows, begin + step)
-        part = pb.ReadPart(
+        part = pb.PromptScores(
             request_id=task.request_id,
             attempt=task.attempt,
             logprobs=reading.logprobs[begin:end],
@@ -215,7 +215,7 @@ def _parts(task: _Task, block_bytes: int) -> Iterator[pb.ReadPart]:
         yield _closed(part, task, block_bytes) if begin == last else part
 
 
-def _closed(part: pb.ReadPart, task: _Task, block_bytes: int) -> pb.ReadPart:
+def _closed(part: pb.PromptScores, task: _Task, block_bytes: int) -> pb.PromptScores:
     """The last part of an answer, with the request's times."""
     request, now_s = task.request, time.monotonic()
     times = PhaseTimes(

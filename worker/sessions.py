@@ -49,7 +49,7 @@ class SessionHandler(Protocol):
 class Publisher(EventSink, Protocol):
     """Publishes the prefix cache to all routers at once (`worker.cluster_state.redis_publisher`)."""
 
-    def report(self) -> pb.BoardReport: ...
+    def report(self) -> pb.RedisPublisherReport: ...
 
 
 class WorkerSessions(WorkerServicer):
@@ -156,7 +156,7 @@ class WorkerSessions(WorkerServicer):
         try:
             while isinstance(message := await context.read(), pb.RouterMessage):
                 for order in orders_of(message):
-                    if order.HasField("supersede"):
+                    if order.HasField("end_earlier_sessions"):
                         self._end_earlier(port)
                     else:
                         self._handler.order(port, order)

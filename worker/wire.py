@@ -24,7 +24,7 @@ def stored_to_pb(stored: Iterable[Stored]) -> list[pb.KVEvent]:
 
 
 def events_to_pb(events: Sequence[KVEvent]) -> list[pb.KVEvent] | None:
-    """Changes of a prefix index; None when one cleared it, so that only a fresh snapshot tells the truth."""
+    """Convert changes of a prefix index; None when one of them cleared it, so that a snapshot has to be sent."""
     changes: list[pb.KVEvent] = []
     for event in events:
         match event:

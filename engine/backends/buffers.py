@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 class Buffers:
-    """Tensors by name, each as large as the largest step so far asked for."""
+    """Tensors by name, each as large as the largest step so far has needed."""
 
     __slots__ = ("_device", "_tensors", "generation")
 

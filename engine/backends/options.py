@@ -1,4 +1,4 @@
-"""What is asked of a backend."""
+"""Options of a backend."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendOptions:
-    """What is asked for; see tandem/config/cluster.py for each."""
+    """The requested backend and its settings; tandem/config/cluster.py documents each."""
 
     device: torch.device
     dtype: str

@@ -1,4 +1,4 @@
-"""Which backend an engine computes with: decided once, at start, from what is asked for and what the machine has."""
+"""Selects an engine's backend, once at start, by the settings and the machine's hardware."""
 
 import logging
 
@@ -21,8 +21,8 @@ _FIRST_WITH_BF16 = (8, 0)
 def select_backend(options: BackendOptions) -> Backend:
     """The best backend that serves `options`.
 
-    Raises ConfigError when nothing here can do what was asked for by name; compiled kernels that were not asked for
-    by name only cost speed, so their absence is logged.
+    Raises ConfigError when a backend that was requested by name cannot run here. Missing compiled kernels that were not
+    requested by name only cost speed, so their absence is logged.
     """
     if options.dtype not in TORCH_DTYPES:
         raise ConfigError(f"model.dtype must be one of {', '.join(TORCH_DTYPES)}, is {options.dtype!r:.40}")

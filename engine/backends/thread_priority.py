@@ -1,7 +1,7 @@
 """Who goes first where engines share processors with event loops.
 
 An engine computes for milliseconds at a stretch. A router or a worker's own event loop on the same processors needs
-microseconds, at once: it says yes or no to clients, takes tokens on, tells peers that it lives. Without a difference
+microseconds, at once: it answers clients, passes tokens on, and sends heartbeats to peers. Without a difference
 between them the system lets it wait for whole slices of an engine's time (measured in docs/extend/measurements.md).
 
 Linux may divide the processors between sessions first (autogroups), and niceness counts within each alone. Workers that

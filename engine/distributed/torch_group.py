@@ -154,7 +154,7 @@ class _Backend:
 
     The store opens its file by name to its very end: were the file closed by then, that would end the process, and were
     its number another file's, that would be written to. Threads that wait and exceptions on their way hold a group
-    longer than its owner does, so the file belongs to whoever is the last; nobody keeps the group by itself.
+    longer than its owner does, so the last holder closes the file; no holder keeps the group alive by itself.
     """
 
     def __init__(self, store_fd: int | None, over_nodes: OverNodes | None) -> None:
@@ -174,7 +174,7 @@ class _Backend:
 
     @property
     def store(self) -> Any:
-        """For whoever makes the group."""
+        """The store that the group is created with."""
         return self._store
 
     @property
@@ -208,7 +208,7 @@ def _gloo(backend: _Backend, rank: int, size: int, timeout: timedelta) -> _Colle
 
 def _nccl(backend: _Backend, rank: int, size: int, timeout: timedelta) -> _Collectives:
     if backend.host != _LOOPBACK and "NCCL_SOCKET_IFNAME" not in os.environ:
-        # NCCL is told of interfaces, not of addresses; left alone it takes the first that it finds.
+        # NCCL is configured by interface, not by address; by default it uses the first that it finds.
         os.environ["NCCL_SOCKET_IFNAME"] = f"={interface_of(backend.host)}"
     group: Any = dist.ProcessGroupNCCL
     options = group.Options()

@@ -93,7 +93,7 @@ class BlockManager:
         self._num_promised += num_blocks
 
     def unpromise(self, num_blocks: int) -> None:
-        """Return promised blocks."""
+        """Give up the promise of `num_blocks` blocks."""
         if num_blocks > self._num_promised:
             raise InvariantError(f"{num_blocks} blocks returned of {self._num_promised} promised")
         self._num_promised -= num_blocks

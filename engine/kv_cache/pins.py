@@ -18,7 +18,7 @@ from engine.kv_cache.block_manager import BlockManager
 from engine.types.request import Request
 from tandem.errors import InvalidRequest
 from tandem.values.ids import BlockHash, BlockId
-from tandem.values.prefix_pin import MAX_PIN_NAME_CHARS, MAX_PIN_S, PinKey, PinOrder, PinOutcome, PinTold, PinTotals
+from tandem.values.prefix_pin import MAX_PIN_NAME_CHARS, MAX_PIN_S, PinKey, PinOrder, PinOutcome, PinResult, PinTotals
 
 _FOREVER = float("inf")
 
@@ -63,7 +63,7 @@ class PrefixPins:
     def __len__(self) -> int:
         return len(self._pins)
 
-    def pin(self, order: PinOrder, now: float) -> PinTold:
+    def pin(self, order: PinOrder, now: float) -> PinResult:
         """Make or renew a pin. Raises InvalidRequest for a name or ttl_s out of bounds."""
         if not 0.0 < order.ttl_s <= MAX_PIN_S or not 0 < len(order.key.name) <= MAX_PIN_NAME_CHARS:
             raise InvalidRequest(f"a pin has a name and lasts at most {MAX_PIN_S:g} s", param="ttl_s")
@@ -82,7 +82,7 @@ class PrefixPins:
         blocks = self._blocks.index.chain_to(order.last_block)
         if blocks is None or not self._have_room(order.key.tenant, blocks):
             self._refused += 1
-            return PinTold(key=order.key, outcome=PinOutcome.NOT_HERE if blocks is None else PinOutcome.NO_ROOM)
+            return PinResult(key=order.key, outcome=PinOutcome.NOT_HERE if blocks is None else PinOutcome.NO_ROOM)
         self._blocks.share(blocks)
         made = _Pin(last_block=order.last_block, blocks=tuple(blocks), ends_s=now + order.ttl_s)
         self._pins[order.key] = made
@@ -92,8 +92,8 @@ class PrefixPins:
         self._made += 1
         return self._held_outcome(order.key, made)
 
-    def _held_outcome(self, key: PinKey, pin: _Pin) -> PinTold:
-        return PinTold(key=key, outcome=PinOutcome.HELD, num_tokens=len(pin.blocks) * self._blocks.block_size)
+    def _held_outcome(self, key: PinKey, pin: _Pin) -> PinResult:
+        return PinResult(key=key, outcome=PinOutcome.HELD, num_tokens=len(pin.blocks) * self._blocks.block_size)
 
     def _have_room(self, tenant: str, blocks: list[BlockId]) -> bool:
         """Release older pins of the tenant as needed. Returns False, with none released, if that would not do."""

@@ -128,7 +128,7 @@ class Reservations:
         return count
 
     def bind(self, transfer_id: TransferId) -> tuple[BlockId, ...]:
-        """Choose the promised destination blocks, in table order; the same ones when asked again."""
+        """Choose the promised destination blocks, in table order. Calling it again returns the same ones."""
         reservation = self._find(transfer_id)
         if reservation.bound is None:
             reservation.bound = tuple(self._blocks.allocate_promised(reservation.grant.num_blocks))

@@ -3,7 +3,7 @@
 The header, little-endian: magic with the format's version (8), digest of the cache that it belongs to (16), content
 name (16), length of what follows (8), its CRC-32 (4), CRC-32 of the header before this field (4), zeros (8). A file is
 written under another name and renamed: under its own it is whole, unless the disk or somebody damaged it. CRC-32 finds
-every error burst of up to 32 bits; it is no defence against whoever may write the files, who are their owner alone.
+every error burst of up to 32 bits; it does not protect against a writer of the files, which is their owner alone.
 
 A block of a served model is a megabyte or so, of which a file costs nothing to speak of; deleting one gives its room
 back at once, and a rename is all that makes one whole. Segment files would have to be compacted for either.

@@ -109,7 +109,7 @@ class DiskStore:
         return Found(names=tuple(name for _, name in used[surplus:]), num_removed=num_removed + surplus)
 
     def listen(self, on_read: Callable[[], None]) -> None:
-        """`on_read` is told, on a thread of the disk's, of every read that has ended."""
+        """Call `on_read`, on one of the disk's threads, after every read."""
         self._on_read = on_read
 
     def write(self, name: BlockHash, slot: int) -> None:
@@ -130,11 +130,11 @@ class DiskStore:
                 return done
 
     def wait_writes(self, timeout_s: float) -> None:
-        """Wait until what was asked for so far is written, as long as that."""
+        """Wait until all writes submitted so far are done, at most `timeout_s`."""
         wait([self._writer.submit(_nothing)], timeout=timeout_s)
 
     def close(self) -> None:
-        """End when the jobs under way have ended; what was asked for and not begun is not done. Twice does no harm."""
+        """Finish the running jobs and cancel the queued ones. May be called twice."""
         for threads in (self._readers, self._writer):
             threads.shutdown(cancel_futures=True)
         if self._lock_fd >= 0:

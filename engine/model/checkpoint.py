@@ -79,7 +79,7 @@ class SafetensorsFile:
         return raw.view(dtype) if entry.shape else raw.view(dtype).view(())
 
     def forget(self, entry: TensorEntry) -> None:
-        """Give back the memory behind a tensor that has been copied; whoever reads it again reads the file again.
+        """Release the memory of a tensor that has been copied; reading it again reads the file again.
 
         Mapped pages count as this process's memory: without this, loading takes every weight twice.
         """

@@ -105,10 +105,10 @@ class Decoder:
     ) -> Tensor:
         """Hidden states before the final norm, `[num_rows, hidden_size]`, of int64 `[num_rows]` token ids.
 
-        `wanted`: the rows whose hidden states are asked for, int64 `[num_wanted]`; all when absent. The others still
+        `wanted`: the rows whose hidden states are returned, int64 `[num_wanted]`; all when absent. The others still
         leave their keys and values in every layer, which is all that a prompt's inner tokens are computed for, so
-        behind the last attention they are dropped. `on_layers` is told in how many layers keys and values were asked
-        of the device, once all ranks have.
+        they are dropped after the last attention. `on_layers` receives the number of layers whose keys and values have
+        been launched on the device, once all ranks have launched them.
         """
         residual, delta = self._blocks(self.embedding(token_ids), plan, wanted, on_layers)
         return residual if delta is None else residual.add_(delta)

@@ -34,7 +34,7 @@ class GpuWish:
     """What one rank is to have of its GPU."""
 
     index: int
-    """Of the GPU, as whoever started the worker numbers it."""
+    """Number of the GPU, by the numbering of the process that started the worker."""
     sharers: int = 1
     """Workers on it."""
     stated_bytes: int | None = None

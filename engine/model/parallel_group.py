@@ -25,7 +25,7 @@ class ParallelGroup(Protocol):
         ...
 
     def meet(self) -> None:
-        """What every rank asked of its device before this call comes before what any asks after it. Raises RankLost."""
+        """Order device work: what ranks launched before this call precedes what they launch after. Raises RankLost."""
         ...
 
 

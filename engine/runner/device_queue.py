@@ -1,6 +1,6 @@
-"""Between the host and its device: copies that nobody waits for, and marks at which somebody can.
+"""Asynchronous copies between the host and its device, and marks to wait for.
 
-A device works through what it is asked in order, while the host goes on. So memory that it still reads must not be
+A device executes its queue in order, while the host goes on. So memory that it still reads must not be
 written, and a result is there only once its mark has been passed. On a CPU everything has happened by the time that
 the call returns; the same code runs there, and every mark has been passed.
 """
@@ -55,20 +55,20 @@ class DeviceQueue(Protocol):
         ...
 
     def upload(self, host: Tensor) -> Tensor:
-        """A copy on the device, for work that is asked for later; `host` must stay as it is until a mark after this."""
+        """Copy to the device, for work launched later. `host` must not change until a later mark has been passed."""
         ...
 
     def download(self, tensor: Tensor) -> Download:
-        """Bring a tensor to the host when the work asked for so far is done; later work does not wait for it."""
+        """Copy a tensor to the host after the work launched so far; later work does not wait for the copy."""
         ...
 
     def mark(self) -> QueueMark:
-        """The end of everything asked for so far."""
+        """Set a mark after all work launched so far."""
         ...
 
 
 class _Passed:
-    """The mark of work that is done when it has been asked for."""
+    """The mark of a device that has finished work when the launch returns."""
 
     def wait(self) -> None: ...
 
@@ -177,7 +177,7 @@ class Staging:
             piece.done = self._queue.mark()
 
     def upload(self, array: NDArray[Any]) -> Tensor:
-        """The array on the device, for work asked for from now on; the array itself may change at once."""
+        """Copy an array to the device, for work launched from now on. The array may change at once."""
         piece = self._pieces[self._turn]
         end = piece.used + array.nbytes
         if end > len(piece.memory):

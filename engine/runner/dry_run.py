@@ -41,7 +41,7 @@ _WIDE_SAMPLING = SamplingParams(
     num_logprobs=20,
     seed=1,
 )
-"""Everything that can be asked of a draw, so that each of its tensors is met."""
+"""Sampling parameters that use every feature, so that each of its tensors is allocated."""
 
 
 class PeakMemory:

@@ -1,6 +1,6 @@
-"""Executes steps: lays out a batch, runs the decoder over the paged cache, samples where asked.
+"""Executes steps: lays out a batch, runs the decoder over the paged cache, samples tokens.
 
-`launch` asks the device for all of that and waits for nothing. What a step samples stays on the device as well, so that
+`launch` queues all of it on the device and waits for nothing. What a step samples stays on the device as well, so that
 the next one can compute tokens that the host does not know yet.
 """
 
@@ -42,9 +42,9 @@ class ModelRunner:
     ) -> None:
         """`num_threads`: for torch's CPU operators, process-wide; None leaves them as they are.
 
-        `announce`: told of every step before it is computed here, so that the model's other ranks compute it too.
-        `num_host_slots`: places in host memory for blocks that batches offload. `on_computed`: told of every batch once
-        the cache has what it computes, and nobody hears of its layers before.
+        `announce`: called with every step before it is computed here, so that the model's other ranks compute it too.
+        `num_host_slots`: places in host memory for blocks that batches offload. `on_computed`: called with every
+        batch once the cache has its keys and values; then its layers are not reported earlier.
         """
         if not kv_cache.serves(model.dtype) or kv_cache.tensor.device != model.device:
             raise ConfigError(
@@ -94,7 +94,7 @@ class ModelRunner:
         return PendingSamples(self._queue, chosen)
 
     def execute(self, batch: Batch) -> Sequence[SampledToken]:
-        """Launch a batch and wait for it; for whoever has no scheduler.
+        """Launch a batch and wait for it; for callers without a scheduler.
 
         Raises InvariantError where no token could be chosen.
         """
@@ -133,7 +133,7 @@ class ModelRunner:
     def _compute(
         self, inputs: StepInputs, on_layers: Callable[[int], None] | None = None
     ) -> tuple[Tensor | None, RowsRead | None]:
-        """Logits of the rows that sample, and what others told that are read."""
+        """Logits of the rows that sample, and the scores of the rows whose prompt is scored."""
         self.blocks.move(inputs)
         if len(inputs.scores) or len(inputs.pooled):
             return self._compute_and_read(inputs, on_layers)

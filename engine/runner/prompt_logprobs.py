@@ -23,7 +23,7 @@ _SLICE_LOGITS = {"cpu": 2**20, "cuda": 2**23}
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowsRead:
-    """What a step's rows told, on the device."""
+    """Prompt scores of a step's rows, on the device."""
 
     logprobs: Tensor  # float32 [num_scores]
     ranks: Tensor  # int64 [num_scores]

@@ -1,6 +1,6 @@
-"""What sampling asks of a device, behind a small Protocol, and its reference in plain torch.
+"""The device operations of sampling: a small Protocol, and its reference in plain torch.
 
-Every token is a pure function of a row's logits and what is asked of it: biases and bans, penalties, temperature,
+Every token is a pure function of a row's logits and its sampling parameters: biases and bans, penalties, temperature,
 min-p, top-k, top-p, then the largest of logits plus Gumbel noise (Gumbel, 1954), which samples the softmax exactly.
 Cut-offs are by value: tokens tied with the last one kept are kept, so that no sort order matters.
 """
@@ -258,7 +258,7 @@ def _truncate_(logits: Tensor, params: DrawParams) -> None:
         probabilities = ordered.softmax(dim=-1)
         before = probabilities.cumsum(dim=-1) - probabilities
         top_p = params.top_p[:, None]
-        kept = (before < top_p) | (top_p >= 1.0)  # rounding must not cut a row that asked for all
+        kept = (before < top_p) | (top_p >= 1.0)  # rounding must not cut a row with top_p 1
         kept[:, 0] = True
         smallest = ordered.masked_fill(~kept, float("inf")).amin(dim=-1, keepdim=True)
         cutoff = torch.maximum(cutoff, smallest)

@@ -1,7 +1,7 @@
 """Guides by llguidance: an Earley parser over derivatives of regular expressions, some 10 us a token.
 
 https://github.com/guidance-ai/llguidance. Imported lazily: a worker without it refuses grammars. Its messages quote
-what was generated, so nothing of them is logged or told.
+generated text, so they are neither logged nor returned.
 """
 
 import hashlib
@@ -111,8 +111,8 @@ class LlGuides:
     def __init__(self, tokenizer: Path, *, vocab_size: int, eos_token_ids: Sequence[int], cache_bytes: int) -> None:
         """`tokenizer`: a tokenizer.json, read when the first grammar comes. `vocab_size`: of the model's logits.
 
-        `cache_bytes`: for compiled grammars that wait for the next who asks for the same, each counted with the most
-        that it may come to take (see `tandem.values.grammar_bounds`): nothing tells what it takes now.
+        `cache_bytes`: size of the cache of compiled grammars. Each counts with the most memory that it may use
+        (see `tandem.values.grammar_bounds`), since its current use cannot be measured.
         """
         self._path = tokenizer
         self._vocab_size = vocab_size

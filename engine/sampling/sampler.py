@@ -64,7 +64,7 @@ class SampleRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowLogprobs:
-    """Log-probabilities that some rows asked for."""
+    """Log-probabilities of the rows that requested them."""
 
     rows: tuple[int, ...]  # [num_asking]
     num_top: tuple[int, ...]  # [num_asking]

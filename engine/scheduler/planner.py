@@ -138,7 +138,7 @@ class StepPlanner:
             if plan.has_room(2):
                 self._admit(plan, now, before=self._table.rank(request))
                 self._plan_one(request, plan)
-        # After a preemption the room is for those who run; only when it left nobody may the queue be asked.
+        # After a preemption the room is for running requests. Admit from the queue only if none is left.
         self._admit(plan, now, before=None)
         if not len(plan):
             if self._offloading is not None:
@@ -263,7 +263,7 @@ class StepPlanner:
         """Give a waiting request its blocks and a share of the step; False when the step has no tokens for it."""
         offloading, tiers, found = self._offloading, self._tiers, match.num_blocks
         num_saved = 0 if offloading is None else offloading.num_saved_tokens(request, found)
-        is_read = request.reading is not None  # row by row: nothing that others have computed tells of its rows
+        is_read = request.reading is not None  # its rows are scored one by one, which cached blocks cannot provide
         num_below = 0 if num_saved or is_read or tiers is None else tiers.reach(request, found)
         twin = None if num_saved or num_below or is_read else self._in_flight.twin(request, found)
         num_cached = (found + num_below) * self._blocks.block_size

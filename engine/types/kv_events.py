@@ -1,4 +1,4 @@
-"""What a worker tells the cluster about its prefix cache: stored, evicted, cleared, in order and numbered.
+"""Events of a worker's prefix cache for the cluster: stored, evicted, cleared, in order and numbered.
 
 The log is drained once per step. It is bounded: when a step brings more events than it can keep, they are all
 dropped and the next numbers show the gap, upon which the reader reloads the whole set (`PrefixIndex.snapshot`).

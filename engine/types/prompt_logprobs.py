@@ -1,4 +1,4 @@
-"""Prompt logprobs in the engine: what is asked of a prompt's own tokens, and what has come of it so far.
+"""Prompt logprobs in the engine: what to compute for a prompt's own tokens, and the results so far.
 
 A request that carries a `PromptScoringState` computes its prompt as any other does, in chunks and between preemptions;
 the rows of each chunk are read before they are discarded. KV that is in the cache has no rows to read, so such a
@@ -30,7 +30,7 @@ class PromptScoringState:
 
     @property
     def num_wanted(self) -> int:
-        """Rows to look at: a row tells of the token behind it, so of log probabilities the last row has none."""
+        """Rows to score: a row has the log probability of the next token, so the last row has none."""
         return self.num_prompt_tokens - (self.num_top is not None)
 
     def rows(self, start: int, num_tokens: int) -> range:

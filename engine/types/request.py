@@ -23,7 +23,7 @@ from tandem.values.sampling import SamplingParams
 
 
 class BlockSeconds:
-    """The sum over time of blocks held, told of every change with the time at which it was."""
+    """Integrates the number of blocks held over time."""
 
     __slots__ = ("_num_blocks", "_since_s", "_total")
 
@@ -33,7 +33,7 @@ class BlockSeconds:
         self._total = 0.0
 
     def change(self, num_blocks: int, now_s: float) -> None:
-        """From now on so many are held."""
+        """Note that `num_blocks` are held from now on."""
         if self._num_blocks:
             self._total += self._num_blocks * (now_s - self._since_s)
         self._num_blocks, self._since_s = num_blocks, now_s
@@ -69,7 +69,7 @@ class BlockTable:
     def __init__(self, ids: Iterable[BlockId] = ()) -> None:
         self._ids = array("i", ids)
         self.version = 0
-        """Changes with every edit that is not an append: whoever mirrors a table copies only what is new."""
+        """Changes with every edit that is not an append, so that a mirror of the table copies only new blocks."""
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -157,7 +157,7 @@ class Request:
     guide: TokenGuide | None = None
     """Follows the answer's grammar, if it has one."""
     reading: PromptScoringState | None = None
-    """What is asked of the prompt's own tokens; such a request samples one token, which nobody wants."""
+    """Prompt scoring, if requested; such a request samples one token, which is discarded."""
     end_rule: EndRule | None = None
     """The scheduler's, from `params` and the model; None before it has seen the request."""
 
@@ -231,7 +231,7 @@ class TokenEvent(NamedTuple):
 
     request_id: RequestId
     index: int  # type: ignore[assignment]  # nobody searches an event: the tuple's own `index` is not missed
-    """Position of the token in the output, from 0; equals the number of outputs when only an end is told."""
+    """Position of the token in the output, from 0; equals the number of outputs when the event is only an end."""
     token: SampledToken | None
     finish_reason: FinishReason | None
     num_cached_tokens: int

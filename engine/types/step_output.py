@@ -1,4 +1,4 @@
-"""What one engine step tells the worker's shell: values only, safe to hand to another thread.
+"""The results of an engine step for the worker: values only, safe to pass to another thread.
 
 What every step makes is a tuple: a frozen dataclass costs five times as much.
 """

@@ -1,4 +1,4 @@
-"""What the tiers below the pool did and hold: counted where it happens, told as plain values."""
+"""Counters and gauges of the cache tiers below the pool, as plain values."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""What a grammar asks of the engine: which tokens may come next, told by somebody who follows the answer so far.
+"""The interface between a grammar and the engine: a guide follows an answer and says which tokens may come next.
 
 A guide is a pure function of its grammar and the tokens accepted, so any worker takes an answer up where another left
 it by having a fresh guide follow the tokens that exist.

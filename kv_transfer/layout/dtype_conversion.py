@@ -52,7 +52,7 @@ class _Vectors:
 
 
 class Converter:
-    """From one dtype to another. One thread at a time; whoever converts on several has several."""
+    """Converts one dtype to another. Not thread-safe: use one per thread."""
 
     def __init__(self, source: str, destination: str, *, head_scales: Floats | None = None) -> None:
         """`head_scales`: the model's, for fp8_e4m3: `[num_layers, 2, num_kv_heads]` of all ranks; 1 when absent.

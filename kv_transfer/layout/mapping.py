@@ -151,7 +151,7 @@ class CellMapping:
         )
 
     def run_pairs(self, cells: CellRange, source: TokenBlocks, destination: TokenBlocks) -> RunPairs:
-        """`reads` and `writes` at once, for whoever sees both regions. Raises TransferError too when dtypes differ."""
+        """Pairs of `reads` and `writes`, to copy between two mapped regions. TransferError also for unequal dtypes."""
         if not self.same_dtype:
             raise TransferError("cells of different dtypes are converted, not copied")
         heads = self._heads_of(cells)

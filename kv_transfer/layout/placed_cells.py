@@ -27,7 +27,7 @@ class PlacedCells:
         return self.mapping.writes(cells, self.at)
 
     def run_pairs_to(self, destination: "PlacedCells", cells: CellRange) -> RunPairs:
-        """From the source to the destination, for whoever sees both pools."""
+        """Pairs of runs from this source to a destination, for copies between two mapped pools."""
         return self.mapping.run_pairs(cells, self.at, destination.at)
 
     def fan_out(self, cells: CellRange) -> RunPairs:

@@ -18,8 +18,8 @@ Bytes = npt.NDArray[np.uint8]
 class DevicePool(Protocol):
     """One worker's blocks. Every call returns when its work is done; any thread may call, and several at once.
 
-    Nothing waits for what the engine has asked of the device: what is read must be there when the call is made, and
-    what is written must be nobody's (kv_transfer.torch_pool says why both hold). Meanwhile the caller holds no lock
+    Calls do not wait for the engine's work on the device: what is read must be there when the call is made, and what is
+    written must be unused (kv_transfer.torch_pool says why both hold). Meanwhile the caller holds no lock
     that the event loop takes.
 
     What works on the device raises TransferError when sizes disagree, or when there is no memory left for the work.
@@ -49,7 +49,7 @@ class DevicePool(Protocol):
 
     @property
     def memory(self) -> Any:
-        """The whole pool as a tensor, for whoever lends it to another process."""
+        """The whole pool as a tensor, to be shared with another process."""
 
     def send(self, reads: Runs, target: Any, writes: Runs) -> int:
         """Copy into another pool that this process has opened, device to device; `sum32` of what went."""

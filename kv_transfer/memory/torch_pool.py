@@ -1,16 +1,16 @@
 """A DevicePool over a torch tensor, on whatever device that is. Imports torch lazily.
 
-Work on the pool has streams of its own and waits for nobody. The engine's stream runs a step ahead, so whoever waited
-for it would wait for steps that touch none of the blocks in question. That nothing is read before it is written, nor
-written while it is read, follows from what holds before anybody asks for work here:
+Work on the pool has streams of its own and does not wait for the engine's stream, which runs a step ahead, since its
+steps touch none of the blocks in question. That nothing is read before it is written, nor written while it is read,
+follows from what holds before any call here:
 
-- A *source* is told once the step that wrote it has settled, that is, the engine's thread has waited for the step's
+- A *source* is reported once the step that wrote it has settled, that is, the engine's thread has waited for the step's
   own event (`engine.runner.pending_samples`), so everything up to that step is in the pool. A block that a step brings
-  up from host memory bears its name sooner, but is told with that step, too (`Scheduler.is_arriving`); one that comes
+  up from host memory has its name sooner, but is reported with that step, too (`Scheduler.is_arriving`); one that comes
   up between steps is there when the call returns (`BlockMover.move_now` waits); one that a hand-off has brought is
-  told after its `verify`, which ends after the copies below. No later step writes what was told: steps write positions
-  beyond those computed, and a prompt's last block leaves after its last step. Layers of a step under way are told only
-  where the host itself computes them.
+  reported after its `verify`, which ends after the copies below. No later step writes a reported block: steps write
+  positions beyond those computed, and a prompt's last block leaves after its last step. Layers of a step under way are
+  reported only where the host itself computes them.
 - A *destination* is a free block, and a block becomes free when the newest step that may touch it has settled
   (`engine.lookahead.StepHolds`). Where a step still saves a block that nobody holds, nobody outside is given it before
   that step has settled (`Batch.saves_free_blocks`); what `bind` evicts has been saved when it returns.

@@ -11,10 +11,9 @@ BURST_BYTES = 1 << 20
 
 
 class BurstLock:
-    """A lock whose holder can see that it is wanted, and cannot take it again before whoever waited.
+    """A lock whose holder can see waiters, and cannot acquire it again before them.
 
-    A plain lock lets its holder release and take it again for as long as it likes; whoever waits then waits for all
-    bursts of everything that is queued.
+    A plain lock lets its holder release and acquire it again indefinitely; a waiter then waits for all queued bursts.
     """
 
     __slots__ = ("_entrance", "_lock", "_wanted", "release", "wanted")
@@ -28,7 +27,7 @@ class BurstLock:
         self.release = self._lock.release
 
     def acquire(self) -> None:
-        """Wait for the lock; whoever waits holds the entrance, so the last holder comes after them."""
+        """Wait for the lock. The waiter holds the entrance, so the last holder comes after it."""
         with self._entrance:
             if not self._lock.acquire(False):
                 self._wanted.value = 1

@@ -7,7 +7,7 @@ class HandoffState(Enum):
     """Where one attempt of one hand-off stands; a half never goes back."""
 
     NEW = "new"
-    """Asked for; the prompt waits in the prefill worker's queue."""
+    """Requested; the prompt waits in the prefill worker's queue."""
     OFFERED = "offered"
     """The prompt leaves the queue; destinations are being bound."""
     RESERVED = "reserved"

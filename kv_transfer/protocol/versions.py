@@ -1,6 +1,6 @@
-"""Versions of the hand-off protocol: which are spoken here, and which kinds of message each has. Pure.
+"""Versions of the hand-off protocol: which are supported, and which kinds of message each one added. Pure.
 
-Whoever adds a kind of message raises `SPOKEN.newest` and says so here. 3: HELLO says a range of versions.
+A new kind of message raises `SPOKEN.newest` and is listed here. 3: HELLO has a range of versions.
 """
 
 from tandem.protocol.version_negotiation import Dialect, VersionRange

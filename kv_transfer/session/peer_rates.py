@@ -1,7 +1,7 @@
 """Estimates the transfer rate of each peer from the chunks received. Pure.
 
-Measured rates are believed for a while: with time an estimate leans towards what it is a case of, a peer's towards its
-transport's and that towards a prior. So a peer that was slow once is asked again, though it sends only when asked.
+Measured rates lose weight with time: a peer's estimate drifts towards its transport's, and that towards a prior. So a
+peer that was slow once is tried again, although its rate is measured only when it is used.
 """
 
 from collections import OrderedDict

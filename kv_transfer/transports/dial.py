@@ -1,6 +1,6 @@
 """Connections of transports that cross machines: an advert says where a receiver listens, and with which secret.
 
-The advert comes over the authenticated link between the workers, so whoever knows the secret belongs to the cluster.
+The advert comes over the authenticated link between the workers, so a peer with the secret belongs to the cluster.
 """
 
 import json

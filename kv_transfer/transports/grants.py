@@ -1,7 +1,7 @@
 """Grants of a receiving end: unguessable tokens, each naming where one attempt's cells land.
 
 Host memory is written under a grant's lock, a burst at a time, so a revocation, which takes it on the event loop, is
-proven at once. A device is not waited for under a lock: what it is writing then ends by itself, and is told.
+proven at once. A device is not waited for under a lock: its current write ends by itself, and the end is reported.
 """
 
 import secrets
@@ -30,7 +30,7 @@ class WriteGrant:
     token: bytes
     landing: Landing
     quieted: Callable[["WriteGrant"], None]
-    """Told, without the lock, when a device has ended what it was writing as the grant was revoked."""
+    """Called, without the lock, when a device has finished the write during which the grant was revoked."""
     lock: BurstLock = field(default_factory=BurstLock)
     revoked: bool = False
     num_moving: int = 0
@@ -64,7 +64,7 @@ class GrantTable:
         self._listener: Callable[[TransferKey], None] = lambda _key: None
 
     def listen_quiet(self, listener: Callable[[TransferKey], None]) -> None:
-        """Who is told of a revoked grant that `is_quiet` after all; called once, before the first grant."""
+        """Set the callback for revoked grants that become quiet later; called once, before the first grant."""
         self._listener = listener
 
     def __len__(self) -> int:
@@ -114,7 +114,7 @@ class GrantTable:
         return not grant.revoked
 
     def is_quiet(self, key: TransferKey) -> bool:
-        """Whether no device is at work for a grant that was revoked; else the listener is told."""
+        """Whether no device is writing under a revoked grant; if one is, the listener is called when it ends."""
         with self._lock:
             return key not in self._ending
 
@@ -124,7 +124,7 @@ class GrantTable:
         self._listener(grant.key)
 
     def revoke(self, key: TransferKey) -> WriteGrant | None:
-        """End a grant. On return nobody holds its lock, and whoever takes it next finds it revoked; see `is_quiet`."""
+        """Revoke a grant. On return its lock is free, and the next holder finds the grant revoked; see `is_quiet`."""
         with self._lock:
             grant = self._by_key.pop(key, None)
             if grant is None:

@@ -70,7 +70,7 @@ class KVReceiver(Protocol):
         """End a grant, known or not. True: no byte of it can land any more; else the quiet listener will tell."""
 
     def listen_quiet(self, listener: QuietListener) -> None:
-        """Set who is told about late proofs; called once, before the first grant."""
+        """Set the callback for late proofs; called once, before the first grant."""
 
     def close(self) -> None:
         """Drop every peer and stop every thread; afterwards nothing lands."""

@@ -56,7 +56,7 @@ class RegionCopier:
         gate: WriteStopLock,
         reading: Callable[[], AbstractContextManager[None]],
     ) -> tuple[int, int]:
-        """Layer by layer, which is how the wire orders them: whoever wants the gate waits for one."""
+        """Copy layer by layer, which is the order on the wire: a thread that waits for the lock waits for one layer."""
         # All of them are looked up first: an order that is refused has written nothing.
         order.source.reads(order.cells)
         target.writes(order.cells)

@@ -24,7 +24,7 @@ def listen_on_this_host() -> tuple[str, socket.socket]:
 
 
 def refuses_user(sock: socket.socket) -> str | None:
-    """Why whoever connected is none of ours, by the kernel's word; see unix(7), SO_PEERCRED."""
+    """Why the peer's user is not ours, according to the kernel; None if it is. See unix(7), SO_PEERCRED."""
     _pid, uid, _gid = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return None if uid == os.getuid() else f"it is of uid {uid}"
 

@@ -147,7 +147,7 @@ class WriteQueue:
             except TransferError as error:
                 job.fail(error.message)
             except Exception as error:
-                # The thread's outermost frame: nobody else would be told. The write may have stopped anywhere, so the
+                # The thread's outermost frame: the error would be lost. The write may have stopped anywhere, so the
                 # connection is not to be trusted; the thread lives on to take what is queued, which is stopped.
                 name = job.order.key.transfer_id
                 log.exception("%s: a KV write ended in a bug: %s", name, type(error).__name__, extra=about(name))

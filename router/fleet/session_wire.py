@@ -78,14 +78,14 @@ def hello_to_pb(incarnation: Incarnation, *, reads_redis: bool = False) -> pb.Ro
     return pb.RouterMessage(hello=hello)
 
 
-def supersede_to_pb() -> pb.RouterMessage:
+def end_earlier_sessions_to_pb() -> pb.RouterMessage:
     """Make the message that ends earlier sessions of this router."""
-    return pb.RouterMessage(supersede=pb.Supersede())
+    return pb.RouterMessage(end_earlier_sessions=pb.EndEarlierSessions())
 
 
-def adopt_to_pb(request_id: RequestId, attempt: int, num_shown: int) -> pb.RouterMessage:
+def take_over_to_pb(request_id: RequestId, attempt: int, num_shown: int) -> pb.RouterMessage:
     """Make the message that hands another router's stream to this one."""
-    return pb.RouterMessage(adopt=pb.Adopt(request_id=request_id, attempt=attempt, num_shown=num_shown))
+    return pb.RouterMessage(take_over=pb.TakeOver(request_id=request_id, attempt=attempt, num_shown=num_shown))
 
 
 def hello_from_pb(message: pb.WorkerMessage) -> WorkerInfo:
@@ -142,7 +142,7 @@ def submit_to_pb(order: SubmitOrder) -> pb.RouterMessage:
 
 def score_prompt_to_pb(order: PromptScoringOrder) -> pb.RouterMessage:
     """Convert one attempt at scoring one prompt."""
-    read = pb.Read(
+    score_prompt = pb.ScorePrompt(
         request_id=order.request_id,
         attempt=order.attempt,
         prompt_token_ids=order.prompt_token_ids,
@@ -152,10 +152,10 @@ def score_prompt_to_pb(order: PromptScoringOrder) -> pb.RouterMessage:
         num_top=order.num_top,
         num_next=order.num_next,
     )
-    return pb.RouterMessage(read=read)
+    return pb.RouterMessage(score_prompt=score_prompt)
 
 
-def scores_part_from_pb(part: pb.ReadPart) -> PromptScoresPart:
+def scores_part_from_pb(part: pb.PromptScores) -> PromptScoresPart:
     """Convert a part of a prompt's scores."""
     return PromptScoresPart(
         logprobs=part.logprobs,
@@ -280,7 +280,7 @@ def _steps_from_pb(totals: pb.StepTotals) -> EngineStepTotals:
     return EngineStepTotals(steps=totals.steps, seconds=totals.seconds, tokens=totals.tokens, requests=totals.requests)
 
 
-def _redis_publishing_from_pb(report: pb.BoardReport) -> RedisPublishingReport:
+def _redis_publishing_from_pb(report: pb.RedisPublisherReport) -> RedisPublishingReport:
     return RedisPublishingReport(
         is_up=report.up, connects=report.connects, entries=report.entries, states=report.states, lag_s=report.lag_s
     )
@@ -314,29 +314,29 @@ def prefix_change_from_pb(events: pb.KVEvents) -> PrefixChange:
     )
 
 
-def cache_offer_from_pb(offer: pb.Bequest) -> CacheOffer:
+def cache_offer_from_pb(offer: pb.CacheOffer) -> CacheOffer:
     """Convert a draining worker's cache offer. Raises ProtocolError."""
     try:
         chains = chains_from_pb(offer.chains)
     except InvalidRequest as error:
-        raise ProtocolError(f"bequest: {error.message}") from None
+        raise ProtocolError(f"cache_offer: {error.message}") from None
     return CacheOffer(chains=chains, lends_s=min(max(0.0, offer.lends_s), _MAX_OFFER_S))
 
 
 def fetch_cache_to_pb(share: MigrationPlan, *, within_s: float, prefill_tokens_per_s: float) -> pb.RouterMessage:
-    order = pb.Inherit(
+    order = pb.FetchCache(
         holder=holder_to_pb(share.holder),
         block_size=share.block_size,
         chains=chains_to_pb(share.chains),
         within_s=within_s,
         prefill_tokens_per_s=prefill_tokens_per_s,
     )
-    return pb.RouterMessage(inherit=order)
+    return pb.RouterMessage(fetch_cache=order)
 
 
 def migration_ended_to_pb() -> pb.RouterMessage:
     """Make the message that ends a draining worker's migration."""
-    return pb.RouterMessage(settled=pb.Settled())
+    return pb.RouterMessage(cache_offer_ended=pb.CacheOfferEnded())
 
 
 def pin_to_pb(order: PinOrder) -> pb.RouterMessage:
@@ -354,7 +354,7 @@ def resync_to_pb() -> pb.RouterMessage:
     return pb.RouterMessage(resync=pb.Resync())
 
 
-def migration_source_from_pb(ended: pb.Inherited) -> WorkerKey:
+def migration_source_from_pb(ended: pb.CacheFetched) -> WorkerKey:
     """Return whose cache the target of a migration reports on."""
     return WorkerKey(WorkerId(ended.worker_id), Incarnation(ended.incarnation))
 
@@ -382,7 +382,7 @@ def transfers_from_pb(report: pb.TransferReport) -> TransferReport:
     )
 
 
-def _migrated(blocks: pb.InheritedBlocks) -> MigratedBlocks:
+def _migrated(blocks: pb.MigratedBlocks) -> MigratedBlocks:
     return MigratedBlocks(
         outcome=blocks.outcome if blocks.outcome in _MIGRATED else "other",
         num_blocks=blocks.blocks,

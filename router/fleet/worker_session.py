@@ -19,10 +19,10 @@ import grpc.aio
 
 from router.fleet.session_wire import (
     ProtocolError,
-    adopt_to_pb,
     batch_orders,
     cache_offer_from_pb,
     cancel_to_pb,
+    end_earlier_sessions_to_pb,
     fetch_cache_to_pb,
     hello_from_pb,
     hello_to_pb,
@@ -37,7 +37,7 @@ from router.fleet.session_wire import (
     score_prompt_to_pb,
     scores_part_from_pb,
     submit_to_pb,
-    supersede_to_pb,
+    take_over_to_pb,
     tokens_from_pb,
     transfer_failed_from_pb,
     unpin_to_pb,
@@ -57,12 +57,12 @@ from router.types.session_events import (
 from router.types.worker_view import PrefixChange, WorkerInfo, WorkerKey, WorkerLoad
 from router.workers.silence import SilenceWatch
 from tandem.errors import Unavailable
-from tandem.protocol.pin_wire import told_from_pb
+from tandem.protocol.pin_wire import result_from_pb
 from tandem.protocol.session_versions import router_dialect
 from tandem.v1 import session_pb2 as pb
 from tandem.v1.session_pb2_grpc import WorkerStub
 from tandem.values.ids import Incarnation, RequestId
-from tandem.values.prefix_pin import PinKey, PinOrder, PinTold
+from tandem.values.prefix_pin import PinKey, PinOrder, PinResult
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class SessionListener(Protocol):
 
     def migration_ended(self, key: WorkerKey, leaving: WorkerKey) -> None: ...
 
-    def pin_reported(self, key: WorkerKey, report: PinTold) -> None: ...
+    def pin_reported(self, key: WorkerKey, report: PinResult) -> None: ...
 
 
 OrderT = TypeVar("OrderT")
@@ -196,7 +196,7 @@ class WorkerSession:
         """
         reason = CLOSED_HERE
         listener.joined(self.info, self)
-        self._send(supersede_to_pb())
+        self._send(end_earlier_sessions_to_pb())
         try:
             async with asyncio.TaskGroup() as tasks:
                 writer = tasks.create_task(self._write())
@@ -222,7 +222,7 @@ class WorkerSession:
     def adopt(self, request_id: RequestId, attempt: int, *, num_shown: int, deliver: Deliver) -> None:
         self._require_room()
         self._attempts[request_id] = _Attempt(number=attempt, deliver=deliver)
-        self._send(adopt_to_pb(request_id, attempt, num_shown))
+        self._send(take_over_to_pb(request_id, attempt, num_shown))
 
     def reroute(self, request_id: RequestId, attempt: int, prefill: PrefillRoute | None) -> None:
         if self._attempt(request_id, attempt) is not None:
@@ -327,8 +327,8 @@ class WorkerSession:
                 listener.prefix_changed(key, prefix_change_from_pb(message.kv_events))
             case "refused":
                 self._on_refusal(message.refused)
-            case "read":
-                self._on_scores(message.read)
+            case "prompt_scores":
+                self._on_scores(message.prompt_scores)
             case "transfer_failed":
                 failed = message.transfer_failed
                 if (attempt := self._attempt(failed.request_id, failed.attempt)) is not None:
@@ -336,12 +336,12 @@ class WorkerSession:
             case "draining":
                 self._drain_reason = message.draining.reason
                 listener.draining(key, message.draining.reason)
-            case "bequest":
-                listener.cache_offered(key, cache_offer_from_pb(message.bequest))
-            case "inherited":
-                listener.migration_ended(key, migration_source_from_pb(message.inherited))
-            case "pin_told":
-                listener.pin_reported(key, told_from_pb(message.pin_told))
+            case "cache_offer":
+                listener.cache_offered(key, cache_offer_from_pb(message.cache_offer))
+            case "cache_fetched":
+                listener.migration_ended(key, migration_source_from_pb(message.cache_fetched))
+            case "pin_result":
+                listener.pin_reported(key, result_from_pb(message.pin_result))
             case other:
                 raise ProtocolError(f"unexpected {other or 'unknown message'}")
 
@@ -369,7 +369,7 @@ class WorkerSession:
             del self._reads[request_id]
             read.deliver(refused_from_pb(refused))
 
-    def _on_scores(self, message: pb.ReadPart) -> None:
+    def _on_scores(self, message: pb.PromptScores) -> None:
         if (read := self._read_of(message.request_id, message.attempt)) is None:
             return
         part = scores_part_from_pb(message)

@@ -15,7 +15,7 @@ from router.types.session_events import WorkerPort
 from router.types.worker_view import WorkerKey
 from tandem.values.block_hash import HASH_BLOCK_TOKENS
 from tandem.values.ids import BlockHash
-from tandem.values.prefix_pin import PinKey, PinOrder, PinOutcome, PinTold
+from tandem.values.prefix_pin import PinKey, PinOrder, PinOutcome, PinResult
 
 _SWEEP_S = 1.0
 """Period of sweeps for expired pins: a sweep is linear in the number of pins."""
@@ -141,7 +141,7 @@ class PinRegistry:
         """Drop the callback of `expect`."""
         self._expected.pop(PinKey(tenant, name), None)
 
-    def on_outcome(self, worker: WorkerKey, report: PinTold) -> None:
+    def on_outcome(self, worker: WorkerKey, report: PinResult) -> None:
         """Record a worker's report about a pin."""
         record = self._records.get(report.key)
         if record is not None and record.worker == worker:

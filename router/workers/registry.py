@@ -22,7 +22,7 @@ from router.workers.record import WorkerRecord, WorkerTable
 from tandem.cluster_state.entries import Share
 from tandem.values.block_hash import HASH_BLOCK_TOKENS
 from tandem.values.ids import Incarnation, WorkerId
-from tandem.values.prefix_pin import PinTold
+from tandem.values.prefix_pin import PinResult
 from tandem.values.roles import WorkerRole
 
 logger = logging.getLogger(__name__)
@@ -180,7 +180,7 @@ class WorkerRegistry:
         """Handle the end of a migration: its target has fetched what it will."""
         self._migrations.migration_ended(key, leaving)
 
-    def pin_reported(self, key: WorkerKey, report: PinTold) -> None:
+    def pin_reported(self, key: WorkerKey, report: PinResult) -> None:
         """Pass on a worker's report about a pinned prefix."""
         self.pins.on_outcome(key, report)
 

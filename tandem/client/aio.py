@@ -94,8 +94,8 @@ class AsyncClient(ClientBase):
 
     async def list_cached(self) -> list[CachedContent]:
         """The tenant's own, the newest last. Raises ServingError."""
-        told = await self._ask("ListCachedContents", pb.ListCachedContentsRequest())
-        return [cached_of(one) for one in told.cached_contents]
+        response = await self._ask("ListCachedContents", pb.ListCachedContentsRequest())
+        return [cached_of(one) for one in response.cached_contents]
 
     async def prolong_cached(self, name: str, ttl_s: float) -> CachedContent:
         """It ends so long from now. Raises as `get_cached`."""

@@ -82,7 +82,7 @@ class Piece:
     prompt_logprobs: Sequence[PromptProbability] = ()
     """Of the prompt's tokens behind the first; in pieces before those with text."""
     vote: Vote | None = None
-    """Of the choice's last piece, where one was asked for."""
+    """Set in the choice's last piece if a vote was requested."""
     reasoning_content: str = ""
     """What the model thinks before it answers; not in `text`."""
 
@@ -127,9 +127,9 @@ class Answer:
     choices: Sequence[Choice]
     usage: Usage
     timing: Mapping[str, Any]
-    """Where the time went, as the server tells it; see `X-Tandem-Timing` over HTTP."""
+    """Time per phase as the server reports it; see `X-Tandem-Timing` over HTTP."""
     prompt_logprobs: Sequence[PromptProbability] = ()
-    """Of the prompt's tokens behind the first, where they were asked for."""
+    """Of the prompt's tokens after the first, if requested."""
 
     @property
     def text(self) -> str:
@@ -229,7 +229,7 @@ def answer_of(pieces: Iterable[Piece], timing: Mapping[str, Any]) -> Answer:
 
 
 def vectors_of(answer: pb.EmbedResponse) -> list[list[float]]:
-    """In the order of what was asked."""
+    """Vectors in the order of the inputs."""
     return [list(one.values) for one in answer.embeddings]
 
 

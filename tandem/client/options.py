@@ -115,9 +115,9 @@ class Options:
     cached_content: str | None = None
     """Name of what the conversation begins with."""
     best_of: int | None = None
-    """So many choices are generated, and the `n` likeliest are told."""
+    """Generate this many choices and return the `n` most likely."""
     vote: bool | None = None
-    """One choice of `n` is told: the answer that most of them gave."""
+    """Return one choice of `n`: the answer that most of them gave."""
     vote_pattern: str | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None
@@ -127,9 +127,9 @@ class Options:
 
     @property
     def can_be_continued(self) -> bool:
-        """Whether an answer that broke can go on behind what came of it; else its caller is told."""
+        """Whether a broken answer can be resumed; if not, the caller gets the error."""
         at_end = (self.prompt_logprobs, self.best_of, self.vote or None, self.use_beam_search or None)
-        return all(asked is None for asked in at_end)
+        return all(option is None for option in at_end)
 
 
 DEFAULT_OPTIONS = Options()

@@ -1,8 +1,7 @@
-"""One streamed answer across the connections that it takes: what is asked next, and when. Pure.
+"""One streamed answer across several connections: which request to send next, and when. Pure.
 
-A stream that broke goes on behind the last piece that came, if its pieces bear ids; before the first piece it is
-simply asked for again.
-Routers are asked in turn. The bound is one of attempts in a row that bring nothing.
+A broken stream is resumed after the last piece received if its pieces have ids; before the first piece the request is
+simply sent again. Routers are tried in turn. The limit counts consecutive attempts without progress.
 """
 
 from dataclasses import dataclass

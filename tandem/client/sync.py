@@ -94,8 +94,8 @@ class Client(ClientBase):
 
     def list_cached(self) -> list[CachedContent]:
         """The tenant's own, the newest last. Raises ServingError."""
-        told = self._ask("ListCachedContents", pb.ListCachedContentsRequest())
-        return [cached_of(one) for one in told.cached_contents]
+        response = self._ask("ListCachedContents", pb.ListCachedContentsRequest())
+        return [cached_of(one) for one in response.cached_contents]
 
     def prolong_cached(self, name: str, ttl_s: float) -> CachedContent:
         """It ends so long from now. Raises as `get_cached`."""

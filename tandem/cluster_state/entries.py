@@ -1,11 +1,11 @@
-"""What stands on the board, sealed: entries as bytes, and bytes as entries that can be believed.
+"""Encodes and authenticates the cluster state that workers and routers publish in Redis.
 
-A value is an HMAC-SHA-256 and a protobuf message (tandem/v1/board.proto). The key comes from the cluster's secret; the
-code covers the kind of entry, the cluster's name and the whole message, which names worker, incarnation and sequence.
-So whoever can write to Redis but lacks the secret can at most remove entries or put old ones back: both cost hit rate.
-Of loads, a router counts none from before it began, and none that is no newer than its writer's newest that it heard.
-Only one that came here while it lived, and that it missed, counts as if it were new, for one lease.
-Whatever is too large, malformed, forged or somebody else's is a BadEntry.
+A value is an HMAC-SHA-256 tag and a protobuf message (tandem/v1/cluster_state.proto). The key is derived from the
+cluster's secret; the tag covers the kind of entry, the cluster's name and the whole message, which has the worker's id,
+incarnation and sequence number. So an attacker who can write to Redis but lacks the secret can at most remove entries
+or restore old ones: both cost hit rate. A router ignores loads that were written before it started, and loads that are
+not newer than the latest one it has seen of the same router. One that it missed while it was running counts as new, for
+one lease. An entry that is too large, malformed, forged or somebody else's raises BadEntry.
 """
 
 import hmac
@@ -15,24 +15,24 @@ from typing import Any, NamedTuple, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from tandem.v1 import board_pb2 as pb
+from tandem.v1 import cluster_state_pb2 as pb
 from tandem.v1 import session_pb2
 from tandem.values.block_hash import HASH_BYTES
 from tandem.values.ids import BlockHash, Incarnation, WorkerId
 from tandem.values.roles import WorkerRole
 
 MAX_CHANGES = 1024
-"""In one entry of a log: what a router takes in at once, between two steps of its event loop."""
+"""Most changes in one log entry: a router applies them in one step of its event loop."""
 MAX_STATE_NAMES = 1 << 20
 MAX_SHARES = 4096
 MAX_TALLIES = 4096
 MAX_HEARD = 256
-"""Other routers, named in a load."""
+"""Most other routers that a load lists."""
 TAG_BYTES = 16
 MAX_ID_LENGTH = 128
 MAX_ADDRESS_LENGTH = 256
 SMALL_BYTES = 1024
-"""Most of a worker's notice or head."""
+"""Size limit of a worker's registration or log head."""
 STATE_BYTES = MAX_STATE_NAMES * HASH_BYTES + SMALL_BYTES
 CHANGES_BYTES = MAX_CHANGES * (HASH_BYTES + 1) + SMALL_BYTES
 LOAD_BYTES = MAX_SHARES * (MAX_ID_LENGTH + 64) + MAX_TALLIES * (TAG_BYTES + 32) + MAX_HEARD * 10 + SMALL_BYTES
@@ -44,18 +44,18 @@ _M = TypeVar("_M", bound=Message)
 
 
 class BadEntry(Exception):
-    """This is no entry of this cluster, or not the one that should stand there; says why."""
+    """The value is not an authentic entry of this cluster, or belongs under another key; the message says why."""
 
 
 class Process(NamedTuple):
-    """One process of a worker: a restarted worker is another one."""
+    """One process of a worker: a restart makes it another process."""
 
     worker_id: WorkerId
     incarnation: Incarnation
 
     @property
     def mark(self) -> str:
-        """As part of a key."""
+        """The process as part of a Redis key."""
         return f"{self.worker_id}@{self.incarnation:x}"
 
     @classmethod
@@ -73,7 +73,7 @@ class Process(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notice:
-    """A worker process, and where it serves its sessions."""
+    """A worker process and the address of its sessions."""
 
     process: Process
     role: WorkerRole
@@ -82,14 +82,14 @@ class Notice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """What there is of a worker's cache."""
+    """The extent of the entries about a worker's cache."""
 
     next_sequence: int
-    """Number of the next change."""
+    """Sequence number of the next change."""
     state_sequence: int
-    """Number of the next change after the state."""
+    """Sequence number of the first change that the snapshot does not include."""
     num_entries: int
-    """In the log."""
+    """Number of entries in the log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,22 +128,22 @@ class Share:
 
     process: Process
     report_number: int
-    """The worker's newest report that the router has heard."""
+    """Number of the worker's latest report that the router has received."""
     backlog_tokens: int
     num_requests: int
     backlog_since: int
-    """Of these tokens and requests, those sent since that report."""
+    """The part of both that was submitted after that report."""
     num_since: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantTally:
-    """What one tenant has had of one router since it last came there after a while."""
+    """A tenant's usage at one router during the current epoch."""
 
     tenant: bytes
-    """A keyed hash of its name, of TAG_BYTES."""
+    """Keyed hash of the tenant's name, TAG_BYTES long."""
     epoch: int
-    """How often it has come so."""
+    """Number of times that the tenant has returned after an idle period, which resets its counters."""
     requests: int
     tokens: int
     num_inflight: int
@@ -151,44 +151,44 @@ class TenantTally:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterLoad:
-    """What one router has under way."""
+    """The requests that a router has in flight, and its tenants' usage."""
 
     router: Incarnation
     sequence: int
     shares: tuple[Share, ...]
     tallies: tuple[TenantTally, ...] = ()
     hears: tuple[Incarnation, ...] = ()
-    """Other routers that it knew of when it wrote this."""
+    """Other routers that it knew when it wrote this."""
 
 
 class ClusterStateCodec:
-    """Entries of one cluster."""
+    """Encodes and verifies the entries of one cluster."""
 
     def __init__(self, secret: bytes, cluster: str) -> None:
         self._key = hmac.digest(secret, b"tandem board v1", "sha256")
         self._cluster = cluster.encode()
 
     def seal_notice(self, notice: Notice) -> bytes:
-        """A worker is here."""
+        """Encode the registration of a worker process."""
         role, address = _ROLES[notice.role], notice.address
-        return self._seal(b"worker", pb.BoardWorker(**_who(notice.process), role=role, address=address))
+        return self._seal(b"worker", pb.WorkerRegistration(**_who(notice.process), role=role, address=address))
 
     def open_notice(self, data: bytes, process: Process) -> Notice:
         """Raises BadEntry for an entry that is malformed or not authentic."""
-        message = self._open(b"worker", data, pb.BoardWorker, SMALL_BYTES, process)
+        message = self._open(b"worker", data, pb.WorkerRegistration, SMALL_BYTES, process)
         role = _ROLE_OF.get(message.role)
         host, _, port = message.address.rpartition(":")
         if role is None or len(message.address) > MAX_ADDRESS_LENGTH:
-            raise BadEntry("no role, or no address")
+            raise BadEntry("no valid role or address")
         if not host or not (port.isascii() and port.isdecimal()) or not 0 < int(port) < 65536:
-            raise BadEntry("no address")
+            raise BadEntry("no valid address")
         return Notice(process=process, role=role, address=message.address)
 
     def seal_head(self, process: Process, footprint: Footprint) -> bytes:
-        """What there is of a worker's cache."""
+        """Encode the extent of the entries about a worker's cache."""
         return self._seal(
             b"head",
-            pb.BoardHead(
+            pb.CacheLogHead(
                 **_who(process),
                 next_sequence=footprint.next_sequence,
                 state_sequence=footprint.state_sequence,
@@ -198,17 +198,17 @@ class ClusterStateCodec:
 
     def open_head(self, data: bytes, process: Process) -> Footprint:
         """Raises BadEntry for an entry that is malformed or not authentic."""
-        head = self._open(b"head", data, pb.BoardHead, SMALL_BYTES, process)
+        head = self._open(b"head", data, pb.CacheLogHead, SMALL_BYTES, process)
         _check_counts(head.next_sequence, head.state_sequence)
         return Footprint(
             next_sequence=head.next_sequence, state_sequence=head.state_sequence, num_entries=head.num_entries
         )
 
     def seal_changes(self, process: Process, changes: Changes) -> bytes:
-        """One entry of a log. Raises ValueError beyond MAX_CHANGES."""
+        """Encode a log entry. Raises ValueError beyond MAX_CHANGES."""
         if not 0 < len(changes.changes) <= MAX_CHANGES:
-            raise ValueError(f"{len(changes.changes)} changes in one entry")
-        message = pb.BoardChanges(
+            raise ValueError(f"a log entry must have 1 to {MAX_CHANGES} changes, got {len(changes.changes)}")
+        message = pb.CacheChanges(
             **_who(process),
             first_sequence=changes.first_sequence,
             names=b"".join(name for name, _ in changes.changes),
@@ -218,7 +218,7 @@ class ClusterStateCodec:
 
     def open_changes(self, data: bytes, process: Process) -> Changes:
         """Raises BadEntry for an entry that is malformed or not authentic."""
-        message = self._open(b"changes", data, pb.BoardChanges, CHANGES_BYTES, process)
+        message = self._open(b"changes", data, pb.CacheChanges, CHANGES_BYTES, process)
         _check_counts(message.first_sequence)
         count, names, stored = len(message.stored), message.names, message.stored
         if not 0 < count <= MAX_CHANGES or len(names) != count * HASH_BYTES or stored.strip(b"\0\1"):
@@ -229,22 +229,22 @@ class ClusterStateCodec:
         )
 
     def seal_state(self, process: Process, next_sequence: int, names: Sequence[BlockHash]) -> bytes:
-        """A whole cache; of more names than there may be, the first: a prefix is useful from its beginning."""
+        """Encode a snapshot of a cache, of its first MAX_STATE_NAMES names: parents come before their children."""
         packed = b"".join(names[:MAX_STATE_NAMES])
-        return self._seal(b"state", pb.BoardState(**_who(process), next_sequence=next_sequence, names=packed))
+        return self._seal(b"state", pb.CacheSnapshot(**_who(process), next_sequence=next_sequence, names=packed))
 
     def open_state(self, data: bytes, process: Process) -> CacheState:
         """Raises BadEntry for an entry that is malformed or not authentic."""
-        message = self._open(b"state", data, pb.BoardState, STATE_BYTES, process)
+        message = self._open(b"state", data, pb.CacheSnapshot, STATE_BYTES, process)
         _check_counts(message.next_sequence)
         if len(message.names) % HASH_BYTES:
-            raise BadEntry("part of a name")
+            raise BadEntry("names end with an incomplete name")
         return CacheState(next_sequence=message.next_sequence, names=message.names)
 
     def seal_load(self, load: RouterLoad) -> bytes:
-        """What a router has under way; of more workers than there may be, the first."""
+        """Encode a router's load, at most MAX_SHARES workers of it."""
         shares = [
-            pb.BoardShare(
+            pb.RouterLoadShare(
                 **_who(share.process),
                 report_number=share.report_number,
                 backlog_tokens=share.backlog_tokens,
@@ -254,7 +254,7 @@ class ClusterStateCodec:
             )
             for share in load.shares[:MAX_SHARES]
         ]
-        message = pb.BoardLoad(
+        message = pb.RouterLoad(
             router=load.router,
             sequence=load.sequence,
             shares=shares,
@@ -265,9 +265,9 @@ class ClusterStateCodec:
 
     def open_load(self, data: bytes, router: Incarnation) -> RouterLoad:
         """Raises BadEntry for an entry that is malformed or not authentic."""
-        message = self._parse(b"load", data, pb.BoardLoad, LOAD_BYTES)
+        message = self._parse(b"load", data, pb.RouterLoad, LOAD_BYTES)
         if message.router != router:
-            raise BadEntry("another router's")
+            raise BadEntry("entry of another router")
         if len(message.shares) > MAX_SHARES:
             raise BadEntry("too many shares")
         if len(message.hears) > MAX_HEARD:
@@ -287,15 +287,15 @@ class ClusterStateCodec:
     def _open(self, kind: bytes, data: bytes, form: type[_M], most_bytes: int, process: Process) -> _M:
         message = self._parse(kind, data, form, most_bytes)
         if (message.worker_id, message.incarnation) != process:  # type: ignore[attr-defined]  # all of these have both
-            raise BadEntry("another worker's")
+            raise BadEntry("entry of another worker")
         return message
 
     def _parse(self, kind: bytes, data: bytes, form: type[_M], most_bytes: int) -> _M:
         if not _MAC_BYTES <= len(data) <= most_bytes:
-            raise BadEntry(f"{len(data)} bytes")
+            raise BadEntry(f"size must be {_MAC_BYTES} to {most_bytes} bytes, got {len(data)}")
         body = data[_MAC_BYTES:]
         if not hmac.compare_digest(data[:_MAC_BYTES], self._mac(kind, body)):
-            raise BadEntry("forged, or of another cluster")
+            raise BadEntry("wrong HMAC: forged, or of another cluster")
         message = form()
         try:
             message.ParseFromString(body)
@@ -312,7 +312,7 @@ class ClusterStateCodec:
 
 
 def tallies_to_pb(tallies: Sequence[TenantTally]) -> list[pb.TenantTally]:
-    """Of more tenants than there may be, the first."""
+    """Convert at most MAX_TALLIES tenants; the first ones."""
     return [pb.TenantTally(**asdict(tally)) for tally in tallies[:MAX_TALLIES]]
 
 
@@ -338,7 +338,7 @@ def _names(packed: bytes) -> Iterable[BlockHash]:
     return (BlockHash(packed[i : i + HASH_BYTES]) for i in range(0, len(packed), HASH_BYTES))
 
 
-def _share(share: pb.BoardShare) -> Share:
+def _share(share: pb.RouterLoadShare) -> Share:
     if not 0 < len(share.worker_id) <= MAX_ID_LENGTH:
         raise BadEntry("no worker")
     _check_counts(share.report_number, share.backlog_tokens, share.backlog_since)

@@ -8,7 +8,7 @@ from tandem.cluster_state.entries import Process
 from tandem.values.ids import Incarnation
 
 FORGET_MS = 3_600_000
-"""Whoever has not been there for so long, or claims to be there so much later, leaves the sorted sets."""
+"""Members whose time is this far in the past or in the future are removed from the sorted sets."""
 
 
 class ClusterStateKeys:

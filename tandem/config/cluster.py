@@ -249,7 +249,7 @@ class ClusterConfig(Section):
                 "prefill.kv_dtype and decode.kv_dtype: int8 and fp8_e4m3 cannot be converted into each other"
             )
         dtype = BUILTIN_DTYPE if self.model.path == BUILTIN and self.model.dtype == AUTO_DTYPE else self.model.dtype
-        # What `auto` stands for is known to whoever has the model: workers check it at their start.
+        # Only workers, which have the model, know what `auto` stands for: they check it at their start.
         if dtype != AUTO_DTYPE and (reason := self.mistaken_wire_dtype(dtype)):
             raise ValueError(reason)
         keys_elsewhere = self.router.api_keys_file is not None
@@ -288,13 +288,13 @@ def load(path: Path | None, overrides: Mapping[str, Any] | None = None) -> Clust
 def _describe(error: ErrorDetails) -> str:
     """One mistake, beginning with the setting's name; mistakes between sections name theirs themselves."""
     name = ".".join(map(str, error["loc"]))
-    told = error["msg"].removeprefix("Value error, ")
+    message = error["msg"].removeprefix("Value error, ")
     if error["type"] in _BOUND_ERRORS:
-        told += f", got {error['input']}"
+        message += f", got {error['input']}"
     if error["type"] == "extra_forbidden":
         meant = _closest_setting(ClusterConfig, error["loc"])
         return f"{name}: unknown setting" + (f"; did you mean {meant}?" if meant else "")
-    return f"{name}: {told}" if name else told
+    return f"{name}: {message}" if name else message
 
 
 def _setting_names(section: type[BaseModel], before: str = "") -> Iterator[str]:

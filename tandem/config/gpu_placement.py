@@ -1,8 +1,8 @@
 """Decides which of a host's GPUs each of its workers computes on, and how many share each. Pure.
 
-GPUs are numbered as whoever starts the workers sees them, from 0 on. Workers get them in turn, prefill before decode:
-the least taken first, then the lowest. `prefill.gpus` and `decode.gpus` say which of them a pool may use. Workers on
-one GPU divide its memory evenly; ranks of one worker are never on the same one.
+GPUs are numbered from 0, as the process that starts the workers sees them. Workers get them in turn, prefill before
+decode: the least taken first, then the lowest. `prefill.gpus` and `decode.gpus` say which of them a pool may use.
+Workers on one GPU divide its memory evenly; ranks of one worker are never on the same one.
 """
 
 from collections.abc import Iterator, Sequence

@@ -88,7 +88,7 @@ def rank_port(pool: PoolConfig, index: int) -> int:
 
 
 def free_address(pool: PoolConfig, name: str, index: int, *, stated: str | None = None) -> tuple[str, int]:
-    """The same, looked at before the model is loaded; `stated` is where whoever starts the worker says that it is.
+    """Check, before the model is loaded, that the address is free. `stated`: the address from the parent process.
 
     Raises OSError when somebody listens there, too.
     """

@@ -21,7 +21,7 @@ KEPT_LIBRARIES = 8
 
 
 class NativeUnavailable(Exception):
-    """Compiled code cannot serve here, and whoever wanted it does without. The message says why."""
+    """Compiled code is not available here, and the caller has to do without. The message says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class BuildPlan:
 
 
 def build(recipe: Recipe, cache_root: Path | None = None) -> Path:
-    """The compiled library, built now unless the cache has it; in `cache_root_of(recipe)` unless told where.
+    """The compiled library, built now unless the cache has it; in `cache_root_of(recipe)` unless `cache_root` is given.
 
     Processes that arrive together build once: the others wait for the first. Raises NativeUnavailable without a
     compiler, when the sources do not compile, or when the cache directory cannot be trusted with code.

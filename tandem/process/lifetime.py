@@ -68,7 +68,7 @@ class Lifetime:
         self._rereads.append(callback)
 
     def reread(self) -> None:
-        """Trigger a reload."""
+        """Make the process reload its files."""
         for callback in self._rereads:
             callback()
 

@@ -15,7 +15,7 @@ _LEAST_SHARE = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """One progress report."""
+    """A report on how far loading has come."""
 
     share: float
     """Share of the values that are loaded, 0 to 1."""
@@ -23,10 +23,10 @@ class LoadReport:
     """Predicted remaining seconds; None while unknown."""
 
     @classmethod
-    def read(cls, told: Any) -> Self:
+    def read(cls, value: Any) -> Self:
         """Parse a decoded JSON value. Raises LookupError, TypeError or ValueError for anything else."""
-        left_s = told["left_s"]
-        share = float(told["share"])
+        left_s = value["left_s"]
+        share = float(value["share"])
         if not 0.0 <= share <= 1.0:
             raise ValueError("share must be in [0, 1]")
         return cls(share=share, left_s=None if left_s is None else float(left_s))

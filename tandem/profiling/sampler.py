@@ -1,4 +1,4 @@
-"""Looks at this process's threads a hundred times a second, from one thread more, for as long as somebody asked."""
+"""Samples the stacks of this process's threads a hundred times a second, from a thread of its own."""
 
 import asyncio
 import sys
@@ -14,7 +14,7 @@ _ROOT = Path(__file__).parents[2]
 
 
 class StackSampler:
-    """One look; `stop` ends it early. Of the event loop's thread the running task is told, too, by its coroutine."""
+    """One profile; `stop` ends it early. For the event loop's thread it includes the running task, by its coroutine."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, period_s: float = PERIOD_S) -> None:
         """Made on the loop's own thread."""
@@ -62,7 +62,7 @@ class StackSampler:
         """The name of the running task's coroutine: tasks' own names may hold requests' ids."""
         try:
             task = asyncio.current_task(self._loop)
-        except RuntimeError:  # a Python that tells it to the loop's own thread alone
+        except RuntimeError:  # a Python that returns it on the loop's own thread only
             return None
         coroutine = task.get_coro() if task is not None else None
         return None if coroutine is None else f"task {getattr(coroutine, '__qualname__', type(coroutine).__name__)}"

@@ -10,7 +10,7 @@ CUT, OTHER = "(deeper)", "(other stacks)"
 
 
 class StackTally:
-    """Samples of stacks, outermost frame first. What does not fit is counted and not told apart."""
+    """Counts samples of stacks, outermost frame first. Stacks beyond `max_stacks` are counted together."""
 
     def __init__(self, *, max_stacks: int = MAX_STACKS) -> None:
         self._max_stacks = max_stacks

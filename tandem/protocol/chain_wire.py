@@ -26,7 +26,7 @@ def chains_from_pb(messages: Sequence[pb.CachedChain]) -> tuple[CachedChain, ...
             raise InvalidRequest(f"names of {HASH_BYTES} bytes were expected", param="chains")
         num_names += count
         if num_names > MAX_CHAIN_NAMES:
-            raise InvalidRequest(f"at most {MAX_CHAIN_NAMES} names may be told at once", param="chains")
+            raise InvalidRequest(f"chains must have at most {MAX_CHAIN_NAMES} names, got {num_names}", param="chains")
         after = BlockHash(message.after)
         if not message.from_root and after not in known:
             raise InvalidRequest("a chain continues a block that was not named", param="chains")

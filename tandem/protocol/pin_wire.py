@@ -1,8 +1,8 @@
-"""Pins to protobuf and back, for both ends of a session."""
+"""Converts pins to and from protobuf, for both ends of a session."""
 
 from tandem.v1 import pins_pb2 as pb
 from tandem.values.ids import BlockHash
-from tandem.values.prefix_pin import PinKey, PinOrder, PinOutcome, PinTold, PinTotals
+from tandem.values.prefix_pin import PinKey, PinOrder, PinOutcome, PinResult, PinTotals
 
 _OUTCOMES = {
     PinOutcome.HELD: pb.PIN_OUTCOME_HELD,
@@ -18,29 +18,29 @@ def order_to_pb(order: PinOrder) -> pb.Pin:
 
 
 def order_from_pb(message: pb.Pin) -> PinOrder:
-    """Bounds are checked where it is carried out."""
+    """Convert without checking bounds: the worker checks them."""
     return PinOrder(
         key=PinKey(message.tenant, message.name), last_block=BlockHash(message.last_block), ttl_s=message.ttl_s
     )
 
 
-def told_to_pb(told: PinTold) -> pb.PinTold:
-    return pb.PinTold(
-        tenant=told.key.tenant, name=told.key.name, outcome=_OUTCOMES[told.outcome], num_tokens=told.num_tokens
+def result_to_pb(result: PinResult) -> pb.PinResult:
+    return pb.PinResult(
+        tenant=result.key.tenant, name=result.key.name, outcome=_OUTCOMES[result.outcome], num_tokens=result.num_tokens
     )
 
 
-def told_from_pb(message: pb.PinTold) -> PinTold:
-    """An outcome that a newer worker knows of is taken for a loss: the pin is made again when it is next used."""
+def result_from_pb(message: pb.PinResult) -> PinResult:
+    """Read an outcome. An unknown one, of a newer worker, counts as lost: the pin is made again at its next use."""
     outcome = _OUTCOMES_FROM_PB.get(message.outcome, PinOutcome.GAVE_WAY)
-    return PinTold(key=PinKey(message.tenant, message.name), outcome=outcome, num_tokens=message.num_tokens)
+    return PinResult(key=PinKey(message.tenant, message.name), outcome=outcome, num_tokens=message.num_tokens)
 
 
 def totals_to_pb(totals: PinTotals) -> pb.PinReport:
-    """For a load report."""
+    """Convert the totals for a load report."""
     return pb.PinReport(**totals._asdict())
 
 
 def totals_from_pb(message: pb.PinReport) -> PinTotals:
-    """Of a load report; zeros from a worker that tells nothing."""
+    """Read the pins of a load report; zeros if the worker reports none."""
     return PinTotals(**{name: getattr(message, name) for name in PinTotals._fields})

@@ -1,7 +1,7 @@
-"""Versions of the session between routers and workers: which are spoken here, and what each brought. Pure.
+"""Versions of the session protocol between routers and workers: which are supported, and what each one added. Pure.
 
-Whoever adds a kind of message, or a value to an enumeration that the session carries, raises `SPOKEN.newest` and says
-so here. 3: Supersede, Read, ReadPart, Pin, Unpin, PinTold. 4: HELLO says a range of versions.
+A new kind of message, or a new value of an enumeration that the session carries, raises `SPOKEN.newest` and is listed
+here. 3: EndEarlierSessions, ScorePrompt, PromptScores, Pin, Unpin, PinResult. 4: HELLO has a range of versions.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,25 +17,45 @@ def _since(kinds: Mapping[int, Iterable[str]]) -> dict[str, int]:
 
 ROUTER_KINDS = _since(
     {
-        2: ("hello", "submit", "cancel", "reroute", "inherit", "settled", "adopt", "resync", "orders"),
-        3: ("supersede", "read", "pin", "unpin"),
+        2: (
+            "hello",
+            "submit",
+            "cancel",
+            "reroute",
+            "fetch_cache",
+            "cache_offer_ended",
+            "take_over",
+            "resync",
+            "orders",
+        ),
+        3: ("end_earlier_sessions", "score_prompt", "pin", "unpin"),
     }
 )
-"""Of RouterMessage."""
+"""Kinds of RouterMessage, with the version that added each."""
 WORKER_KINDS = _since(
     {
-        2: ("hello", "tokens", "refused", "transfer_failed", "kv_events", "load", "draining", "bequest", "inherited"),
-        3: ("read", "pin_told"),
+        2: (
+            "hello",
+            "tokens",
+            "refused",
+            "transfer_failed",
+            "kv_events",
+            "load",
+            "draining",
+            "cache_offer",
+            "cache_fetched",
+        ),
+        3: ("prompt_scores", "pin_result"),
     }
 )
-"""Of WorkerMessage."""
+"""Kinds of WorkerMessage, with the version that added each."""
 
 
 def router_dialect(version: int) -> Dialect:
-    """What a router may say."""
+    """Kinds that a router may send in a session of this version."""
     return Dialect(version, ROUTER_KINDS)
 
 
 def worker_dialect(version: int) -> Dialect:
-    """What a worker may say."""
+    """Kinds that a worker may send in a session of this version."""
     return Dialect(version, WORKER_KINDS)

@@ -46,5 +46,5 @@ class Dialect:
     """Kinds of message, by the version that brought each."""
 
     def has(self, kind: str | None) -> bool:
-        """Whether the peer knows this kind of message: who is told another may end the connection, or say nothing."""
+        """Whether the peer knows this kind of message; another kind may end the connection or be lost silently."""
         return kind is not None and self.since[kind] <= self.version

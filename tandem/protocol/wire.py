@@ -45,7 +45,7 @@ _FINISH_TO_PB = {
     FinishReason.ERROR: pb.FINISH_REASON_ERROR,
 }
 _FINISH_FROM_PB: dict[int, FinishReason] = {number: reason for reason, number in _FINISH_TO_PB.items()}
-# By class name, so that what a client is told does not depend on which process noticed.
+# By class name, so that the error a client gets does not depend on the process that detected it.
 _ERRORS: dict[str, type[ServingError]] = {
     kind.__name__: kind
     for kind in (
@@ -185,7 +185,7 @@ def cached_from_pb(message: pb.CachedTokens) -> CachedTokens:
 
 
 def logprobs_to_pb(token: SampledToken) -> pb.Logprobs | None:
-    """None when the request asked for none."""
+    """Convert logprobs; None when the request wants none."""
     if token.logprob is None:
         return None
     top = [pb.TokenLogprob(token_id=t.token_id, logprob=t.logprob) for t in token.top_logprobs]

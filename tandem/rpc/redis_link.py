@@ -209,7 +209,7 @@ def _make_connection(settings: RedisSettings, authorities: str | None) -> "Conne
         options["ssl_ca_data"] = authorities
 
     class Bounded(kind):  # type: ignore[misc]
-        """Gives its parser no more than was asked for."""
+        """Passes its parser no more bytes than it requested."""
 
         async def _connect(self) -> None:
             await super()._connect()

@@ -1,6 +1,6 @@
 """The tracer on the OpenTelemetry SDK: `tandem.telemetry.tracing` in terms of its spans, samplers and propagators.
 
-Only `tandem/telemetry/otel_pipeline.py` imports this module, when tracing is asked for.
+Only `tandem/telemetry/otel_pipeline.py` imports this module, when tracing is on.
 """
 
 import time

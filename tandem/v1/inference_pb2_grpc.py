@@ -90,14 +90,14 @@ class InferenceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Streams the answer; the last response of each choice carries `finish_reason`, the last of all `usage`.
+        """Streams the output. The last response of each choice has `finish_reason`, the last one of the call `usage`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Embed(self, request, context):
-        """The mean of each input's last hidden states behind the final norm, scaled to length one.
+        """Returns the mean of each input's last hidden states after the final norm, normalized to length 1.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -122,8 +122,8 @@ class InferenceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CreateCachedContent(self, request, context):
-        """Beginnings of conversations that stay cached under a name until their time is over; /v1beta/cachedContents of HTTP.
-        The answer comes when it is computed and kept.
+        """Computes and caches the beginning of a conversation under a name until it expires; /v1beta/cachedContents over
+        HTTP. Returns when the content is cached.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -142,7 +142,7 @@ class InferenceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def UpdateCachedContent(self, request, context):
-        """Another end.
+        """Changes the expiry time.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -24,21 +24,21 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14tandem/v1/pins.proto\x12\ttandem.v1\"F\n\x03Pin\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x12\n\nlast_block\x18\x03 \x01(\x0c\x12\r\n\x05ttl_s\x18\x04 \x01(\x01\"%\n\x05Unpin\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\"c\n\x07PinTold\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12&\n\x07outcome\x18\x03 \x01(\x0e\x32\x15.tandem.v1.PinOutcome\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\"\x98\x01\n\tPinReport\x12\x10\n\x08num_pins\x18\x01 \x01(\r\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x12\n\nmax_blocks\x18\x03 \x01(\r\x12\x0c\n\x04made\x18\x04 \x01(\x04\x12\x0f\n\x07renewed\x18\x05 \x01(\x04\x12\x0f\n\x07refused\x18\x06 \x01(\x04\x12\x10\n\x08gave_way\x18\x07 \x01(\x04\x12\x0f\n\x07\x65xpired\x18\x08 \x01(\x04*\x8c\x01\n\nPinOutcome\x12\x1b\n\x17PIN_OUTCOME_UNSPECIFIED\x10\x00\x12\x14\n\x10PIN_OUTCOME_HELD\x10\x01\x12\x18\n\x14PIN_OUTCOME_NOT_HERE\x10\x02\x12\x17\n\x13PIN_OUTCOME_NO_ROOM\x10\x03\x12\x18\n\x14PIN_OUTCOME_GAVE_WAY\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14tandem/v1/pins.proto\x12\ttandem.v1\"F\n\x03Pin\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x12\n\nlast_block\x18\x03 \x01(\x0c\x12\r\n\x05ttl_s\x18\x04 \x01(\x01\"%\n\x05Unpin\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\"e\n\tPinResult\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12&\n\x07outcome\x18\x03 \x01(\x0e\x32\x15.tandem.v1.PinOutcome\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\"\x98\x01\n\tPinReport\x12\x10\n\x08num_pins\x18\x01 \x01(\r\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x12\n\nmax_blocks\x18\x03 \x01(\r\x12\x0c\n\x04made\x18\x04 \x01(\x04\x12\x0f\n\x07renewed\x18\x05 \x01(\x04\x12\x0f\n\x07refused\x18\x06 \x01(\x04\x12\x10\n\x08gave_way\x18\x07 \x01(\x04\x12\x0f\n\x07\x65xpired\x18\x08 \x01(\x04*\x8c\x01\n\nPinOutcome\x12\x1b\n\x17PIN_OUTCOME_UNSPECIFIED\x10\x00\x12\x14\n\x10PIN_OUTCOME_HELD\x10\x01\x12\x18\n\x14PIN_OUTCOME_NOT_HERE\x10\x02\x12\x17\n\x13PIN_OUTCOME_NO_ROOM\x10\x03\x12\x18\n\x14PIN_OUTCOME_GAVE_WAY\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tandem.v1.pins_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PINOUTCOME']._serialized_start=403
-  _globals['_PINOUTCOME']._serialized_end=543
+  _globals['_PINOUTCOME']._serialized_start=405
+  _globals['_PINOUTCOME']._serialized_end=545
   _globals['_PIN']._serialized_start=35
   _globals['_PIN']._serialized_end=105
   _globals['_UNPIN']._serialized_start=107
   _globals['_UNPIN']._serialized_end=144
-  _globals['_PINTOLD']._serialized_start=146
-  _globals['_PINTOLD']._serialized_end=245
-  _globals['_PINREPORT']._serialized_start=248
-  _globals['_PINREPORT']._serialized_end=400
+  _globals['_PINRESULT']._serialized_start=146
+  _globals['_PINRESULT']._serialized_end=247
+  _globals['_PINREPORT']._serialized_start=250
+  _globals['_PINREPORT']._serialized_end=402
 # @@protoc_insertion_point(module_scope)

@@ -38,7 +38,7 @@ class Unpin(_message.Message):
     name: str
     def __init__(self, tenant: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
 
-class PinTold(_message.Message):
+class PinResult(_message.Message):
     __slots__ = ("tenant", "name", "outcome", "num_tokens")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]

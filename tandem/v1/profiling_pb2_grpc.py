@@ -45,7 +45,7 @@ class ProfilerServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Trace(self, request, context):
-        """One at a time: RESOURCE_EXHAUSTED while another one is under way.
+        """Records one trace at a time; RESOURCE_EXHAUSTED while another is in progress.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

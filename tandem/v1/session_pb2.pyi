@@ -19,34 +19,34 @@ WORKER_ROLE_PREFILL: WorkerRole
 WORKER_ROLE_DECODE: WorkerRole
 
 class RouterMessage(_message.Message):
-    __slots__ = ("hello", "submit", "cancel", "reroute", "inherit", "settled", "adopt", "resync", "orders", "supersede", "read", "pin", "unpin")
+    __slots__ = ("hello", "submit", "cancel", "reroute", "fetch_cache", "cache_offer_ended", "take_over", "resync", "orders", "end_earlier_sessions", "score_prompt", "pin", "unpin")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     REROUTE_FIELD_NUMBER: _ClassVar[int]
-    INHERIT_FIELD_NUMBER: _ClassVar[int]
-    SETTLED_FIELD_NUMBER: _ClassVar[int]
-    ADOPT_FIELD_NUMBER: _ClassVar[int]
+    FETCH_CACHE_FIELD_NUMBER: _ClassVar[int]
+    CACHE_OFFER_ENDED_FIELD_NUMBER: _ClassVar[int]
+    TAKE_OVER_FIELD_NUMBER: _ClassVar[int]
     RESYNC_FIELD_NUMBER: _ClassVar[int]
     ORDERS_FIELD_NUMBER: _ClassVar[int]
-    SUPERSEDE_FIELD_NUMBER: _ClassVar[int]
-    READ_FIELD_NUMBER: _ClassVar[int]
+    END_EARLIER_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    SCORE_PROMPT_FIELD_NUMBER: _ClassVar[int]
     PIN_FIELD_NUMBER: _ClassVar[int]
     UNPIN_FIELD_NUMBER: _ClassVar[int]
     hello: RouterHello
     submit: Submit
     cancel: Cancel
     reroute: Reroute
-    inherit: Inherit
-    settled: Settled
-    adopt: Adopt
+    fetch_cache: FetchCache
+    cache_offer_ended: CacheOfferEnded
+    take_over: TakeOver
     resync: Resync
     orders: Orders
-    supersede: Supersede
-    read: Read
+    end_earlier_sessions: EndEarlierSessions
+    score_prompt: ScorePrompt
     pin: _pins_pb2.Pin
     unpin: _pins_pb2.Unpin
-    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., reroute: _Optional[_Union[Reroute, _Mapping]] = ..., inherit: _Optional[_Union[Inherit, _Mapping]] = ..., settled: _Optional[_Union[Settled, _Mapping]] = ..., adopt: _Optional[_Union[Adopt, _Mapping]] = ..., resync: _Optional[_Union[Resync, _Mapping]] = ..., orders: _Optional[_Union[Orders, _Mapping]] = ..., supersede: _Optional[_Union[Supersede, _Mapping]] = ..., read: _Optional[_Union[Read, _Mapping]] = ..., pin: _Optional[_Union[_pins_pb2.Pin, _Mapping]] = ..., unpin: _Optional[_Union[_pins_pb2.Unpin, _Mapping]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., reroute: _Optional[_Union[Reroute, _Mapping]] = ..., fetch_cache: _Optional[_Union[FetchCache, _Mapping]] = ..., cache_offer_ended: _Optional[_Union[CacheOfferEnded, _Mapping]] = ..., take_over: _Optional[_Union[TakeOver, _Mapping]] = ..., resync: _Optional[_Union[Resync, _Mapping]] = ..., orders: _Optional[_Union[Orders, _Mapping]] = ..., end_earlier_sessions: _Optional[_Union[EndEarlierSessions, _Mapping]] = ..., score_prompt: _Optional[_Union[ScorePrompt, _Mapping]] = ..., pin: _Optional[_Union[_pins_pb2.Pin, _Mapping]] = ..., unpin: _Optional[_Union[_pins_pb2.Unpin, _Mapping]] = ...) -> None: ...
 
 class Orders(_message.Message):
     __slots__ = ("orders",)
@@ -112,7 +112,7 @@ class Submit(_message.Message):
     tokens_per_message: int
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., generated_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., choice_index: _Optional[int] = ..., hash_root: _Optional[bytes] = ..., priority: _Optional[int] = ..., timeout_s: _Optional[float] = ..., prefill: _Optional[_Union[PrefillRoute, _Mapping]] = ..., holder: _Optional[_Union[_common_pb2.PrefixHolder, _Mapping]] = ..., trace: _Optional[str] = ..., tokens_per_message: _Optional[int] = ...) -> None: ...
 
-class Read(_message.Message):
+class ScorePrompt(_message.Message):
     __slots__ = ("request_id", "attempt", "prompt_token_ids", "hash_root", "priority", "timeout_s", "num_top", "num_next")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -132,7 +132,7 @@ class Read(_message.Message):
     num_next: int
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., hash_root: _Optional[bytes] = ..., priority: _Optional[int] = ..., timeout_s: _Optional[float] = ..., num_top: _Optional[int] = ..., num_next: _Optional[int] = ...) -> None: ...
 
-class Supersede(_message.Message):
+class EndEarlierSessions(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
@@ -144,7 +144,7 @@ class Cancel(_message.Message):
     attempt: int
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
 
-class Adopt(_message.Message):
+class TakeOver(_message.Message):
     __slots__ = ("request_id", "attempt", "num_shown")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -165,7 +165,7 @@ class Reroute(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prefill: _Optional[_Union[PrefillRoute, _Mapping]] = ...) -> None: ...
 
 class WorkerMessage(_message.Message):
-    __slots__ = ("hello", "tokens", "refused", "transfer_failed", "kv_events", "load", "draining", "bequest", "inherited", "read", "pin_told")
+    __slots__ = ("hello", "tokens", "refused", "transfer_failed", "kv_events", "load", "draining", "cache_offer", "cache_fetched", "prompt_scores", "pin_result")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
@@ -173,10 +173,10 @@ class WorkerMessage(_message.Message):
     KV_EVENTS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
-    BEQUEST_FIELD_NUMBER: _ClassVar[int]
-    INHERITED_FIELD_NUMBER: _ClassVar[int]
-    READ_FIELD_NUMBER: _ClassVar[int]
-    PIN_TOLD_FIELD_NUMBER: _ClassVar[int]
+    CACHE_OFFER_FIELD_NUMBER: _ClassVar[int]
+    CACHE_FETCHED_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_SCORES_FIELD_NUMBER: _ClassVar[int]
+    PIN_RESULT_FIELD_NUMBER: _ClassVar[int]
     hello: WorkerHello
     tokens: StepTokens
     refused: Refused
@@ -184,11 +184,11 @@ class WorkerMessage(_message.Message):
     kv_events: KVEvents
     load: LoadSnapshot
     draining: Draining
-    bequest: Bequest
-    inherited: Inherited
-    read: ReadPart
-    pin_told: _pins_pb2.PinTold
-    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., tokens: _Optional[_Union[StepTokens, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., transfer_failed: _Optional[_Union[TransferFailed, _Mapping]] = ..., kv_events: _Optional[_Union[KVEvents, _Mapping]] = ..., load: _Optional[_Union[LoadSnapshot, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., bequest: _Optional[_Union[Bequest, _Mapping]] = ..., inherited: _Optional[_Union[Inherited, _Mapping]] = ..., read: _Optional[_Union[ReadPart, _Mapping]] = ..., pin_told: _Optional[_Union[_pins_pb2.PinTold, _Mapping]] = ...) -> None: ...
+    cache_offer: CacheOffer
+    cache_fetched: CacheFetched
+    prompt_scores: PromptScores
+    pin_result: _pins_pb2.PinResult
+    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., tokens: _Optional[_Union[StepTokens, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., transfer_failed: _Optional[_Union[TransferFailed, _Mapping]] = ..., kv_events: _Optional[_Union[KVEvents, _Mapping]] = ..., load: _Optional[_Union[LoadSnapshot, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., cache_offer: _Optional[_Union[CacheOffer, _Mapping]] = ..., cache_fetched: _Optional[_Union[CacheFetched, _Mapping]] = ..., prompt_scores: _Optional[_Union[PromptScores, _Mapping]] = ..., pin_result: _Optional[_Union[_pins_pb2.PinResult, _Mapping]] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
     __slots__ = ("protocol_version", "worker_id", "incarnation", "role", "model_name", "max_model_len", "num_blocks", "layout", "handoff_address", "transports", "vocab_size", "eos_token_ids", "num_blocks_below", "newest_version")
@@ -266,7 +266,7 @@ class Finish(_message.Message):
     times: _common_pb2.PhaseTimes
     def __init__(self, reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., failure: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., times: _Optional[_Union[_common_pb2.PhaseTimes, _Mapping]] = ...) -> None: ...
 
-class ReadPart(_message.Message):
+class PromptScores(_message.Message):
     __slots__ = ("request_id", "attempt", "logprobs", "ranks", "top_ids", "top_logprobs", "mean", "times")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -368,11 +368,11 @@ class LoadSnapshot(_message.Message):
     context_tokens: int
     transfers: TransferReport
     report_number: int
-    board: BoardReport
+    board: RedisPublisherReport
     step_age_s: float
     pins: _pins_pb2.PinReport
     work: WorkReport
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., backlog_tokens: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ..., kv_bytes_per_s: _Optional[float] = ..., num_quarantined_blocks: _Optional[int] = ..., num_reserved: _Optional[int] = ..., cache_tiers: _Optional[_Iterable[_Union[CacheTier, _Mapping]]] = ..., context_tokens: _Optional[int] = ..., transfers: _Optional[_Union[TransferReport, _Mapping]] = ..., report_number: _Optional[int] = ..., board: _Optional[_Union[BoardReport, _Mapping]] = ..., step_age_s: _Optional[float] = ..., pins: _Optional[_Union[_pins_pb2.PinReport, _Mapping]] = ..., work: _Optional[_Union[WorkReport, _Mapping]] = ...) -> None: ...
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., backlog_tokens: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ..., kv_bytes_per_s: _Optional[float] = ..., num_quarantined_blocks: _Optional[int] = ..., num_reserved: _Optional[int] = ..., cache_tiers: _Optional[_Iterable[_Union[CacheTier, _Mapping]]] = ..., context_tokens: _Optional[int] = ..., transfers: _Optional[_Union[TransferReport, _Mapping]] = ..., report_number: _Optional[int] = ..., board: _Optional[_Union[RedisPublisherReport, _Mapping]] = ..., step_age_s: _Optional[float] = ..., pins: _Optional[_Union[_pins_pb2.PinReport, _Mapping]] = ..., work: _Optional[_Union[WorkReport, _Mapping]] = ...) -> None: ...
 
 class WorkReport(_message.Message):
     __slots__ = ("prefill", "decode", "preemptions", "resident_bytes", "weights_bytes", "kv_bytes", "flops_per_token", "step_sizes")
@@ -406,7 +406,7 @@ class StepTotals(_message.Message):
     requests: int
     def __init__(self, steps: _Optional[int] = ..., seconds: _Optional[float] = ..., tokens: _Optional[int] = ..., requests: _Optional[int] = ...) -> None: ...
 
-class BoardReport(_message.Message):
+class RedisPublisherReport(_message.Message):
     __slots__ = ("up", "connects", "entries", "states", "lag_s")
     UP_FIELD_NUMBER: _ClassVar[int]
     CONNECTS_FIELD_NUMBER: _ClassVar[int]
@@ -479,10 +479,10 @@ class TransferReport(_message.Message):
     leased_blocks: int
     quarantined_blocks: int
     loans: int
-    inherited: _containers.RepeatedCompositeFieldContainer[InheritedBlocks]
-    def __init__(self, sent: _Optional[_Union[TransferSide, _Mapping]] = ..., received: _Optional[_Union[TransferSide, _Mapping]] = ..., fetches_started: _Optional[int] = ..., fetches_completed: _Optional[int] = ..., fetches_failed: _Optional[int] = ..., fetches_declined: _Optional[int] = ..., fetched_tokens: _Optional[int] = ..., lent_tokens: _Optional[int] = ..., pinned_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., loans: _Optional[int] = ..., inherited: _Optional[_Iterable[_Union[InheritedBlocks, _Mapping]]] = ...) -> None: ...
+    inherited: _containers.RepeatedCompositeFieldContainer[MigratedBlocks]
+    def __init__(self, sent: _Optional[_Union[TransferSide, _Mapping]] = ..., received: _Optional[_Union[TransferSide, _Mapping]] = ..., fetches_started: _Optional[int] = ..., fetches_completed: _Optional[int] = ..., fetches_failed: _Optional[int] = ..., fetches_declined: _Optional[int] = ..., fetched_tokens: _Optional[int] = ..., lent_tokens: _Optional[int] = ..., pinned_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., loans: _Optional[int] = ..., inherited: _Optional[_Iterable[_Union[MigratedBlocks, _Mapping]]] = ...) -> None: ...
 
-class InheritedBlocks(_message.Message):
+class MigratedBlocks(_message.Message):
     __slots__ = ("outcome", "blocks", "num_bytes")
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -542,7 +542,7 @@ class CachedChain(_message.Message):
     names: bytes
     def __init__(self, after: _Optional[bytes] = ..., from_root: bool = ..., names: _Optional[bytes] = ...) -> None: ...
 
-class Bequest(_message.Message):
+class CacheOffer(_message.Message):
     __slots__ = ("chains", "lends_s")
     CHAINS_FIELD_NUMBER: _ClassVar[int]
     LENDS_S_FIELD_NUMBER: _ClassVar[int]
@@ -550,11 +550,11 @@ class Bequest(_message.Message):
     lends_s: float
     def __init__(self, chains: _Optional[_Iterable[_Union[CachedChain, _Mapping]]] = ..., lends_s: _Optional[float] = ...) -> None: ...
 
-class Settled(_message.Message):
+class CacheOfferEnded(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class Inherit(_message.Message):
+class FetchCache(_message.Message):
     __slots__ = ("holder", "block_size", "chains", "within_s", "prefill_tokens_per_s")
     HOLDER_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -568,7 +568,7 @@ class Inherit(_message.Message):
     prefill_tokens_per_s: float
     def __init__(self, holder: _Optional[_Union[_common_pb2.PrefixHolder, _Mapping]] = ..., block_size: _Optional[int] = ..., chains: _Optional[_Iterable[_Union[CachedChain, _Mapping]]] = ..., within_s: _Optional[float] = ..., prefill_tokens_per_s: _Optional[float] = ...) -> None: ...
 
-class Inherited(_message.Message):
+class CacheFetched(_message.Message):
     __slots__ = ("worker_id", "incarnation")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]

@@ -1,7 +1,7 @@
 """API keys as they are made and kept: a key is random, and what is kept of it is its SHA-256.
 
 Keys that this module makes have 256 random bits. Nobody guesses those, so a hash that is slow on purpose would protect
-nothing more, and would let whoever sends wrong keys keep the doors busy. For the same reason a key that a person made
+nothing more, and would let clients with wrong keys keep the servers busy. For the same reason a key that a person made
 up should not be used.
 """
 
@@ -47,5 +47,5 @@ def kept_of(entry: str) -> bytes:
 
 
 def key_id(kept: bytes) -> str:
-    """What logs call a key: enough to tell one from another, of no use at a door."""
+    """The name of a key in logs: enough to distinguish keys, and useless for authentication."""
     return kept.hex()[:_ID_CHARS]

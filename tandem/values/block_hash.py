@@ -2,8 +2,8 @@
 
 A block's name is a chained hash keyed with the cluster secret: it covers the model revision, the adapter,
 the tenant's salt and every token up to the end of the block. Two workers that hold the same name hold the same
-tokens' KV, whatever their dtype or tensor parallelism; whoever lacks the secret can neither forge a name
-nor test a guess of somebody's prompt against one (cf. CVE-2025-46570).
+tokens' KV, whatever their dtype or tensor parallelism; without the secret nobody can forge a name
+or test a guess of somebody's prompt against one (cf. CVE-2025-46570).
 """
 
 from array import array

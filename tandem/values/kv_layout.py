@@ -2,8 +2,8 @@
 
 A block's payload is head-major, `[layer, block, k/v, kv_head, token, head_dim]`, so that one head of one block
 is contiguous and any tensor-parallel slice is a list of contiguous ranges. In int8 the scales of a block, float32
-`[k/v, kv_head, token]`, follow its codes within the payload, so that whoever moves blocks moves both and knows of
-neither; fp8_e4m3 has scales that belong to the model, and none in its blocks.
+`[k/v, kv_head, token]`, follow its codes within the payload, so that code that moves blocks moves both without
+knowing of either; fp8_e4m3 has scales that belong to the model, and none in its blocks.
 """
 
 from dataclasses import dataclass, fields

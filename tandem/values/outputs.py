@@ -13,7 +13,7 @@ class FinishReason(Enum):
     ABORT = "abort"
     ERROR = "error"
     DEADLINE = "deadline"
-    """Its time ran out while it waited. Within a worker only: a router is told of it as a failure."""
+    """The request timed out while it waited. Within a worker only: routers receive it as a failure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class TokenLogprob:
 
 
 class SampledToken(NamedTuple):
-    """One sampled token; `logprob` and `top_logprobs` only when the request asked for them.
+    """One sampled token; `logprob` and `top_logprobs` only when the request wants them.
 
     A named tuple, because it is made for every token: a frozen dataclass takes twice as long.
     """

@@ -1,4 +1,4 @@
-"""Who else holds a prompt's beginning, as the router tells workers."""
+"""Another worker that holds a prompt's prefix, as the router reports it to workers."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""A pin: a tenant's wish that the blocks of one prefix stay in a worker's cache for a while. Values only."""
+"""Pins: a tenant's requests to keep the blocks of a prefix in a worker's cache until a time. Values only."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -8,11 +8,11 @@ from tandem.values.ids import BlockHash
 
 MAX_PIN_NAME_CHARS = 256
 MAX_PIN_S = 7 * 86_400.0
-"""Longest life of a pin that nobody renews."""
+"""Longest lifetime of a pin without renewal."""
 
 
 class PinKey(NamedTuple):
-    """Which pin; a tenant's own names cannot meet another tenant's."""
+    """Identifies a pin; names of different tenants cannot collide."""
 
     tenant: str
     name: str
@@ -28,25 +28,25 @@ class PinOrder:
 
 
 class PinOutcome(Enum):
-    """What a worker says of a pin."""
+    """The outcome of a pin at a worker."""
 
     HELD = "held"
     NOT_HERE = "not_here"
-    """The prefix is not in its pool."""
+    """The prefix is not in the worker's pool."""
     NO_ROOM = "no_room"
-    """It would exceed what pins, or this tenant's, may hold, or take blocks that are promised."""
+    """The pin would exceed the limit of all pins or of the tenant's, or take blocks that are reserved."""
     GAVE_WAY = "gave_way"
-    """It was held: a later pin of the same tenant took its room, or a request could not have run beside it."""
+    """The pin was released: a later pin of the same tenant needed the room, or a request could not run otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PinTold:
-    """A worker's word on one pin."""
+class PinResult:
+    """A worker's report on one pin."""
 
     key: PinKey
     outcome: PinOutcome
     num_tokens: int = 0
-    """Held."""
+    """Length of the prefix that the pin holds."""
 
 
 class PinTotals(NamedTuple):

@@ -1,4 +1,4 @@
-"""How the next token is chosen: validated once at the doors, then a plain value everywhere.
+"""Sampling parameters: validated once by the servers, then plain values everywhere.
 
 The bounds stated here are the only ones: HTTP schemas, gRPC servicers and the engine all call `validate`.
 """
@@ -70,7 +70,7 @@ class SamplingParams:
     """Sampling one of these ends the choice; the model's own end tokens are added unless `ignore_eos`."""
     ignore_eos: bool = False
     seed: int = 0
-    """Always concrete below the doors: the router mints one when the client gave none."""
+    """Always set behind the servers: the router draws one when the client sent none."""
     grammar: str | None = None
     """What every answer must be, as llguidance reads it; None: anything."""
     allowed_token_ids: tuple[int, ...] = ()

@@ -104,7 +104,7 @@ class Submission:
 class ReadAttempt:
     """One prompt to read as the worker sees it, with the ways to answer it."""
 
-    def __init__(self, order: pb.Read, send: Callable[[pb.WorkerMessage], None]) -> None:
+    def __init__(self, order: pb.ScorePrompt, send: Callable[[pb.WorkerMessage], None]) -> None:
         self.order = order
         self.cancelled = asyncio.Event()
         self._send = send
@@ -112,7 +112,7 @@ class ReadAttempt:
     def give(self, begin: int = 0, end: int | None = None, *, scale: float = 1.0) -> None:
         """Scores of the tokens behind the first, each minus its id; or their mean. `end`: not all of them yet."""
         order, prompt = self.order, self.order.prompt_token_ids[1:]
-        part = pb.ReadPart(request_id=order.request_id, attempt=order.attempt)
+        part = pb.PromptScores(request_id=order.request_id, attempt=order.attempt)
         if order.HasField("num_top"):
             scored = prompt[begin:end]
             part.logprobs.extend(-scale * token for token in scored)
@@ -123,7 +123,7 @@ class ReadAttempt:
             part.mean.extend([float(len(prompt) + 1), 3.0, 4.0])
         if end is None:
             part.times.CopyFrom(common.PhaseTimes(prefill_s=0.25))
-        self._send(pb.WorkerMessage(read=part))
+        self._send(pb.WorkerMessage(prompt_scores=part))
 
     def refuse(self, code: str, retry_after_s: float | None = None) -> None:
         """Refuse with a class of tandem.errors."""
@@ -195,7 +195,7 @@ class FakeWorker(WorkerServicer):
         self.submissions: asyncio.Queue[Submission] = asyncio.Queue()  # every submit that arrived, in order
         self.reads: asyncio.Queue[ReadAttempt] = asyncio.Queue()
         self.read_script: Callable[[ReadAttempt], None] = ReadAttempt.give
-        self.adoptions: asyncio.Queue[pb.Adopt] = asyncio.Queue()
+        self.adoptions: asyncio.Queue[pb.TakeOver] = asyncio.Queue()
         """Every wish of a router to take a stream over, in order."""
         self.keeps: dict[str, list[int]] = {}
         """Answers, whole, that a router may take over; others are refused."""
@@ -261,17 +261,17 @@ class FakeWorker(WorkerServicer):
                 self._live[message.submit.request_id] = submission
                 self.submissions.put_nowait(submission)
                 return [tasks.create_task(self.script(submission))]
-            case "read":
-                reading = self._live[message.read.request_id] = ReadAttempt(message.read, self.send)
+            case "score_prompt":
+                reading = self._live[message.score_prompt.request_id] = ReadAttempt(message.score_prompt, self.send)
                 self.reads.put_nowait(reading)
                 self.read_script(reading)
-            case "adopt":
-                self._give_away(message.adopt)
+            case "take_over":
+                self._give_away(message.take_over)
             case "cancel":
                 self._live[message.cancel.request_id].cancelled.set()
             case "reroute":
                 self._live[message.reroute.request_id].reroutes.put_nowait(message.reroute)
-            case "supersede":
+            case "end_earlier_sessions":
                 self.num_superseded += 1
             case "resync":
                 self.num_resyncs += 1
@@ -279,7 +279,7 @@ class FakeWorker(WorkerServicer):
                     self.send(answer)
         return []
 
-    def _give_away(self, adopt: pb.Adopt) -> None:
+    def _give_away(self, adopt: pb.TakeOver) -> None:
         self.adoptions.put_nowait(adopt)
         submission = Submission(pb.Submit(request_id=adopt.request_id, attempt=adopt.attempt), self.send)
         self._live[adopt.request_id] = submission

@@ -93,9 +93,9 @@ class ClusterStatePublisher:
         self._changed()
         return taken
 
-    def report(self) -> pb.BoardReport:
+    def report(self) -> pb.RedisPublisherReport:
         since_s = self._behind_since_s
-        return pb.BoardReport(
+        return pb.RedisPublisherReport(
             up=self._link.health.is_up,
             connects=self._link.health.connects,
             entries=self._num_entries,

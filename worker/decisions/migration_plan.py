@@ -83,7 +83,7 @@ class FetchPlan:
 
 
 def plan_fetch(
-    order: pb.Inherit, *, own_block_size: int, own_max_tokens: int, own_prefill_tokens_per_s: float
+    order: pb.FetchCache, *, own_block_size: int, own_max_tokens: int, own_prefill_tokens_per_s: float
 ) -> FetchPlan:
     """The plan for `order`; `own_*` are the fetching worker's figures, its rate 0 while unknown.
 

@@ -69,7 +69,7 @@ def _future() -> "asyncio.Future[Any]":
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class PrefixFetch:
-    """One fetch, from the moment at which room is asked for; `ended` is set with the tokens gained."""
+    """One fetch, from the request for room on; `ended` is set with the tokens gained."""
 
     wanted: FetchOrder
     stats: FetchStats
@@ -112,7 +112,7 @@ def probe_of(hash_root: BlockHash, names: Sequence[BlockHash], transfer_id: Tran
 
 
 def job_of(fetch: PrefixFetch) -> PrefillJob:
-    """What the holder is asked."""
+    """The request to the holder."""
     wanted = fetch.wanted
     probe = wanted.probe
     return PrefillJob(

@@ -166,7 +166,7 @@ class Fetcher:
         return next((fetch for fetch in self._fetches.values() if fetch.wanted.probe.block_hashes[-1:] == tail), None)
 
     def _begin(self, wanted: FetchOrder, stats: FetchStats) -> PrefixFetch:
-        """Ask for room, and then the holder. Whoever called must `_wait` in the same turn, or it never ends."""
+        """Reserve room, then ask the holder. The caller must `_wait` in the same turn, or the fetch never ends."""
         fetch = PrefixFetch(wanted=wanted, stats=stats)
         if (hub := self.hub) is None or len(self._fetches) >= _MAX_FETCHES:
             fetch.decline(Declined.NO_ROOM)
@@ -189,7 +189,7 @@ class Fetcher:
             if isinstance(error, ServingError):
                 _log.info("%s: no room to fetch a peer's prefix: %s", transfer_id, error.message, extra=wanted.about)
             elif error is not None:
-                fetch.reserved.set_exception(error)  # whoever waits raises it
+                fetch.reserved.set_exception(error)  # raised by the waiting caller
             fetch.decline(held)
             return
         fetch.num_held_tokens = held
@@ -299,7 +299,7 @@ class Fetcher:
     # ReceiverOwner
 
     async def bind(self, transfer_id: TransferId, num_blocks: int) -> tuple[BlockId, ...]:
-        """Choose destinations for what is offered, which may be less than was asked for."""
+        """Choose destinations for what is offered, which may be less than was requested."""
         fetch = self._fetches.get(transfer_id)
         if fetch is None:
             raise TransferError("the fetch is over")
@@ -325,7 +325,7 @@ class Fetcher:
         await self._kept(fetch, len(info.blocks), self._keep(transfer_id, fetch, len(info.blocks), quiet=True))
 
     def failed(self, transfer_id: TransferId, landed: tuple[BlockId, ...], error: ServingError) -> None:
-        """Keep what landed; nobody is asked again."""
+        """Keep what landed; the fetch is not retried."""
         fetch = self._fetches.pop(transfer_id, None)
         if fetch is None:
             self.released(transfer_id, landed)

@@ -50,7 +50,7 @@ class MigrationTarget:
         self._waiting_ports: dict[Leaver, set[SessionPort]] = {}
         self._closed = False
 
-    def migrate(self, port: SessionPort, order: pb.Inherit) -> None:
+    def migrate(self, port: SessionPort, order: pb.FetchCache) -> None:
         """Fetch the cache of a leaving worker, as a router orders; answer on `port` when nothing more is fetched.
 
         An order about a worker whose migration is under way joins it: the leaving worker asks a second router when
@@ -72,11 +72,11 @@ class MigrationTarget:
         # Not within the task, which may be cancelled before it starts.
         task.add_done_callback(lambda task: self._over(task, leaver, migration, now_s))
 
-    def report(self) -> list[pb.InheritedBlocks]:
+    def report(self) -> list[pb.MigratedBlocks]:
         """Blocks offered so far, by outcome."""
         block_bytes = self._host.parts.layout.worker_block_bytes
         return [
-            pb.InheritedBlocks(outcome=outcome, blocks=count, num_bytes=count * block_bytes)
+            pb.MigratedBlocks(outcome=outcome, blocks=count, num_bytes=count * block_bytes)
             for outcome, count in self.num_blocks.items()
         ]
 
@@ -86,7 +86,7 @@ class MigrationTarget:
         for task in self._tasks:
             task.cancel()
 
-    def _plan_of(self, order: pb.Inherit) -> FetchPlan | None:
+    def _plan_of(self, order: pb.FetchCache) -> FetchPlan | None:
         try:
             return plan_fetch(
                 order,
@@ -118,7 +118,7 @@ class MigrationTarget:
     def _answer(self, leaver: Leaver) -> None:
         worker_id, incarnation = leaver
         for port in self._waiting_ports.pop(leaver):
-            port.send(pb.WorkerMessage(inherited=pb.Inherited(worker_id=worker_id, incarnation=incarnation)))
+            port.send(pb.WorkerMessage(cache_fetched=pb.CacheFetched(worker_id=worker_id, incarnation=incarnation)))
 
 
 class _Migration:

@@ -100,7 +100,7 @@ async def open_fabric(stack: AsyncExitStack, server: Any, plan: FabricPlan) -> F
     Raises ConfigError when a forced transport cannot work here, OSError when its port cannot be listened on.
     """
     identity, region = plan.identity, plan.region
-    # Bytes come in where orders do: whoever can reach this worker can reach both.
+    # KV comes in on the host that serves the control channel: a peer that reaches one reaches the other.
     kv_host = identity.address.rpartition(":")[0].strip("[]")
     senders = open_senders(
         region,
@@ -152,7 +152,7 @@ def transfer_report(
     *,
     num_loans: int,
     num_lent_tokens: int,
-    inherited: Sequence[pb.InheritedBlocks] = (),
+    inherited: Sequence[pb.MigratedBlocks] = (),
 ) -> pb.TransferReport:
     """Totals since start, and gauges of now."""
     return pb.TransferReport(

@@ -55,7 +55,7 @@ class CpuAttentionPlan:
 
     @property
     def records(self) -> tuple[ctypes.Structure, ...]:
-        """All that the kernels are told of this step beside what each layer passes: valid while this plan lives."""
+        """The kernel arguments of this step that do not depend on the layer; valid while this plan lives."""
         return self._rotation.call, self._metadata.step
 
     def attend(self, layer: int, qkv: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ class _Recorded:
     program: KernelProgram
     embedded_at: int  # where it expects [num_rows, hidden_size]
     logits: Tensor  # float32 [num_rows, vocab_size]
-    records: tuple[ctypes.Structure, ...]  # what kernels are told of a step; filled anew for each
+    records: tuple[ctypes.Structure, ...]  # kernel arguments of a step; rewritten for each step
 
 
 class CpuPrograms:

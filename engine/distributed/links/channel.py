@@ -119,7 +119,7 @@ class RankChannel:
     def expect(self, kind: ChannelKind) -> tuple[memoryview, int | None]:
         """Payload and descriptor of the next message, which is to be of this kind.
 
-        Raises ConfigError when the peer refuses what it was asked, RankLost when it says anything else or has ended.
+        Raises ConfigError when the peer refuses the request, RankLost when it answers anything else or has ended.
         """
         message = self.receive()
         if message is None:
@@ -144,7 +144,7 @@ class RankChannel:
         return self._peer
 
     def hang_up(self) -> None:
-        """End both directions, from any thread; whoever waits is woken. `close` is still to come."""
+        """Shut down both directions, from any thread; wakes blocked calls. `close` must still be called."""
         with suppress(OSError):
             # Not SSLSocket's own method: that one forgets the cipher, and who reads next gets ciphertext.
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)

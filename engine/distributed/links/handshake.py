@@ -2,9 +2,9 @@
 
 TLS has said before that both are workers of one authority; on the loopback device, where there may be none, this alone
 keeps another user's process out. The secret is never sent: each end answers the other's random number with a keyed
-hash over all that was said so far, and over the certificates that both ends have seen: whoever stands between them
-with one of his own, and passes on what they say, is not believed. (On loopback without TLS nothing tells of him.)
-Nothing large is read from whoever has not proven itself, and no refusal of his is believed.
+hash over all messages so far and the certificates that both ends have seen, so a man in the middle who has a
+certificate of his own and relays the messages is refused. (On loopback without TLS he would not be noticed.) Nothing
+large is read from a peer before it is authenticated, and its refusals are ignored.
 """
 
 import hmac
@@ -30,9 +30,9 @@ class Purpose(StrEnum):
     """What one of a rank's two connections is for."""
 
     STEPS = "steps"
-    """What rank 0 tells and asks, see Kind."""
+    """Commands and requests of rank 0, see Kind."""
     PULSE = "pulse"
-    """What the rank asks: whether rank 0 lives, and what the store has."""
+    """Requests of the rank: heartbeats to rank 0, and reads of the store."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +63,8 @@ def installed() -> str:
 def greet(channel: RankChannel, caller: JoiningRank, secret: bytes, bond: bytes = b"") -> str:
     """The follower's side; the token that the leader gives.
 
-    `bond`: fingerprints of the leader's and of the follower's certificate. Raises RankLost, also when whoever answers
-    is not the leader; ConfigError when the leader refuses.
+    `bond`: fingerprints of the leader's and of the follower's certificate. Raises RankLost, also when the peer is not
+    the leader; ConfigError when the leader refuses.
     """
     hello = json.dumps(asdict(caller) | {"nonce": secrets.token_hex(_NONCE_BYTES)}).encode()
     channel.send(ChannelKind.HELLO, hello)
@@ -107,7 +107,7 @@ def welcome(channel: RankChannel, token: str) -> None:
 def too_early(caller: JoiningRank, *, revision: str, software: str) -> str | None:
     """Why a caller cannot be taken now, though it may be that one of this group's own comes after it; None: it can.
 
-    What is not told makes no difference.
+    A version that the caller did not send is not compared.
     """
     if caller.revision and revision and caller.revision != revision:
         return f"its revision is {caller.revision}, this one's {revision}"

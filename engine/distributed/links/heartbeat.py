@@ -1,8 +1,8 @@
 """How the two ends of a group that spans nodes notice that the other is gone: a question every few seconds.
 
 A process that dies closes its connections; a machine or a network that freezes closes nothing. So each rank asks rank 0
-over a connection of its own, and whoever hears nothing for `SILENCE_S` gives the other up. The same connection carries
-what the ranks leave for each other while they meet.
+over a connection of its own, and an end that receives nothing for `SILENCE_S` gives the other up. The same connection
+carries the rendezvous of the ranks.
 """
 
 import json
@@ -42,7 +42,7 @@ class Pulse:
                 self.keys.pulse()
                 self._never.wait(PULSE_S)
         except RankLost as lost:
-            # Whoever is in a collective would wait for the dead; after an end that is wanted the process is gone first.
+            # A thread in a collective would wait for ever for a dead rank. An orderly end is faster than this wait.
             self._never.wait(_EXIT_S)
             _log.warning("%s: ending this rank", lost)
             self._end_process(1)

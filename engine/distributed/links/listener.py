@@ -1,8 +1,8 @@
 """Where rank 0 listens for the ranks of other nodes; open only until all have come.
 
-Whoever connects is on a thread of its own and has a few seconds to prove itself, however it speaks, and one address
-has as many places as there are ranks to come: so nobody holds up the others.
-A rank that comes again while others are awaited is a new process: it takes the place of the one before.
+Each connection has a thread of its own and a few seconds to authenticate, and one address may have as many connections
+as there are ranks to come, so no caller delays the others.
+A rank that connects again while others are awaited is a new process: it takes the place of the one before.
 """
 
 import logging
@@ -94,7 +94,7 @@ class NodeListener:
         self._whole: dict[int, RankChannel] = {}
         self._failure: RankLost | None = None
         self._is_closing = False
-        threading.Thread(target=self._accept, name="tandem-rank-door", daemon=True).start()
+        threading.Thread(target=self._accept, name="tandem-rank-listener", daemon=True).start()
 
     def gather(self) -> dict[int, RankChannel]:
         """Wait until every rank of another node is here; the connections for steps, which are then the caller's.
@@ -112,7 +112,7 @@ class NodeListener:
                 left_s -= _TELL_S
             if self._failure is not None:
                 raise self._failure
-            # Whoever comes from now on would be heard by nobody.
+            # Nothing would serve a rank that connects from now on.
             self._is_closing = True
             whole, self._whole = self._whole, {}
             return whole
@@ -124,7 +124,7 @@ class NodeListener:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Listen no longer; hang up on whoever was not handed over."""
+        """Stop listening; close the connections that `gather` has not returned."""
         with self._changed:
             self._is_closing = True
             left = [*self._whole.values(), *(comer.steps for comer in self._comers.values())]
@@ -204,7 +204,7 @@ class NodeListener:
                     encrypted.do_handshake()
                     bond = self._tls.fingerprint + peer_fingerprint(encrypted)
                 caller, token = admit(channel, self._group.secret, self._refusal, bond)
-            # Where it comes from tells people which node it is.
+            # The address shows an operator which node it is.
             known = RankChannel(sock, f"rank {caller.rank} at {name}", carries_descriptors=False)
             self._enter(caller, token, known)
         except BaseException:

@@ -1,4 +1,4 @@
-"""The end of a group of ranks; apart from what they compute, so that whoever starts them need not load torch."""
+"""The error of a lost rank. It has a module of its own, so that the process that starts ranks need not load torch."""
 
 
 class RankLost(Exception):

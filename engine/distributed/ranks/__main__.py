@@ -31,7 +31,7 @@ def main() -> int:
     parser.add_argument("--pulse-fd", type=int, help="with --control-fd: another such socket")
     parser.add_argument("--host", help="address of this node for the ranks of others")
     parser.add_argument("--rank", type=int, help="with --join-fd: which one this is")
-    parser.add_argument("--parent-pid", type=int, required=True, help="process id of whoever started it")
+    parser.add_argument("--parent-pid", type=int, required=True, help="process id of the parent")
     args = parser.parse_args()
     die_with_parent(args.parent_pid)
     # Not before: torch takes seconds to load, and nobody is to outlive its parent in them.

@@ -1,4 +1,4 @@
-"""A rank other than 0: loads its part, then computes whatever step it is told of, until rank 0 is gone."""
+"""A rank other than 0: loads its part of the model, then computes the steps that rank 0 sends until rank 0 ends."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""The end of a group: told once, to whoever listens; whoever does not end by itself then is ended."""
+"""Ends a group of ranks: reports the end once to its listeners, and kills ranks that do not exit by themselves."""
 
 import logging
 import os
@@ -57,7 +57,7 @@ class GroupEnd:
             os._exit(1)
 
     def close(self) -> bool:
-        """The end is wanted: nobody is told of deaths any more. False when it was so already."""
+        """Begin an orderly end: deaths are not reported any more. Returns False when it had begun already."""
         with self._lock:
             was_closing = self._closing.is_set()
             self._closing.set()

@@ -1,9 +1,9 @@
-"""Rank 0's side of a group: starts the other ranks, tells them what to load and every step, ends them.
+"""Rank 0's side of a group: starts the other ranks, sends them what to load and every step, ends them.
 
 What is said and what is summed go different ways. Words travel over a socket pair per rank: an idle rank sleeps in
-`read` for as long as nobody asks anything, and the end of the stream is the end of rank 0. Sums go through the group.
+`read` while there is no request, and the end of the stream is the end of rank 0. Sums go through the group.
 Ranks of other nodes are not started here: they come (see engine.distributed.links.listener), and then
-are told the same.
+are sent the same.
 """
 
 import json

@@ -33,7 +33,7 @@ class RankSetup:
     num_sharers: int = 1
     """Ranks that share a machine."""
     gpus: tuple[int, ...] = ()
-    """Of the ranks beside rank 0, as whoever started the worker numbers them; empty: as CUDA does."""
+    """GPUs of the other ranks, by the numbering of the process that started the worker; empty: by CUDA's."""
     gpu_sharers: int = 1
     """Workers on one GPU."""
     stated_bytes: int | None = None

@@ -2,7 +2,7 @@
 
 Other workers read and write KV in rank 0's memory alone. Before a peer reads a block it is brought here; before a step
 reads a block that came from a peer it is taken there. Both happen between two steps, on the engine's thread, in the
-order in which everything else is told, so nobody ever sees half of it.
+same order as all other commands, so no rank ever sees half a copy.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,8 +1,8 @@
 """On every node of a worker but rank 0's: starts the node's ranks, and starts them anew when they have ended.
 
-The ranks come to rank 0 by themselves, now or when there is one, and end with it; so whoever comes after it, at the
-same address, finds them knocking again. SIGTERM means that no rank is started any more: those that follow rank 0 end
-when it has finished its work, those that still knock end at once.
+The ranks connect to rank 0 by themselves, now or when there is one, and end with it; so its successor at the same
+address finds them connecting again. After SIGTERM no rank is started any more: those that follow rank 0 end when it has
+finished its work, those that are not connected yet end at once.
 """
 
 import logging
@@ -84,7 +84,7 @@ class NodeStarter:
     def _commands(self, files: ExitStack) -> list[RankCommand]:
         commands = []
         for rank in self._ranks:
-            # A file of its own: whoever reads it moves its position.
+            # A file for each rank: reading it moves its position.
             fd = os.memfd_create("tandem-group")
             files.callback(os.close, fd)
             with os.fdopen(os.dup(fd), "wb") as file:
@@ -112,7 +112,7 @@ class NodeStarter:
 
 
 class _Signals:
-    """This process's, for whoever would otherwise ask an event loop."""
+    """Signal handlers of this process, in place of an event loop's."""
 
     def add_signal_handler(self, sig: int, callback: Callable[[], object]) -> None:
         """Call back on the first thread, in between whatever it does."""

@@ -40,7 +40,7 @@ class RankProcesses:
     """Ranks 1 and up of one group."""
 
     def __init__(self, commands: Sequence[RankCommand], end: GroupEnd) -> None:
-        """Start them. `end` is told of the first death, and closed with them.
+        """Start the ranks. The first death is reported to `end`, which is closed with them.
 
         Raises OSError when one cannot be started.
         """

@@ -1,4 +1,4 @@
-"""One step's inputs as one flat byte string, and back: what rank 0 tells the others. Numpy only.
+"""Encodes one step's inputs as a flat byte string, which rank 0 sends to the others, and decodes it. Numpy only.
 
 Twelve little-endian int32 (rows, sequences, blocks of the widest table, samples, offloads, loads, copies, scores,
 pooled, `num_single`, `block_size`, `num_top`), then the arrays, of the same type.

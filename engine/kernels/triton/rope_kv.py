@@ -66,7 +66,7 @@ def rope_kv_kernel(
     BLOCK_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr, LARGEST: tl.constexpr,
     BLOCK_HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of one row: queries, keys and values are told apart by number."""
+    """Some heads of one row: the head's number says whether it is a query, key or value."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     half = tl.arange(0, BLOCK_HALF)

@@ -23,8 +23,9 @@ _SELECT_BLOCK = 4096
 _SELECT_WARPS = 16
 _UNUSABLE = tl.constexpr(UNUSABLE)
 
-# What is asked of each row lies in one array, one kind after the other, so where a kind begins depends on the number of
-# rows. It is read a number at a time: kernels compiled for each alignment would gain nothing and keep somebody waiting.
+# The sampling parameters of all rows lie in one array, one kind after the other, so where a kind begins depends on the
+# number of rows. It is read a number at a time: kernels compiled for each alignment would gain nothing and delay the
+# first requests.
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -7,7 +7,7 @@
   request's fresh blocks (`BlockLoad`) by the batch that admits it. Both only where the measured rates say that it
   takes less time than computing (`engine.kv_cache.tiers.costs`).
 
-The cluster hears of a name as long as this worker can serve it from any tier: `Evicted` is told when the last forgets.
+A name stays published to the cluster while any tier can serve it: `Evicted` is sent when the last tier drops it.
 """
 
 from collections import deque
@@ -161,7 +161,7 @@ class CacheTiers:
         self._left(place.name)
 
     def _left(self, name: BlockHash) -> None:
-        """One tier has forgotten a name: the cluster is told when no other knows it."""
+        """Note that one tier has dropped a name; publish `Evicted` when no other tier holds it."""
         is_below = self._host.get(name) is not None or (self._disk is not None and name in self._disk)
         if not is_below and self._blocks.index.find(name) is None:
             self._blocks.index.events.append(Evicted(name))

@@ -1,4 +1,4 @@
-"""The third tier: what host memory gives up goes to disk, what is asked for comes back into host memory. Pure.
+"""The third tier: blocks evicted from host memory go to disk, and come back into host memory when needed. Pure.
 
 A block is written from its place in host memory while nobody waits: soon after it came there, so that a burst of
 others finds places that can be given up at once, and at the latest before its place is to be free. Only so many may be
@@ -41,7 +41,7 @@ class DiskTier:
         give_up: Callable[[HostPlace], None],
         left: Callable[[BlockHash], None],
     ) -> None:
-        """`give_up` takes a place whose copy is made; `left` is told of every name that is here no more."""
+        """`give_up` receives places that have been copied to disk, `left` every name that this tier has dropped."""
         self.tally = Tally(damaged=spec.num_damaged)
         self.max_writes = max(1, host.num_slots // 4)
         """Places that may be on their way to the disk at once, and those that are to be free or on their way."""

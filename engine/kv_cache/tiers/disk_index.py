@@ -1,6 +1,6 @@
-"""Which blocks a disk holds, or is about to: names in order of use, at most so many. What a disk does is told here.
+"""Index of the blocks that a disk holds or is writing: names in order of use, up to a capacity.
 
-The shell (`engine.kv_storage.disk_store`) is asked through a Protocol and answers when it is done: nobody waits for it.
+The I/O (`engine.kv_storage.disk_store`) is called through a Protocol and reports when it is done: nothing waits for it.
 """
 
 from collections import OrderedDict
@@ -14,7 +14,7 @@ from tandem.values.ids import BlockHash
 
 
 class DiskJob(Enum):
-    """What the disk was asked."""
+    """Kind of a disk operation."""
 
     WRITE = "write"
     READ = "read"
@@ -47,7 +47,7 @@ class DiskDone:
 class DiskPort(Protocol):
     """Files of blocks, read into and written from places in host memory; no call waits.
 
-    Writes and deletions are carried out in the order in which they were asked for, reads at any time. A place belongs
+    Writes and deletions are carried out in the order of the calls, reads at any time. A place belongs
     to the disk from the call to its `DiskDone`.
     """
 

@@ -12,7 +12,7 @@ class _Wait:
     until_s: float
     outstanding: set[BlockHash]
     is_reported: bool = False
-    """Its end was told to who sleeps meanwhile."""
+    """The end of the wait has been reported to the sleeping engine."""
 
 
 class DiskWaits:
@@ -56,7 +56,7 @@ class DiskWaits:
     def patience_s(self, now: float) -> float | None:
         """How long until somebody has waited long enough; None when nobody waits.
 
-        An end that is here is told once: who has waited may be behind others who find no room for long.
+        An end that has passed is reported once: the request may be behind others that find no room for a long time.
         """
         ends: list[float] = []
         for wait in self._waits.values():

@@ -1,8 +1,8 @@
 """Places for blocks in host memory, by content name: which are free, which are in use, which to give up first.
 
-A place is *coming* (a step under way fills it from the pool), *fetching* (a disk fills it) or *ready*. Whoever reads
-or writes a place outside a step's own order pins it. Those that are ready and not pinned stand in line, least recently
-used first; a place that is *leaving* is being written to disk and will then be free, unless somebody asks for it.
+A place is *coming* (a step under way fills it from the pool), *fetching* (a disk fills it) or *ready*. A place that
+is read or written outside of a step's own order is pinned. Those that are ready and not pinned stand in line, least
+recently used first. A *leaving* place is being written to disk and is free afterwards, unless it is needed before.
 """
 
 from collections import OrderedDict
@@ -83,7 +83,7 @@ class HostPlaces:
         return place
 
     def allocate(self, name: BlockHash, state: PlaceState) -> HostPlace:
-        """Use a free place, pinned for whoever fills it; InvariantError when there is none, or the name has one."""
+        """Use a free place, pinned until it is filled. Raises InvariantError if there is none, or the name has one."""
         if not self._free or name in self._names or state is PlaceState.READY:
             raise InvariantError("no free place, or the block has one")
         place = HostPlace(name=name, slot=self._free.pop(), state=state, num_pins=1)

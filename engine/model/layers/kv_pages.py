@@ -25,7 +25,7 @@ class KVPages(Protocol):
         ...
 
     def write(self, layer: int, index: Tensor, fresh: Tensor) -> Tensor:
-        """Store finite `[num_rows, 2, num_kv_heads, head_dim]` in its slots; the same as whoever reads it will find."""
+        """Store finite `[num_rows, 2, num_kv_heads, head_dim]` in its slots; returns them as a read will."""
         ...
 
     def gather(self, layer: int, index: Tensor) -> Tensor:

@@ -71,7 +71,7 @@ class ClaimReceiver(ABC):
 
     @abstractmethod
     def _refuses(self, sock: socket.socket) -> str | None:
-        """Why whoever has connected is not even listened to; None when they are."""
+        """Why a new connection is refused; None when it is accepted."""
 
     @abstractmethod
     def _welcome(self, writer: Writer) -> None:
@@ -121,7 +121,7 @@ class ClaimReceiver(ABC):
         return any(key in writer.claims.values() for writer in self._writers)
 
     def _on_unclaimed(self, key: TransferKey) -> None:
-        """No writer writes any more. Each of the two looks at the other last, so that one of them tells."""
+        """Handle that no writer claims the key any more. Both callers check the other side last, so one reports."""
         if self._grants.is_quiet(key):
             self._listener(key)
 
@@ -248,6 +248,6 @@ def send_goodbye(sock: socket.socket) -> None:
 
 
 def hang_up(sock: socket.socket) -> None:
-    """End both directions, so that whoever waits on the socket wakes."""
+    """Shut down both directions, which wakes calls that wait on the socket."""
     with suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)

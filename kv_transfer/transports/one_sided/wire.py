@@ -6,7 +6,7 @@
 A writer claims a token before its first byte, so the receiver knows at any moment which process may write with it.
 
 Messages end in a CRC-32 of their own: one flipped bit makes a QUIET of a CLAIM, or a CLAIMED of a REFUSED, and then a
-writer writes into blocks that are others' by now, which no checksum of its payload tells.
+writer writes into blocks that have other owners by now, which no checksum of its payload detects.
 """
 
 import secrets

@@ -53,7 +53,7 @@ class ClaimingWriter(QueuedWriter):
         return stopped
 
     def close(self) -> None:
-        """Stop writing first: the end of the socket tells the receiver that nothing is written any more."""
+        """Stop writing first: to the receiver, the end of the socket means that nothing is written any more."""
         self._break("connection closed")
         super().close()
         hang_up(self._sock)

@@ -25,7 +25,7 @@ class ByteChannel(Protocol):
         """What the peer begins with, which stays to be read; None when it has ended. Raises TransferError if late."""
 
     def send_in_the_clear(self, data: bytes) -> None:
-        """Send a few bytes as they are before anything else, to whoever speaks otherwise than was expected."""
+        """Send a few unencrypted bytes before anything else, to a peer that speaks another protocol than expected."""
 
     @property
     def burst_bytes(self) -> int:
@@ -47,7 +47,7 @@ class ByteChannel(Protocol):
         """After `send` or `flush` has left something. Raises TransferError when no room comes in time."""
 
     def hang_up(self) -> None:
-        """End both directions; whoever waits is woken. Never fails."""
+        """Shut down both directions; wakes blocked calls. Never fails."""
 
     def close(self) -> None:
         """Give the descriptor back, once no thread uses the channel."""

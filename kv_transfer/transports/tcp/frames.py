@@ -28,9 +28,9 @@ _ANSWER = struct.Struct("!4sBB2xQ")
 HEADER_BYTES = _HEADER.size + _CRC.size
 ANSWER_BYTES = _ANSWER.size + _CRC.size
 TLS_HANDSHAKE = 0x16
-"""First byte of whoever speaks TLS (RFC 8446, section 5.1); no frame begins with it."""
+"""First byte that a TLS client sends (RFC 8446, section 5.1); no frame begins with it."""
 TLS_ALERT = bytes((0x15, 3, 3, 0, 2, 2, 70))
-"""What to tell them where TLS is not spoken: a fatal alert, protocol_version (RFC 8446, section 6)."""
+"""The answer to a TLS client where TLS is not configured: a fatal alert, protocol_version (RFC 8446, section 6)."""
 
 
 class FrameKind(IntEnum):

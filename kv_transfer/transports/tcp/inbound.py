@@ -76,7 +76,7 @@ class Inbound:
         if grant is None or parcel is None:
             self._skip(header.payload_bytes)
             return FrameKind.REFUSED
-        # Set before the grant is looked at: so either this sees the revocation, or whoever revokes sees this.
+        # Set before the grant is checked, so either this thread sees the revocation or the revoking thread sees this.
         self._landing = grant
         self._land(grant, parcel)
         self._landing = None

@@ -40,7 +40,7 @@ class _Frame:
 
 
 class TcpStream(QueuedWriter):
-    """One of a TcpWriter's streams; a queue of its own. `broken` is told on any thread that the stream has ended."""
+    """One of a TcpWriter's streams, with its own queue. `broken` is called on any thread when the stream has ended."""
 
     def __init__(
         self,

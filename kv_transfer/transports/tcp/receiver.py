@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 class TcpReceiver:
-    """KVReceiver of the `tcp` transport; listens on `host` at a free port unless told one. Raises OSError."""
+    """KVReceiver of the `tcp` transport; listens on `host`, at a free port unless one is given. Raises OSError."""
 
     name = NAME
     drain_proves_quiet = False
@@ -147,7 +147,7 @@ class TcpReceiver:
                 del self._connections[channel]
                 self._greeting.pop(channel, None)
                 self._end(name, peer)
-                # Not before, nor after the lock: whoever hangs up meanwhile must not meet another's descriptor.
+                # Neither before nor after the lock: a concurrent hang_up must not reach a reused descriptor.
                 peer.channels.discard(channel)
                 channel.hang_up()
                 channel.close()
@@ -162,7 +162,7 @@ class TcpReceiver:
                 self._streams.discard(stream)
 
     def _secure(self, channel: ByteChannel, deadline_s: float) -> None:
-        """Tell whoever speaks TLS here from who does not, which is wrong for one of them; finish its handshake."""
+        """Refuse a peer that uses TLS where it is not configured, or the reverse; complete the TLS handshake."""
         first = channel.first_byte(_left_s(deadline_s))
         if first is not None and (first == tcp_frames.TLS_HANDSHAKE) != isinstance(channel, TlsChannel):
             if isinstance(channel, TlsChannel):

@@ -157,7 +157,7 @@ def _handshake(channel: ByteChannel, hello: FrameHeader, deadline_s: float) -> N
     try:
         send_exactly(channel, tcp_frames.pack_header(hello), stall_s=left_s)
     except OSError:
-        # Whoever refuses our certificate says so after our half of the handshake: this raises what was said.
+        # A peer that refuses our certificate sends an alert after our half of the handshake: this raises it.
         channel.receive([memoryview(bytearray(1))])
         raise
     data = receive_exactly(channel, tcp_frames.ANSWER_BYTES, within_s=left_s)

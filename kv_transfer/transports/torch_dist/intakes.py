@@ -65,7 +65,7 @@ class HostIntake:
 class DeviceIntake:
     """Payload that stays on devices: it comes into memory beside the pool, and is put into place and summed there.
 
-    That memory grows to the largest payload and is kept, so that the device is asked for it once.
+    That memory grows to the largest payload and is kept, so that it is allocated once.
     """
 
     def __init__(self, pool: DevicePool, group: Communicator) -> None:

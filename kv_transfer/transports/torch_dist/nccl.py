@@ -1,6 +1,6 @@
 """A communicator over NCCL, for pools on two GPUs. Imports torch lazily.
 
-torch's groups are told to wait on the calling thread (TORCH_NCCL_BLOCKING_WAIT): then there is no watchdog, which ends
+torch's groups wait on the calling thread (TORCH_NCCL_BLOCKING_WAIT): then there is no watchdog, which ends
 the whole process when an operation fails, and what misses its limit aborts the communicator and raises here. They are
 made without blocking (ncclConfig_t.blocking = 0), because ncclCommInitRank otherwise waits for ever for a peer that
 died before it came. Both are words in the environment, set before the first transport of a process is opened: the
@@ -94,7 +94,7 @@ def over_nccl(at: Rendezvous, device: Any) -> NcclCommunicator:
         if at.rank == SENDER:
             store.set(_HERE, b"")
         else:
-            # A receiver that asked NCCL for an id, for a sender that never comes, would leave a thread behind.
+            # Creating an NCCL id for a sender that never comes would leave a thread behind.
             store.wait([_HERE], at.limit)
         group = NcclCommunicator(nccl(store, at.rank, 2, options), at, device)
     except (RuntimeError, ValueError) as error:

@@ -8,7 +8,7 @@ from google.protobuf.json_format import MessageToDict
 from router.fleet import session_wire
 from router.fleet.session_wire import transfers_from_pb
 from tandem.protocol import wire
-from tandem.protocol.pin_wire import order_from_pb, told_from_pb, totals_from_pb
+from tandem.protocol.pin_wire import order_from_pb, result_from_pb, totals_from_pb
 from tandem.v1 import common_pb2, session_pb2
 from tandem.values.ids import Incarnation
 from tandem.values.outputs import FinishReason
@@ -21,7 +21,7 @@ def session_samples() -> dict[str, Sample]:
     found = {}
     for side, form in (("router", session_pb2.RouterMessage), ("worker", session_pb2.WorkerMessage)):
         for kind in kinds_of(form.DESCRIPTOR):
-            found[f"{side}/{kind}"] = Sample(
+            found[_RECORDED_AS.get(f"{side}/{kind}", f"{side}/{kind}")] = Sample(
                 write=lambda form=form, kind=kind: _session_message(form(), kind),
                 read=lambda data, form=form, side=side: _read_session(form.FromString(data), side),
             )
@@ -37,6 +37,20 @@ def session_samples() -> dict[str, Sample]:
             read=lambda data: wire.finish_reason_from_pb(session_pb2.Finish.FromString(data).reason).value,
         )
     return found
+
+
+_RECORDED_AS = {
+    "router/fetch_cache": "router/inherit",
+    "router/cache_offer_ended": "router/settled",
+    "router/take_over": "router/adopt",
+    "router/end_earlier_sessions": "router/supersede",
+    "router/score_prompt": "router/read",
+    "worker/cache_offer": "worker/bequest",
+    "worker/cache_fetched": "worker/inherited",
+    "worker/prompt_scores": "worker/read",
+    "worker/pin_result": "worker/pin_told",
+}
+"""Names that samples keep, so that each version finds the other's, for kinds that have been renamed."""
 
 
 def _session_message(message: Any, kind: str) -> bytes:
@@ -58,16 +72,22 @@ def _spoken(form: Any) -> Any:
     return form(**{name: value for name, value in said.items() if value})
 
 
+def _load_facts(load: Any) -> dict[str, Any]:
+    """A load report under the names that the samples were recorded with."""
+    found: dict[str, Any] = facts(load)
+    return {"board" if name == "redis_publishing" else name: value for name, value in found.items()}
+
+
 _READERS: dict[tuple[str, str], Callable[[Any], Any]] = {
     ("worker", "tokens"): lambda body: [session_wire.tokens_from_pb(delta) for delta in body.deltas],
     ("worker", "refused"): session_wire.refused_from_pb,
     ("worker", "transfer_failed"): session_wire.transfer_failed_from_pb,
     ("worker", "kv_events"): session_wire.prefix_change_from_pb,
-    ("worker", "load"): session_wire.load_from_pb,
-    ("worker", "bequest"): session_wire.cache_offer_from_pb,
-    ("worker", "inherited"): session_wire.migration_source_from_pb,
-    ("worker", "read"): session_wire.scores_part_from_pb,
-    ("worker", "pin_told"): told_from_pb,
+    ("worker", "load"): lambda body: _load_facts(session_wire.load_from_pb(body)),
+    ("worker", "cache_offer"): session_wire.cache_offer_from_pb,
+    ("worker", "cache_fetched"): session_wire.migration_source_from_pb,
+    ("worker", "prompt_scores"): session_wire.scores_part_from_pb,
+    ("worker", "pin_result"): result_from_pb,
     ("router", "submit"): lambda body: wire.sampling_from_pb(body.sampling),
     ("router", "pin"): order_from_pb,
 }

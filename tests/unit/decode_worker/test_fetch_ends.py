@@ -18,15 +18,15 @@ from worker.engine_host import EngineHost
 
 
 class Fetcher:
-    """Brings nothing, until it is told that nobody waits."""
+    """Returns nothing until the request is abandoned."""
 
     def __init__(self) -> None:
-        self.asked = asyncio.Event()
+        self.requested = asyncio.Event()
         self.gone = asyncio.Event()
         self.abandoned: list[RequestId] = []
 
     async def bring(self, _request: Request, _holder: PrefixHolder, _trace: object) -> int:
-        self.asked.set()
+        self.requested.set()
         await self.gone.wait()
         return 0
 
@@ -56,7 +56,7 @@ async def test_decode_worker_cancelled_prompt_abandons_its_fetch(bench: Bench) -
     order.holder.CopyFrom(common.PrefixHolder(worker_id="d1", incarnation=1, address="127.0.0.1:1", num_tokens=32))
     bench.order(submit=order)
     async with asyncio.timeout(20):
-        await fetcher.asked.wait()
+        await fetcher.requested.wait()
         bench.order(cancel=pb.Cancel(request_id="r", attempt=1))
         await bench.worker.finish()
     assert [name.endswith(":r") for name in fetcher.abandoned] == [True]

@@ -25,7 +25,7 @@ async def until_free(host: EngineHost) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_a_cancel_is_passed_on_in_the_next_turn_of_the_loop(bench: DecodeBench) -> None:
+async def test_cancel_is_forwarded_in_next_loop_iteration(bench: DecodeBench) -> None:
     bench.submit()
     await bench.started()
     bench.order(cancel=pb.Cancel(request_id="r", attempt=1))
@@ -34,7 +34,7 @@ async def test_a_cancel_is_passed_on_in_the_next_turn_of_the_loop(bench: DecodeB
     await until_free(bench.host)
 
 
-async def test_a_pool_full_of_destinations_whose_hand_offs_expire(bench: DecodeBench) -> None:
+async def test_idle_worker_expired_destinations_are_released(bench: DecodeBench) -> None:
     """24 blocks, promised to three hand-offs that are never seen again."""
     names = [TransferId(f"t{i}") for i in range(3)]
     for i, name in enumerate(names):
@@ -50,7 +50,7 @@ async def test_a_pool_full_of_destinations_whose_hand_offs_expire(bench: DecodeB
     await until_free(bench.host)
 
 
-async def test_a_pool_full_of_sources_that_nobody_reads_any_more() -> None:
+async def test_idle_worker_abandoned_sources_are_released() -> None:
     faults: list[BaseException] = []
     host = EngineHost(parts(num_blocks=5), on_fatal=faults.append)
     worker = PrefillWorker(IDENTITY, host)

@@ -1,4 +1,4 @@
-"""A router that doubts what it knows of a worker's cache asks, and is told all of it."""
+"""A router that doubts its copy of a worker's cache requests a snapshot."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -25,11 +25,11 @@ async def bench() -> AsyncIterator[Bench]:
     assert not faults
 
 
-async def test_who_asks_is_told_all_that_is_cached(bench: Bench) -> None:
+async def test_resync_returns_snapshot_of_cache(bench: Bench) -> None:
     for least in (0, len(PROMPT) // ledger.BLOCK):
         bench.order(resync=pb.Resync())
-        told = await bench.heard("kv_events")
-        assert told.cleared
-        assert len(told.events) >= least
+        snapshot = await bench.heard("kv_events")
+        assert snapshot.cleared
+        assert len(snapshot.events) >= least
         bench.submit(prefill=False)
         await bench.answer()

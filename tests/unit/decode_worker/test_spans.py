@@ -14,7 +14,7 @@ from tandem.v1 import session_pb2 as pb
 from tests.support.calls import calls_into
 from tests.support.engine.ledger_host import parts
 from tests.support.spans import CLIENT, CLIENT_SPAN_ID, CLIENT_TRACE_ID, Kept, keeping
-from tests.unit.decode_worker.test_worker import IDENTITY, LENGTH, PROMPT, TRANSFER, expected, route_pb, told
+from tests.unit.decode_worker.test_worker import IDENTITY, LENGTH, PROMPT, TRANSFER, expected, first_token_of, route_pb
 from tests.unit.decode_worker.test_worker import Bench as WorkerBench
 from worker.engine_host import EngineHost
 
@@ -57,7 +57,7 @@ async def rest(bench: Bench, count: int) -> list[int]:
     return tokens
 
 
-async def test_a_prompt_computed_here(traced: tuple[Bench, Kept]) -> None:
+async def test_spans_local_prefill_has_prefill_and_decode(traced: tuple[Bench, Kept]) -> None:
     bench, kept = traced
     bench.submit(prefill=False, trace=TRACE)
     await bench.answer()
@@ -78,7 +78,7 @@ async def test_span_handoff_propagates_trace(traced: tuple[Bench, Kept]) -> None
     bench.submit(trace=TRACE)
     job = await bench.started()
     blocks = await bench.bound(job)
-    bench.owner.first_token(TRANSFER, told(expected()[0]))
+    bench.owner.first_token(TRANSFER, first_token_of(expected()[0]))
     bench.write(blocks, 0, len(blocks))
     await bench.commit(blocks, expected()[0])
     assert await rest(bench, LENGTH) == expected()
@@ -137,7 +137,7 @@ async def test_span_rerouted_handoff_keeps_task(traced: tuple[Bench, Kept]) -> N
     await bench.heard("transfer_failed")
     bench.order(reroute=pb.Reroute(request_id="r", attempt=1, prefill=route_pb(2)))
     again = await bench.owner.bind(TRANSFER, len(blocks))
-    bench.owner.first_token(TRANSFER, told(expected()[0]))
+    bench.owner.first_token(TRANSFER, first_token_of(expected()[0]))
     bench.write(again, 0, len(again))
     await bench.commit(again, expected()[0])
     assert await rest(bench, LENGTH) == expected()

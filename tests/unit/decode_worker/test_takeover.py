@@ -20,7 +20,16 @@ from tandem.values.outputs import SampledToken
 from tests.support.engine import ledger
 from tests.support.engine.ledger_host import parts
 from tests.unit.decode_worker.test_bookkeeping import task
-from tests.unit.decode_worker.test_worker import IDENTITY, LENGTH, PROMPT, TRANSFER, WAIT_S, Bench, expected, told
+from tests.unit.decode_worker.test_worker import (
+    IDENTITY,
+    LENGTH,
+    PROMPT,
+    TRANSFER,
+    WAIT_S,
+    Bench,
+    expected,
+    first_token_of,
+)
 from worker.engine_host import EngineHost
 from worker.session_port import SessionPort
 
@@ -77,7 +86,7 @@ def leave(bench: Bench) -> SessionPort:
 
 
 def adopt(bench: Bench, *, attempt: int = 1 << 16, num_shown: int = 0, name: str = "r") -> None:
-    bench.order(adopt=pb.Adopt(request_id=name, attempt=attempt, num_shown=num_shown))
+    bench.order(take_over=pb.TakeOver(request_id=name, attempt=attempt, num_shown=num_shown))
 
 
 async def until_finished(bench: Bench) -> None:
@@ -124,7 +133,7 @@ async def test_nobodys_stream_ends_when_its_time_is_up() -> None:
         await bench.heard("tokens")
         leave(bench)
         async with asyncio.timeout(WAIT_S):
-            while len(bench.worker._takeovers._orphans):  # noqa: ASYNC110 - a timer ends it, and tells nobody
+            while len(bench.worker._takeovers._orphans):  # noqa: ASYNC110 - a timer ends it, without an event
                 await asyncio.sleep(0.01)
         assert bench.worker._idle.is_set()
         adopt(bench)
@@ -175,7 +184,7 @@ async def test_whose_two_routers_have_gone_is_generated_once_for_the_third() -> 
         assert tokens == expected(LONG)
 
 
-async def test_without_a_time_it_ends_at_once() -> None:
+async def test_takeover_disabled_cancels_streams_at_once() -> None:
     async with worker(takeover_s=0.0) as bench:
         bench.submit(prefill=False, max_tokens=100)
         await bench.heard("tokens")
@@ -205,7 +214,7 @@ async def test_takeover_router_returned_before_loss_noticed_has_continued_elsewh
         assert bench.worker._idle.is_set()
 
 
-async def test_whoever_has_it_is_told_that_it_was_taken() -> None:
+async def test_takeover_former_router_receives_stream_taken() -> None:
     async with worker() as bench:
         bench.submit(prefill=False, max_tokens=100)
         await bench.heard("tokens")
@@ -242,7 +251,7 @@ async def test_takeover_prompt_in_transfer_arrives_for_next_router() -> None:
         blocks = await bench.bound(await bench.started())
         leave(bench)
         adopt(bench)
-        bench.owner.first_token(TRANSFER, told(expected()[0]))
+        bench.owner.first_token(TRANSFER, first_token_of(expected()[0]))
         bench.write(blocks, 0, len(blocks))
         await bench.commit(blocks, expected()[0])
         tokens: list[int] = []
@@ -251,17 +260,17 @@ async def test_takeover_prompt_in_transfer_arrives_for_next_router() -> None:
         assert tokens == expected()
 
 
-@pytest.mark.parametrize("asked", ["before", "after"])
-async def test_nobody_is_asked_for_a_route_who_is_not_there(asked: str) -> None:
+@pytest.mark.parametrize("router_leaves", ["before", "after"])
+async def test_takeover_failed_handoff_of_orphan_requests_no_route(router_leaves: str) -> None:
     """A hand-off fails while no router has the stream: the prompt is computed here."""
     async with worker(num_steps=PLENTY) as bench:
         bench.submit()
         blocks = await bench.bound(await bench.started())
-        if asked == "after":
+        if router_leaves == "after":
             leave(bench)
         bench.owner.failed(TRANSFER, (), TransferError("the link was lost"))
         bench.owner.released(TRANSFER, blocks)
-        if asked == "before":
+        if router_leaves == "before":
             await bench.heard("transfer_failed")
             leave(bench)
         else:

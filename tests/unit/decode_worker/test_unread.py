@@ -1,4 +1,4 @@
-"""Answers that nobody reads along with: tokens behind the first are told some at a time, and none is lost."""
+"""Answers that are not streamed: tokens after the first are sent in groups, and none is lost."""
 
 import pytest
 
@@ -16,22 +16,22 @@ TOGETHER = 4
 
 async def deltas(bench: Bench) -> list[pb.TokenDelta]:  # noqa: F811
     """All of one attempt."""
-    told: list[pb.TokenDelta] = []
-    while not told or not told[-1].HasField("finish"):
-        told += (await bench.heard("tokens")).deltas
-    return told
+    received: list[pb.TokenDelta] = []
+    while not received or not received[-1].HasField("finish"):
+        received += (await bench.heard("tokens")).deltas
+    return received
 
 
 @pytest.mark.parametrize("length", [1, 2, TOGETHER, TOGETHER + 1, 2 * TOGETHER + 1, 2 * TOGETHER + 2])
 async def test_unread_tokens_first_sent_alone_others_together(bench: Bench, length: int) -> None:  # noqa: F811
     bench.submit(prefill=False, max_tokens=length, tokens_per_message=TOGETHER)
-    told = await deltas(bench)
+    received = await deltas(bench)
     whole, rest = divmod(length - 1, TOGETHER)
     sizes = [1, *[TOGETHER] * whole, *([rest] if rest else [])]
-    assert [len(delta.token_ids) for delta in told] == sizes
-    assert [delta.first_index for delta in told] == [sum(sizes[:i]) for i in range(len(sizes))]
-    assert [t for delta in told for t in delta.token_ids] == expected(length)
-    assert [delta.HasField("started") for delta in told] == [True, *[False] * (len(sizes) - 1)]
+    assert [len(delta.token_ids) for delta in received] == sizes
+    assert [delta.first_index for delta in received] == [sum(sizes[:i]) for i in range(len(sizes))]
+    assert [t for delta in received for t in delta.token_ids] == expected(length)
+    assert [delta.HasField("started") for delta in received] == [True, *[False] * (len(sizes) - 1)]
     await bench.assert_empty()
 
 
@@ -45,13 +45,15 @@ async def test_unread_tokens_together_keep_their_logprobs() -> None:
         reports.token(one, index, token, FinishReason.LENGTH if index == 5 else None)
         reports.send()
     port.finish()
-    told = []
+    received = []
     while (message := await port.next()) is not None:
-        told += [list(zip(d.token_ids, (p.logprob for p in d.logprobs), strict=True)) for d in message.tokens.deltas]
-    assert told == [[(0, 0.0)], [(i, -float(i)) for i in range(1, 5)], [(5, -5.0)]]
+        received += [
+            list(zip(d.token_ids, (p.logprob for p in d.logprobs), strict=True)) for d in message.tokens.deltas
+        ]
+    assert received == [[(0, 0.0)], [(i, -float(i)) for i in range(1, 5)], [(5, -5.0)]]
 
 
-async def test_who_takes_it_over_gets_what_was_held_back_once() -> None:
+async def test_unread_takeover_sends_held_tokens_once() -> None:
     async with worker(num_steps=3) as paced:
         paced.submit(prefill=False, max_tokens=LONG, tokens_per_message=PLENTY)
         (first,) = (await paced.heard("tokens")).deltas
@@ -69,8 +71,8 @@ async def test_who_takes_it_over_gets_what_was_held_back_once() -> None:
 async def test_unread_tokens_failure_sends_held_tokens() -> None:
     async with worker(num_steps=3) as paced:
         paced.submit(prefill=False, max_tokens=LONG, tokens_per_message=PLENTY, timeout_s=0.5)
-        told = [*(await paced.heard("tokens")).deltas, *(await paced.heard("tokens")).deltas]
-        tokens = [t for delta in told for t in delta.token_ids]
+        received = [*(await paced.heard("tokens")).deltas, *(await paced.heard("tokens")).deltas]
+        tokens = [t for delta in received for t in delta.token_ids]
         assert tokens == expected(LONG)[: len(tokens)]
-        assert told[-1].first_index + len(told[-1].token_ids) == len(tokens)
-        assert told[-1].finish.failure.code == "DeadlineExceeded"
+        assert received[-1].first_index + len(received[-1].token_ids) == len(tokens)
+        assert received[-1].finish.failure.code == "DeadlineExceeded"

@@ -124,7 +124,7 @@ class Bench:
             runner.write(blocks, position, entry)
 
     async def commit(self, blocks: tuple[BlockId, ...], first_token: int | None) -> None:
-        token = None if first_token is None else told(first_token)
+        token = None if first_token is None else first_token_of(first_token)
         times = PhaseTimes(prefill_s=1.0)
         await self.owner.commit(TRANSFER, CommitInfo(blocks=blocks, first_token=token, cached_tokens=16, times=times))
 
@@ -138,7 +138,7 @@ def route_pb(attempt: int = 1) -> pb.PrefillRoute:
     return pb.PrefillRoute(worker_id="p", incarnation=5, address="127.0.0.1:2", transfer_id=TRANSFER, attempt=attempt)
 
 
-def told(token_id: int) -> FirstToken:
+def first_token_of(token_id: int) -> FirstToken:
     return FirstToken(token=SampledToken(token_id=token_id), cached_tokens=16)
 
 
@@ -159,7 +159,7 @@ async def bench() -> AsyncIterator[Bench]:
     assert not faults
 
 
-async def test_a_prompt_computed_here(bench: Bench) -> None:
+async def test_decode_worker_without_route_computes_prompt(bench: Bench) -> None:
     bench.submit(prefill=False)
     tokens, finish = await bench.answer()
     assert tokens == expected()
@@ -173,7 +173,7 @@ async def test_decode_worker_handoff_runs_from_reservation_to_last_token(bench: 
     job = await bench.started()
     assert (job.token_ids, job.held_tokens, job.resume) == (tuple(PROMPT), 0, False)
     blocks = await bench.bound(job)
-    bench.owner.first_token(TRANSFER, told(expected()[0]))
+    bench.owner.first_token(TRANSFER, first_token_of(expected()[0]))
     assert (await bench.heard("tokens")).deltas[0].token_ids == expected()[:1], "before its KV is here"
     bench.write(blocks, 0, len(blocks))
     await bench.commit(blocks, expected()[0])
@@ -201,10 +201,10 @@ async def test_decode_worker_landed_blocks_are_kept_when_rest_is_released(bench:
     await bench.assert_empty()
 
 
-async def test_a_quarantine_lasts_until_the_writer_is_quiet(bench: Bench) -> None:
+async def test_quarantine_ends_when_writer_is_quiet(bench: Bench) -> None:
     bench.submit()
     blocks = await bench.bound(await bench.started())
-    bench.owner.first_token(TRANSFER, told(expected()[0]))
+    bench.owner.first_token(TRANSFER, first_token_of(expected()[0]))
     bench.owner.failed(TRANSFER, (), TransferError("silent"))
     bench.owner.quarantine(TRANSFER, blocks)
     await bench.heard("transfer_failed")
@@ -213,7 +213,7 @@ async def test_a_quarantine_lasts_until_the_writer_is_quiet(bench: Bench) -> Non
     tokens = expected()[:1]
     while len(tokens) < LENGTH:
         tokens += [t for delta in (await bench.heard("tokens")).deltas for t in delta.token_ids]
-    assert tokens == expected(), "the first token was told already and is never sampled again"
+    assert tokens == expected(), "the first token was sent already and is not sampled again"
     load = (await settled(bench.host)).load()
     assert load.num_quarantined_blocks == load.num_used_blocks == len(blocks)
     bench.owner.released(TRANSFER, blocks)
@@ -259,7 +259,7 @@ async def test_cancelled_at_every_stage(bench: Bench, phase: str) -> None:
         if phase != "reserved":
             blocks = await bench.bound(job)
     if phase == "first token":
-        bench.owner.first_token(TRANSFER, told(expected()[0]))
+        bench.owner.first_token(TRANSFER, first_token_of(expected()[0]))
     if phase == "rerouting":
         bench.owner.failed(TRANSFER, (), TransferError("the link was lost"))
         await bench.heard("transfer_failed")
@@ -279,7 +279,7 @@ async def test_cancelled_at_every_stage(bench: Bench, phase: str) -> None:
 async def test_decode_worker_one_token_request_ends_with_first_token(bench: Bench) -> None:
     bench.submit(max_tokens=1)
     blocks = await bench.bound(await bench.started())
-    bench.owner.first_token(TRANSFER, told(expected()[0]))
+    bench.owner.first_token(TRANSFER, first_token_of(expected()[0]))
     tokens, finish = await bench.answer()
     assert tokens == expected()[:1]
     assert finish.reason == common.FINISH_REASON_LENGTH
@@ -366,7 +366,7 @@ async def test_decode_worker_failed_handoff_blocks_are_no_cache_hit(
 async def test_decode_worker_timeline_keeps_both_workers_shares(bench: Bench) -> None:
     bench.submit()
     blocks = await bench.bound(await bench.started())
-    bench.owner.first_token(TRANSFER, told(expected()[0]))
+    bench.owner.first_token(TRANSFER, first_token_of(expected()[0]))
     started = (await bench.heard("tokens")).deltas[0].started
     assert started.times.prefill_s > 0, "a choice that ends with its first token has a prefill too"
     bench.write(blocks, 0, len(blocks))

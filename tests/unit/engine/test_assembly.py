@@ -65,33 +65,35 @@ def test_compiled_grammars_are_counted_in_the_budget() -> None:
     assert widest.limit_bytes - widest.block_bytes < used + widest.grammar_bytes <= widest.limit_bytes
 
 
-def test_more_memory_than_the_machine_has_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_assembly_memory_beyond_machine_is_refused_before_load(monkeypatch: pytest.MonkeyPatch) -> None:
     """A zero too many, and the system's out-of-memory killer would choose whom to end, anybody on the host."""
     monkeypatch.setattr(assembly, "load_model", lambda *_, **__: pytest.fail("loaded"))
-    told = rf"engine\.memory_bytes is {1 << 50} for each worker: .* may take {1 << 50} bytes, and it has \d+ \("
-    with pytest.raises(ConfigError, match=told):
+    message = rf"engine\.memory_bytes is {1 << 50} for each worker: .* may take {1 << 50} bytes, and it has \d+ \("
+    with pytest.raises(ConfigError, match=message):
         assemble(replace(SPEC, memory_bytes=1 << 50))
     monkeypatch.setattr(assembly, "memory_capacity_bytes", lambda: 700 << 20)
     together = replace(SPEC, memory_here_bytes=3 * (256 << 20))
-    told = rf"engine\.memory_bytes is {256 << 20} .* may take {768 << 20} bytes, and it has {700 << 20}"
-    with pytest.raises(ConfigError, match=told):
+    message = rf"engine\.memory_bytes is {256 << 20} .* may take {768 << 20} bytes, and it has {700 << 20}"
+    with pytest.raises(ConfigError, match=message):
         assemble(together)
 
 
 def test_memory_that_others_have_taken_is_not_promised_to_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(assembly, "free_memory_bytes", lambda: 100 << 20)
-    told = rf"engine\.memory_bytes is {256 << 20}: .*\(\d+ of them for KV\), and {100 << 20} bytes of memory are free"
-    with pytest.raises(ConfigError, match=told):
+    message = (
+        rf"engine\.memory_bytes is {256 << 20}: .*\(\d+ of them for KV\), and {100 << 20} bytes of memory are free"
+    )
+    with pytest.raises(ConfigError, match=message):
         assemble(replace(SPEC, num_blocks=None))
     assert assemble(SPEC).budget.num_blocks == 8
 
 
 def test_assembly_smallest_rank_sizes_pool_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Told(SoloRanks):
+    class LimitedRanks(SoloRanks):
         def wait_loaded(self, own: RankFacts) -> RankFacts:
             return replace(own, limit_bytes=160 << 20)
 
-    monkeypatch.setattr(assembly, "open_ranks", lambda *_: Told())
+    monkeypatch.setattr(assembly, "open_ranks", lambda *_: LimitedRanks())
     assert assemble(replace(SPEC, memory_bytes=None)).budget.limit_bytes == 160 << 20
 
 
@@ -103,12 +105,12 @@ def test_assembly_remote_rank_without_memory_is_refused(monkeypatch: pytest.Monk
     monkeypatch.setattr(follower, "free_memory_bytes", lambda: 200 << 20)
     assert follower._limit_bytes(setup, options.device) == int(0.8 * (200 << 20))
     assert follower._limit_bytes(replace(setup, stated_bytes=128 << 20), options.device) == 128 << 20
-    told = rf"engine\.memory_bytes: each rank may take {256 << 20} bytes; one has {200 << 20} bytes of memory free"
-    with pytest.raises(ConfigError, match=told):
+    message = rf"engine\.memory_bytes: each rank may take {256 << 20} bytes; one has {200 << 20} bytes of memory free"
+    with pytest.raises(ConfigError, match=message):
         follower._limit_bytes(replace(setup, stated_bytes=256 << 20), options.device)
 
 
-def test_who_states_no_limit_gets_a_share_of_what_may_still_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_assembly_without_limit_uses_share_of_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(assembly, "free_memory_bytes", lambda: 1 << 30)
     alone = assemble(replace(SPEC, memory_bytes=None)).budget.limit_bytes
     shared = assemble(replace(SPEC, memory_bytes=None, num_workers_here=2)).budget.limit_bytes

@@ -36,13 +36,13 @@ class Harness:
 
     def tokens(self, num_requests: int) -> dict[str, list[int]]:
         """Collect until so many requests have ended."""
-        told: dict[str, list[int]] = {}
+        tokens_by_request: dict[str, list[int]] = {}
         while num_requests:
             for event in self.outputs.get(timeout=WAIT_S).events:
                 if event.token is not None:
-                    told.setdefault(event.request_id, []).append(event.token.token_id)
+                    tokens_by_request.setdefault(event.request_id, []).append(event.token.token_id)
                 num_requests -= event.finish_reason is not None
-        return told
+        return tokens_by_request
 
 
 @contextmanager
@@ -54,7 +54,7 @@ def running(runner: Runner | None = None, *, pipelined: bool = False) -> Iterato
 
 
 class GatedRunner(LedgerRunner):
-    """Blocks in its first step until told to go on."""
+    """Blocks in its first step until it is released."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,11 +88,11 @@ def test_requests_from_many_threads_all_get_their_own_answer() -> None:
         ]
         for thread in threads:
             thread.start()
-        told = harness.tokens(len(requests))
+        tokens_by_request = harness.tokens(len(requests))
         for thread in threads:
             thread.join()
         for k, request in enumerate(requests):
-            assert told[request.request_id] == ledger.continuation([k] * (k + 1), request.params)
+            assert tokens_by_request[request.request_id] == ledger.continuation([k] * (k + 1), request.params)
         harness.engine.call(ledger.assert_empty).result(WAIT_S)
 
 

@@ -40,12 +40,12 @@ def test_pipelined_tokens_are_the_same(models, kernels):
     answers, ends = [], set()
     for pipelined in (False, True):
         with Serve(models[kernels], pipelined=pipelined, num_blocks=8, prefill_chunk_tokens=20) as serve:
-            told = serve.run(every_way_to_sample(random.Random(4), 14))
+            served = serve.run(every_way_to_sample(random.Random(4), 14))
             assert serve.preemptions
-        answers.append([(answer.ids, answer.reason) for answer in told])
-        logprobs = [(token.logprob, token.top_logprobs) for answer in told for token in answer.tokens]
+        answers.append([(answer.ids, answer.reason) for answer in served])
+        logprobs = [(token.logprob, token.top_logprobs) for answer in served for token in answer.tokens]
         assert any(own is not None for own, _ in logprobs)
-        ends |= {answer.reason for answer in told}
+        ends |= {answer.reason for answer in served}
     assert answers[0] == answers[1]
     assert ends == {FinishReason.STOP, FinishReason.LENGTH}
 
@@ -94,7 +94,7 @@ def test_nan_fails_only_its_own_request_and_nothing_of_it_is_found_again(models,
 
 
 class GatedSteps(DelayedRunner):
-    """Says when it is launched, and lets nobody have a step's tokens before it is told to."""
+    """Signals its launch, and returns a step's tokens only when released."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ class TimedRunner(DelayedRunner):
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("pipelined", [False, True])
 def test_pipelined_step_duration_on_any_device_is_its_own(pipelined, is_late):
-    """Rates are learnt from these: a prompt's step told with the time of the token's step after it would be a lie."""
+    """Rates are learnt from these: a prompt's step must not include the time of the decode step after it."""
     runner, outputs = TimedRunner(is_late=is_late), []
     scheduler = ledger.scheduler(prefill_chunk_tokens=48)
     engine = Engine(

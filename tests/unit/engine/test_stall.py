@@ -62,7 +62,7 @@ def test_stall_bound_is_wider_for_long_step() -> None:
     assert lasts(None, known) == float("inf"), "it sleeps"
 
 
-def test_who_makes_steps_does_not_hang() -> None:
+def test_stall_progressing_engine_is_not_reported() -> None:
     watch, known = StallWatch(stall_s=1.0, period_s=0.5, now_s=0.0), rates(decode_s=0.001)
     for number in range(100):
         watch.check(EngineTurn(number // 2), known, 0.5 * number)
@@ -141,7 +141,7 @@ async def test_stall_idle_engine_is_not_reported() -> None:
     host.start(on_output=lambda _: None, ports=tuple)
     async with stopping(host), asyncio.timeout(WAIT_S):
         await settled(host)
-        while host._engine.turn is not None:  # noqa: ASYNC110 - its thread tells nobody that it goes to sleep
+        while host._engine.turn is not None:  # noqa: ASYNC110 - its thread signals nothing when it goes to sleep
             await asyncio.sleep(0.001)
         for _ in range(20):
             host._check_for_stall()

@@ -28,11 +28,11 @@ def test_tier_assembly_machine_holds_only_its_ranks_parts() -> None:
         host_slots(SIZES, LAYOUT, [HostRoom(12 * BLOCK)])
 
 
-def test_who_has_no_room_is_named() -> None:
+def test_tier_assembly_shortage_names_tier() -> None:
     there = HostRoom(2 * BLOCK, "rank 2 (10.0.0.2)")
-    told = (
+    message = (
         f"engine.offload_bytes is {8 * BLOCK}, {4 * BLOCK} of it on each of 2 nodes; "
         f"{2 * BLOCK} bytes of memory are free at rank 2 (10.0.0.2)"
     )
-    with pytest.raises(ConfigError, match=re.escape(told)):
+    with pytest.raises(ConfigError, match=re.escape(message)):
         host_slots(SIZES, LAYOUT, [HostRoom(100 * BLOCK), there], num_nodes=2)

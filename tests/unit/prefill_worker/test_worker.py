@@ -229,7 +229,7 @@ async def test_prefill_worker_submitted_request_is_refused_with_reason(bench: Be
 
 
 async def test_prefill_worker_job_passes_deadline_and_priority_to_engine(bench: Bench) -> None:
-    """Its time is up when it comes: it never runs, and the decode worker is told why."""
+    """It has timed out on arrival: it never runs, and the decode worker gets the reason."""
     late = job("late", timeout_s=0.0, priority=3)
     await bench.worker.submit(late)
     await bench.finished()
@@ -247,10 +247,10 @@ async def test_prefill_worker_snapshot_request_reports_all_cached_blocks(bench: 
     port = SessionPort(Incarnation(3))
     bench.worker.order(port, pb.RouterMessage(resync=pb.Resync()))
     async with asyncio.timeout(WAIT_S):
-        told = await port.next()
-    assert told is not None
-    assert told.kv_events.cleared
-    assert len(told.kv_events.events) == len(PROMPT) // ledger.BLOCK
+        snapshot = await port.next()
+    assert snapshot is not None
+    assert snapshot.kv_events.cleared
+    assert len(snapshot.kv_events.events) == len(PROMPT) // ledger.BLOCK
     bench.worker.release(TransferId("t"))
 
 

@@ -27,7 +27,7 @@ def test_failures_in_a_row_open_it() -> None:
     assert not tripped().allows(1.9)
 
 
-def test_a_share_of_failures_opens_it() -> None:
+def test_circuit_breaker_failure_share_opens() -> None:
     breaker = CircuitBreaker(POLICY)
     for number in range(12):
         (breaker.failed if number % 2 else breaker.succeeded)(float(number))
@@ -46,7 +46,7 @@ def test_half_open_lets_one_probe_through_at_a_time() -> None:
     assert breaker.allows(13.0)  # nothing was heard of that one
 
 
-def test_a_probe_that_ends_well_closes_it_and_one_that_fails_doubles_the_time() -> None:
+def test_circuit_breaker_probe_closes_or_doubles_timeout() -> None:
     breaker, now_s = tripped(), 0.0
     for open_s in (2.0, 4.0, 6.0, 6.0):
         assert not breaker.allows(now_s + open_s - 0.1)

@@ -28,11 +28,11 @@ class Bench:
         self.ports = [SessionPort(Incarnation(number)) for number in (8, 7)]
         self.migration_source = MigrationSource(host, lambda: self.ports)
 
-    async def offer(self, port: SessionPort) -> pb.Bequest:
+    async def offer(self, port: SessionPort) -> pb.CacheOffer:
         async with asyncio.timeout(WAIT_S):
             message = await port.next()
         assert message is not None
-        return message.bequest
+        return message.cache_offer
 
 
 @pytest.fixture
@@ -49,27 +49,27 @@ async def bench() -> AsyncIterator[Bench]:
     assert not faults
 
 
-async def test_one_router_at_a_time_is_asked(bench: Bench) -> None:
+async def test_cache_offer_goes_to_one_router_at_a_time(bench: Bench) -> None:
     leaving = asyncio.create_task(bench.migration_source.offer_cache(60.0))
     eight, seven = bench.ports
     offer = await bench.offer(seven)
     (chain,) = chains_from_pb(offer.chains)
     assert (chain.from_root, chain.after, len(chain.names)) == (True, ledger.ROOT, 4)
     assert 59.0 < offer.lends_s <= 60.0
-    bench.migration_source.migration_ended(eight)  # it was not asked
+    bench.migration_source.migration_ended(eight)  # it got no offer
     seven.close()
     assert len((await bench.offer(eight)).chains) == 1
     bench.migration_source.migration_ended(eight)
     await leaving
 
 
-async def test_it_stays_no_longer_than_it_said(bench: Bench) -> None:
+async def test_cache_offer_ends_at_its_deadline(bench: Bench) -> None:
     await bench.migration_source.offer_cache(0.05)
     assert len((await bench.offer(bench.ports[1])).chains) == 1
 
 
 @pytest.mark.parametrize("lacks", ["time", "routers", "cache"])
-async def test_nobody_is_asked_in_vain(bench: Bench, lacks: str) -> None:
+async def test_cache_offer_without_time_routers_or_cache_is_not_sent(bench: Bench, lacks: str) -> None:
     if lacks == "routers":
         for port in bench.ports:
             port.close()
@@ -86,17 +86,17 @@ class Stages:
     """A worker whose stages end when a test says so."""
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.stages_seen: list[str] = []
         self.finished, self.offered, self.drained = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        heir = SimpleNamespace(close=lambda: self.told.append("close"))
-        self.fabric: Any = SimpleNamespace(migration_target=heir, drain=self._stage("drain", self.drained))
+        target = SimpleNamespace(close=lambda: self.stages_seen.append("close"))
+        self.fabric: Any = SimpleNamespace(migration_target=target, drain=self._stage("drain", self.drained))
         self.migration_source: Any = SimpleNamespace(offer_cache=self._stage("offer_cache", self.offered))
 
     def _stage(self, name: str, ended: asyncio.Event) -> Callable[..., Awaitable[None]]:
         async def stage(*_: Any) -> None:
-            self.told.append(name)
+            self.stages_seen.append(name)
             await ended.wait()
-            self.told.append(f"{name} ended")
+            self.stages_seen.append(f"{name} ended")
 
         return stage
 
@@ -114,13 +114,13 @@ async def test_work_first_then_the_cache_then_what_is_still_read() -> None:
     stages = Stages()
     leaving = stages.leave(drain_s=60.0, migration_s=5.0)
     await turns()
-    assert stages.told == ["close", "finish"]
+    assert stages.stages_seen == ["close", "finish"]
     stages.finished.set()
     await turns()
-    assert stages.told == ["close", "finish", "finish ended", "offer_cache"]
+    assert stages.stages_seen == ["close", "finish", "finish ended", "offer_cache"]
     stages.offered.set()
     await turns()
-    assert stages.told[4:] == ["offer_cache ended", "drain"]
+    assert stages.stages_seen[4:] == ["offer_cache ended", "drain"]
     stages.drained.set()
     await leaving
 
@@ -129,25 +129,25 @@ async def test_work_that_takes_all_the_time_does_not_cost_the_cache() -> None:
     stages = Stages()
     leaving = stages.leave(drain_s=60.0, migration_s=60.0)
     await turns()
-    assert stages.told == ["close", "finish", "offer_cache"]
+    assert stages.stages_seen == ["close", "finish", "offer_cache"]
     stages.offered.set()
     await turns()
-    assert "drain" not in stages.told
+    assert "drain" not in stages.stages_seen
     stages.finished.set()
     stages.drained.set()
     await leaving
 
 
-async def test_it_ends_in_time_whatever_is_left() -> None:
+async def test_drain_returns_at_deadline() -> None:
     stages = Stages()
     async with asyncio.timeout(WAIT_S):
         await stages.leave(drain_s=0.05, migration_s=0.01)
-    assert "drain" not in stages.told
+    assert "drain" not in stages.stages_seen
 
 
-async def test_the_last_prompt_ends_before_nothing_more_can_come() -> None:
+async def test_drain_waits_for_senders_before_receivers() -> None:
     """A prompt may begin a fetch as long as it is here: what comes is waited for after what leaves."""
-    told: list[str] = []
+    stages_seen: list[str] = []
     prompt_left = asyncio.Event()
 
     class Hub:
@@ -155,7 +155,7 @@ async def test_the_last_prompt_ends_before_nothing_more_can_come() -> None:
             self.name, self.ended = name, ended
 
         async def drain(self) -> None:
-            told.append(self.name)
+            stages_seen.append(self.name)
             if self.ended is not None:
                 await self.ended.wait()
 
@@ -172,7 +172,7 @@ async def test_the_last_prompt_ends_before_nothing_more_can_come() -> None:
     )
     draining = asyncio.create_task(fabric.drain())
     await turns()
-    assert told == ["sends"]
+    assert stages_seen == ["sends"]
     prompt_left.set()
     await draining
-    assert told == ["sends", "receives"]
+    assert stages_seen == ["sends", "receives"]

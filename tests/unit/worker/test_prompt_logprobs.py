@@ -32,8 +32,8 @@ class Bench:
 
     def read(self, name: str = "r", *, attempt: int = 1, port: SessionPort | None = None, **fields: Any) -> None:
         order = {"prompt_token_ids": PROMPT, "hash_root": ledger.ROOT, **fields}
-        read = pb.Read(request_id=name, attempt=attempt, **order)
-        self.worker.order(port or self.port, pb.RouterMessage(read=read))
+        read = pb.ScorePrompt(request_id=name, attempt=attempt, **order)
+        self.worker.order(port or self.port, pb.RouterMessage(score_prompt=read))
 
     async def message(self) -> pb.WorkerMessage:
         async with asyncio.timeout(WAIT_S):
@@ -41,11 +41,11 @@ class Bench:
         assert message is not None
         return message
 
-    async def parts(self) -> list[pb.ReadPart]:
+    async def parts(self) -> list[pb.PromptScores]:
         """All of one reading."""
-        found = [(await self.message()).read]
+        found = [(await self.message()).prompt_scores]
         while not found[-1].HasField("times"):
-            found.append((await self.message()).read)
+            found.append((await self.message()).prompt_scores)
         return found
 
     async def assert_empty(self) -> None:
@@ -75,17 +75,17 @@ async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
 async def test_scores_come_in_parts_and_in_order(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(read_orders, "_VALUES_PER_MESSAGE", 80)
     bench.read(num_top=2)
-    told = await bench.parts()
-    assert len(told) == 5, "13 tokens in each part"
-    assert {(part.request_id, part.attempt) for part in told} == {("r", 1)}
-    assert [value for part in told for value in part.logprobs] == [-float(token) for token in PROMPT[1:]]
-    assert [rank for part in told for rank in part.ranks] == list(range(1, 60))
-    assert [top for part in told for top in part.top_ids] == [0, 1] * 59
-    assert [value for part in told for value in part.top_logprobs] == [0.0, -1.0] * 59
+    scores = await bench.parts()
+    assert len(scores) == 5, "13 tokens in each part"
+    assert {(part.request_id, part.attempt) for part in scores} == {("r", 1)}
+    assert [value for part in scores for value in part.logprobs] == [-float(token) for token in PROMPT[1:]]
+    assert [rank for part in scores for rank in part.ranks] == list(range(1, 60))
+    assert [top for part in scores for top in part.top_ids] == [0, 1] * 59
+    assert [value for part in scores for value in part.top_logprobs] == [0.0, -1.0] * 59
     await bench.assert_empty()
 
 
-async def test_a_mean_is_of_all_rows_and_one_token_has_no_scores(bench: Bench) -> None:
+async def test_prompt_scoring_mean_covers_all_rows(bench: Bench) -> None:
     bench.read("mean")
     (part,) = await bench.parts()
     assert list(part.mean) == pytest.approx([sum(PROMPT) / 60, 59 / 2], rel=1e-6)
@@ -120,14 +120,14 @@ async def test_continuations_may_use_what_is_cached(bench: Bench) -> None:
         ({"timeout_s": 0.0}, "DeadlineExceeded"),
     ],
 )
-async def test_what_cannot_be_read_is_refused(bench: Bench, fields: dict[str, Any], code: str) -> None:
+async def test_prompt_scoring_invalid_order_is_refused(bench: Bench, fields: dict[str, Any], code: str) -> None:
     bench.read(**fields)
     refused = (await bench.message()).refused
     assert (refused.request_id, refused.attempt, refused.failure.code) == ("r", 1, code)
     await bench.assert_empty()
 
 
-async def test_whoever_cancels_or_leaves_hears_nothing_more(bench: Bench) -> None:
+async def test_prompt_scoring_cancelled_order_gets_no_answer(bench: Bench) -> None:
     other = SessionPort(Incarnation(3))
     bench.read("cancelled", num_top=0)
     bench.read("left", port=other)
@@ -140,7 +140,7 @@ async def test_whoever_cancels_or_leaves_hears_nothing_more(bench: Bench) -> Non
     assert await other.next() is None
 
 
-async def test_a_worker_that_drains_ends_what_it_reads_and_takes_no_more(bench: Bench) -> None:
+async def test_prompt_scoring_drain_finishes_running_and_refuses_new(bench: Bench) -> None:
     bench.read("before", num_top=0)
     ending = asyncio.create_task(bench.worker.finish())
     await asyncio.sleep(0)
@@ -152,7 +152,7 @@ async def test_a_worker_that_drains_ends_what_it_reads_and_takes_no_more(bench: 
         await ending
 
 
-async def test_an_attempt_is_taken_once(bench: Bench) -> None:
+async def test_prompt_scoring_repeated_attempt_is_refused(bench: Bench) -> None:
     bench.read(num_top=0)
     bench.read(num_top=0)
     assert (await bench.message()).refused.failure.code == "InvalidRequest"

@@ -70,7 +70,7 @@ class ReturningRouter(StuckRouter):
     def __init__(self, incarnation: int) -> None:
         super().__init__()
         hello = pb.RouterHello(protocol_version=SPOKEN.newest, incarnation=incarnation)
-        self._hello = [pb.RouterMessage(supersede=pb.Supersede()), pb.RouterMessage(hello=hello)]
+        self._hello = [pb.RouterMessage(end_earlier_sessions=pb.EndEarlierSessions()), pb.RouterMessage(hello=hello)]
 
 
 @pytest.mark.parametrize(("incarnation", "ends"), [(7, True), (8, False)])
@@ -85,7 +85,7 @@ async def test_session_new_one_ends_routers_former_one(incarnation: int, ends: b
     async with asyncio.timeout(10):
         if ends:
             await former
-        while router._hello:  # noqa: ASYNC110 - nobody tells a router's side
+        while router._hello:  # noqa: ASYNC110 - a router's side has no event
             await asyncio.sleep(0)
     assert (port.closed, again.closed) == (ends, False)
     assert handler.gone == ([port] if ends else [])
@@ -178,8 +178,8 @@ class Board:
 
     send_events = send_snapshot
 
-    def report(self) -> pb.BoardReport:
-        return pb.BoardReport(up=True, entries=3)
+    def report(self) -> pb.RedisPublisherReport:
+        return pb.RedisPublisherReport(up=True, entries=3)
 
 
 class Router(StuckRouter):
@@ -200,9 +200,7 @@ class Router(StuckRouter):
 @pytest.mark.parametrize(
     ("publishes", "reads", "is_told"), [(True, True, False), (True, False, True), (False, True, True)]
 )
-async def test_whoever_hears_of_the_cache_on_the_board_does_not_hear_it_in_the_session(
-    publishes: bool, reads: bool, is_told: bool
-) -> None:
+async def test_session_router_that_reads_redis_gets_no_kv_events(publishes: bool, reads: bool, is_told: bool) -> None:
     handler, router, board = Handler(), Router(reads_board=reads), Board()
     sessions = WorkerSessions(handler, board if publishes else None)
     session = asyncio.create_task(sessions.Session(None, router))
@@ -210,7 +208,7 @@ async def test_whoever_hears_of_the_cache_on_the_board_does_not_hear_it_in_the_s
     assert port.wants_events == is_told
     assert sessions.event_sinks == [*([port] if is_told else []), *([board] if publishes else [])]
     telling = asyncio.create_task(sessions.send_loads())
-    while len(router.written) < 2:  # noqa: ASYNC110 - nobody tells a router's side
+    while len(router.written) < 2:  # noqa: ASYNC110 - a router's side has no event
         await asyncio.sleep(0)
     telling.cancel()
     load = router.written[1].load

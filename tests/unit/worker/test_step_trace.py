@@ -1,4 +1,4 @@
-"""A trace of the steps of an engine that runs: as many as were asked for, and the engine is as it was."""
+"""A trace of a running engine has as many steps as requested, and leaves the engine unchanged."""
 
 import asyncio
 import gzip
@@ -41,11 +41,11 @@ def submit(harness: Harness, max_tokens: int) -> None:
 
 
 async def tokens(harness: Harness) -> list[int]:
-    [told] = (await asyncio.to_thread(harness.tokens, 1)).values()
-    return told
+    [answer] = (await asyncio.to_thread(harness.tokens, 1)).values()
+    return answer
 
 
-async def test_as_many_steps_as_were_asked_for_are_named(tmp_path):
+async def test_step_trace_has_requested_number_of_steps(tmp_path):
     runner = LedgerRunner()
     with running(runner) as harness:
         host, trace = Host(harness), StepTrace()
@@ -64,7 +64,7 @@ async def test_as_many_steps_as_were_asked_for_are_named(tmp_path):
 
 
 @pytest.mark.parametrize("leaves", [False, True])
-async def test_who_waits_for_no_step_or_leaves_changes_nothing(leaves):
+async def test_step_trace_cancelled_or_idle_changes_nothing(leaves):
     runner = LedgerRunner()
     with running(runner) as harness:
         host = Host(harness)
@@ -102,7 +102,7 @@ class Counted(StepTrace):
         super().end()
 
 
-async def test_who_leaves_while_it_begins_leaves_no_recorder_behind():
+async def test_step_trace_cancelled_at_start_leaves_no_recorder():
     runner, held = LedgerRunner(), Event()
     with running(runner) as harness:
         host, trace = Host(harness), Counted()

@@ -34,7 +34,7 @@ def test_steps_are_told_apart_by_what_they_computed() -> None:
 
 
 def test_work_meter_report_is_exported_under_worker_name() -> None:
-    told = pb.LoadSnapshot(
+    snapshot = pb.LoadSnapshot(
         work=pb.WorkReport(
             decode=pb.StepTotals(steps=3, seconds=1.5, tokens=9, requests=9),
             preemptions=2,
@@ -44,7 +44,7 @@ def test_work_meter_report_is_exported_under_worker_name() -> None:
         )
     )
     metrics = RouterMetrics("m")
-    metrics.worker_loads([worker("w", load=load_from_pb(told))])
+    metrics.worker_loads([worker("w", load=load_from_pb(snapshot))])
     value, labels = metrics.registry.get_sample_value, {"worker": "w", "role": "decode"}
     assert value("tandem_worker_step_seconds_total", labels | {"kind": "decode"}) == pytest.approx(1.5)
     assert value("tandem_worker_step_requests_total", labels | {"kind": "prefill"}) == 0
@@ -63,10 +63,10 @@ def test_work_meter_report_is_exported_under_worker_name() -> None:
 def test_work_meter_reserved_and_waiting_are_separate() -> None:
     fields = dict.fromkeys(Load._fields, 0) | {"num_running": 1, "num_waiting": 2, "num_reservations": 3}
     load = Load(**fields | {"tiers": (), "pins": PinTotals()})
-    told = load_to_pb(load, prefill_tokens_per_s=0.0, decode_step_s=0.0, kv_bytes_per_s=0.0)
-    assert told.num_waiting == 5  # whoever knows nothing of reservations counts them as ever
+    snapshot = load_to_pb(load, prefill_tokens_per_s=0.0, decode_step_s=0.0, kv_bytes_per_s=0.0)
+    assert snapshot.num_waiting == 5  # routers that ignore reservations count them as waiting
     metrics = RouterMetrics("m")
-    metrics.worker_loads([worker("d", load=load_from_pb(told))])
+    metrics.worker_loads([worker("d", load=load_from_pb(snapshot))])
     states = {"running": 1, "waiting": 2, "reserved": 3}
     for state, count in states.items():
         labels = {"worker": "d", "role": "decode", "state": state}

@@ -11,7 +11,7 @@ from router.workers.prefix_pins import PinRegistry, PinSite
 from tandem.config.cluster import RouterConfig
 from tandem.values.block_hash import BlockHasher
 from tandem.values.ids import BlockHash, Incarnation, WorkerId
-from tandem.values.prefix_pin import PinKey, PinOrder, PinOutcome, PinTold
+from tandem.values.prefix_pin import PinKey, PinOrder, PinOutcome, PinResult
 from tests.support.router.servers import fakes
 
 LONG = "the quick brown fox jumps over the lazy dog " * 4
@@ -33,7 +33,7 @@ class Keeper:
             self.report_outcome(order.key, self.says)
 
     def report_outcome(self, key: PinKey, outcome: PinOutcome) -> None:
-        self.pins.on_outcome(WORKER, PinTold(key=key, outcome=outcome, num_tokens=16))
+        self.pins.on_outcome(WORKER, PinResult(key=key, outcome=outcome, num_tokens=16))
 
     def unpin(self, key: PinKey) -> None:
         self.unpinned.append(key)

@@ -62,7 +62,7 @@ def test_tokens_are_torchs_in_any_company(case):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_deterministic_means_the_same_bits(case, dtype):
-    """KV and logits of a token are the same however the sequence was cut and whoever shared the step."""
+    """KV and logits of a token are the same for every chunking and every batch."""
     if dtype == "bfloat16":
         needs(Arithmetic.BF16)
     _, path, _ = case
@@ -121,7 +121,7 @@ def error_of(model, tokens, expected):
     return (session.logits(session.request(tokens), len(tokens)) - expected).square().mean().sqrt()
 
 
-def test_a_request_gone_bad_leaves_no_nan_behind(case):
+def test_cpu_backend_nan_request_leaves_no_nan_in_cache(case):
     _, path, _ = case
     model = load_model(path, backend=backend())
     session = Session(model, block_size=16)
@@ -130,7 +130,7 @@ def test_a_request_gone_bad_leaves_no_nan_behind(case):
     assert torch.isfinite(session.cache.tensor).all()
 
 
-def test_what_the_kernels_cannot_do_is_said(case):
+def test_cpu_backend_unsupported_options_are_refused(case):
     _, _path, _ = case
     with pytest.raises(ConfigError, match=r"quantization needs compiled kernels.*model\.dtype to bfloat16"):
         backend(quantization="int8")

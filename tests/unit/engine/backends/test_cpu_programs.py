@@ -57,7 +57,7 @@ def test_programs_give_the_tokens_and_the_kv_of_eager_steps(path, options):
         assert torch.equal(eager, recorded)
 
 
-def test_a_moved_buffer_is_noticed(path):
+def test_cpu_programs_moved_buffer_drops_programs(path):
     """The program of one row was recorded over buffers that a long chunk has since replaced."""
     model = load_model(path, backend=backend())
     session = Session(model, num_blocks=60, block_size=16)
@@ -74,7 +74,7 @@ def test_a_moved_buffer_is_noticed(path):
     assert tokens[0] == tokens[1]
 
 
-def test_two_pools_have_programs_of_their_own(path):
+def test_cpu_programs_two_pools_have_separate_programs(path):
     model = load_model(path, backend=backend())
     sessions = [Session(model, num_blocks=20, block_size=16, seed=seed) for seed in (1, 2)]
     for session in sessions:
@@ -98,7 +98,7 @@ def test_embeddings_of_any_number_of_rows_lie_in_one_place(path):
         model.embedding(torch.tensor([model.config.vocab_size]))
 
 
-def test_what_a_program_cannot_call_is_refused():
+def test_cpu_programs_unsupported_call_is_refused():
     library = load_kernels()
     with pytest.raises(CannotRecord, match="signature piipi"):
         KernelProgram(library, [KernelCall(address=1, signature="piipi", arguments=(0,) * 5)])

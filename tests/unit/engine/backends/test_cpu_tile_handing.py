@@ -34,7 +34,7 @@ def case(request, tmp_path_factory):
     return hidden, load_model(path, backend=select_backend(options))
 
 
-def test_a_prompt_in_any_cuts(case, monkeypatch):
+def test_cpu_tiles_prompt_in_any_chunks_gives_same_output(case, monkeypatch):
     """More rows than `FEW_ROWS` are handed on as tiles, fewer are not: the same bits."""
     hidden, model = case
     tiled = []
@@ -53,7 +53,7 @@ def test_a_prompt_in_any_cuts(case, monkeypatch):
     assert set(tiled) == expected
 
 
-def test_more_decoding_rows_than_few(case):
+def test_cpu_tiles_many_decoding_rows_give_same_output(case):
     """As recorded programs, too."""
     _, model = case
     answers = []
@@ -67,7 +67,7 @@ def test_more_decoding_rows_than_few(case):
 
 
 @pytest.mark.parametrize("inner", [96, 128])
-def test_on_two_ranks(inner, tmp_path):
+def test_cpu_tiles_two_ranks_give_same_output(inner, tmp_path):
     """Whose halves of the inner size are whole tiles, or not."""
     needs(Arithmetic.BF16)
     reference_model("LlamaForCausalLM", hidden_size=64, intermediate_size=inner).save_pretrained(tmp_path)

@@ -18,7 +18,7 @@ def niceness() -> int:
     return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
 
-def test_a_thread_and_those_it_starts_step_back_alone():
+def test_thread_priority_covers_thread_and_children_only():
     before = niceness()
 
     def work():
@@ -30,7 +30,7 @@ def test_a_thread_and_those_it_starts_step_back_alone():
     assert niceness() == in_a_thread(niceness) == before
 
 
-def test_who_is_nicer_already_stays_so():
+def test_thread_priority_higher_niceness_is_kept():
     nicer = max(niceness(), NICENESS + 3)
 
     def work():
@@ -55,7 +55,7 @@ def niceness_of_a_session(*, leads: bool) -> str:
     return done.stdout.strip()
 
 
-def test_a_session_steps_back_whose_leader_does():
+def test_session_priority_follows_leader():
     before = session_niceness()
     # A new session begins as nice as nobody is, where the system divides its processors between sessions at all.
     stepped_back = {f"{NICENESS}"} if before is not None else {f"{NICENESS}", "None"}
@@ -63,18 +63,18 @@ def test_a_session_steps_back_whose_leader_does():
     assert niceness_of_a_session(leads=False) == f"{before}"
 
 
-@pytest.mark.parametrize("told", ["", "\n", None])
-def test_a_session_without_an_autogroup_is_left_alone(monkeypatch, tmp_path, told):
+@pytest.mark.parametrize("content", ["", "\n", None])
+def test_session_priority_without_autogroup_is_unchanged(monkeypatch, tmp_path, content):
     autogroup = tmp_path / "autogroup"
-    if told is not None:
-        autogroup.write_text(told, encoding="ascii")
+    if content is not None:
+        autogroup.write_text(content, encoding="ascii")
     monkeypatch.setattr(thread_priority, "_AUTOGROUP", autogroup)
     thread_priority._session_steps_back()
     assert session_niceness() is None
-    assert (autogroup.read_text(encoding="ascii") if autogroup.exists() else None) == told
+    assert (autogroup.read_text(encoding="ascii") if autogroup.exists() else None) == content
 
 
-def test_a_system_that_lets_one_session_be_set_at_a_time_is_asked_again(monkeypatch):
+def test_session_priority_busy_system_is_retried(monkeypatch):
     written = []
 
     class Autogroup:

@@ -38,12 +38,12 @@ def test_ranks_of_two_nodes_meet_and_sum() -> None:
         assert list(threads.map(run, range(2))) == [[3.0, 0.0, 1.0], [3.0]]
 
 
-def test_who_meets_nobody_in_time_is_told() -> None:
+def test_link_store_missing_peer_raises_at_deadline() -> None:
     with pytest.raises(RankLost, match="rank 0 did not join the group"):
         meet(RendezvousStore(), 0, "127.0.0.1", timeout_s=0.1)
 
 
-def test_a_store_says_which_key_is_missing() -> None:
+def test_link_store_timeout_names_missing_key() -> None:
     store = LinkStore(RendezvousStore(), timeout_s=0.01)
     store.set("there", "text")
     store.wait(["there"], timedelta(seconds=1))
@@ -53,7 +53,7 @@ def test_a_store_says_which_key_is_missing() -> None:
         store.get("else")
 
 
-def test_a_store_has_what_nccl_asks_of_one() -> None:
+def test_link_store_implements_operations_of_nccl() -> None:
     store = LinkStore(RendezvousStore(), timeout_s=0.01)
     store.set("one", b"1")
     store.set("two", b"2")
@@ -65,7 +65,7 @@ def test_a_store_has_what_nccl_asks_of_one() -> None:
     assert (clone.delete_key("three"), store.check(["two"]), dist.Store.num_keys(store)) == (True, True, 1)
 
 
-def test_an_address_is_of_an_interface() -> None:
+def test_interface_of_address_is_found() -> None:
     assert interface_of("127.0.0.1") == "lo"
     with pytest.raises(RankLost, match=r"no network interface here has the address 203\.0\.113\.7"):
         interface_of("203.0.113.7")

@@ -116,7 +116,7 @@ class CountingGroup:
         return spent
 
 
-def test_a_step_makes_two_sums_a_layer_one_for_the_embedding_and_one_gather(directory) -> None:
+def test_sharded_step_has_expected_number_of_collectives(directory) -> None:
     layers = load_model_config(directory).num_layers
 
     def work(group):
@@ -179,7 +179,7 @@ class HeardGroup(CountingGroup):
         super().meet()
 
 
-def test_a_step_without_a_sample_ends_behind_every_rank_s_last_keys(directory) -> None:
+def test_sharded_step_without_sample_ends_after_last_keys(directory) -> None:
     """Rank 0 sends what such a step has computed to decode workers at once, of all ranks' parts of the pool."""
     last_layer = load_model_config(directory).num_layers - 1
     as_far_as_it_can, written = threading.Event(), threading.Event()

@@ -1,4 +1,4 @@
-"""Sums and gathers over real gloo: right, alike on every rank, and in rank order when that is asked for."""
+"""Sums and gathers over real gloo: right, alike on every rank, and in rank order when requested."""
 
 import os
 
@@ -43,7 +43,7 @@ def test_sums_are_right_and_alike_everywhere(size: int) -> None:
             torch.testing.assert_close(mine.double(), right, atol=tolerance, rtol=0.02)
 
 
-def test_in_fixed_order_an_element_does_not_feel_its_neighbours() -> None:
+def test_all_reduce_fixed_order_is_independent_of_neighbours() -> None:
     def work(group):
         whole = values(group.rank, 5 * LARGE)
         parts = [part.clone() for part in whole.split(LARGE // 7)]
@@ -71,7 +71,7 @@ def test_torch_group_missing_rank_times_out() -> None:
     os.close(fd)
 
 
-def test_a_rank_that_leaves_is_noticed_and_a_closed_group_is_of_no_use() -> None:
+def test_torch_group_lost_rank_or_closed_group_raises() -> None:
     def work(group):
         if group.rank == 1:
             return None

@@ -116,7 +116,7 @@ def test_random_steps_equal_float64(limited, dtype, seed):
 
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_group_decodes(limited, dtype, group):
+def test_cpu_attention_every_group_size_decodes(limited, dtype, group):
     rng = random.Random(group)
     case = Case(rng, dtype, starts=[200, 64, 63, 0], counts=[1] * 4, num_kv_heads=2, num_heads=2 * group)
     case.check(limited)
@@ -124,7 +124,7 @@ def test_every_group_decodes(limited, dtype, group):
 
 @pytest.mark.parametrize("window", [None, 700])
 @pytest.mark.parametrize("head_dim", [64, 80])
-def test_one_long_sequence_is_cut_among_threads(limited, head_dim, window):
+def test_cpu_attention_long_sequence_is_split_among_threads(limited, head_dim, window):
     rng = random.Random(1)
     shape = {"num_kv_heads": 1, "num_heads": 3, "head_dim": head_dim, "window": window}
     case = Case(rng, torch.bfloat16, starts=[2100], counts=[1], **shape)
@@ -143,7 +143,7 @@ def test_long_prefix_and_window_over_many_key_blocks(limited):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [64, 80])
-def test_what_lies_in_foreign_slots_is_never_used(limited, dtype, head_dim):
+def test_cpu_attention_ignores_foreign_slots(limited, dtype, head_dim):
     """Tables point at a foreign block beyond a sequence's end; it and all unused slots hold NaN."""
     rng = random.Random(3)
     shape = {"starts": [70, 14, 0, 33, 0], "counts": [1, 1, 1, 20, 37], "head_dim": head_dim}
@@ -158,7 +158,7 @@ def test_what_lies_in_foreign_slots_is_never_used(limited, dtype, head_dim):
     assert clean.isfinite().all()
 
 
-def test_a_poisoned_query_spoils_its_own_row_only(limited):
+def test_cpu_attention_nan_query_affects_its_row_only(limited):
     case = Case(random.Random(4), torch.bfloat16, starts=[40, 8], counts=[1, 40])
     clean = case.attend(limited)
     case.qkv[11] = math.nan
@@ -198,7 +198,7 @@ def in_parts(case, library, parts, companions):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("head_dim", "group", "window"), [(64, 2, None), (80, 3, 100), (32, 16, 37), (128, 1, None)])
-def test_a_row_has_the_same_bits_however_it_is_computed(limited, dtype, head_dim, group, window):
+def test_cpu_attention_row_is_bitwise_independent_of_batch(limited, dtype, head_dim, group, window):
     rng = random.Random(head_dim)
     shape = {"num_kv_heads": 2, "num_heads": 2 * group, "head_dim": head_dim, "window": window}
     count = 560 if dtype is torch.bfloat16 else 150
@@ -219,7 +219,7 @@ def test_threads_change_no_bit(library):
         assert torch.equal(case.attend(library, threads=1), case.attend(library, threads=2))
 
 
-def test_an_empty_step_is_planned_and_does_nothing(library):
+def test_cpu_attention_empty_step_does_nothing(library):
     shape = CpuAttentionShape(num_heads=4, num_kv_heads=2, head_dim=64, block_size=16, dtype=torch.bfloat16)
     attention = PagedAttention(library, shape, num_threads=2)
     metadata = attention.plan(step_over([], [], 16, np.empty(0, dtype=np.int64)))

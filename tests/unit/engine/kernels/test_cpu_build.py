@@ -1,4 +1,4 @@
-"""The build of the CPU kernels: once per machine, whoever comes first, and never code that others could place."""
+"""The build of the CPU kernels: once per machine, and never from files that other users could have placed."""
 
 import fcntl
 import os
@@ -48,7 +48,7 @@ def child(cache: Path, sources: Path, **environment: str) -> subprocess.Popen:
 
 
 def slow_compiler(tmp_path: Path) -> Path:
-    """A directory for PATH whose g++ tells a file that it runs, and then sleeps."""
+    """A directory for PATH whose g++ writes a file when it runs, and then sleeps."""
     bin_dir = tmp_path / "bin"
     bin_dir.mkdir()
     script = bin_dir / "g++"
@@ -118,7 +118,7 @@ def test_cpu_build_killed_builder_leaves_no_lock(sources, tmp_path):
 
 
 @needs_compiler
-def test_who_waits_finds_what_the_other_built(sources, tmp_path):
+def test_cpu_build_waiting_process_uses_other_build(sources, tmp_path):
     cache = tmp_path / "cache"
     cache.mkdir(mode=0o700)
     with (cache / "build.lock").open("w") as lock:
@@ -162,7 +162,7 @@ def test_old_libraries_are_forgotten(sources, tmp_path):
     assert cache / f"kernels-{0:024d}.so" not in kept
 
 
-def test_without_a_compiler_it_says_so(sources, tmp_path, monkeypatch):
+def test_cpu_build_without_compiler_raises(sources, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(KernelsUnavailable, match=r"no C\+\+ compiler"):
         build(tmp_path / "cache", sources=sources)

@@ -124,7 +124,7 @@ def test_float32_equals_the_torch_layers(library):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_not_finite_is_stored_as_zero(library, dtype):
+def test_cpu_kv_write_stores_non_finite_as_zero(library, dtype):
     ops, plan, qkv, _, _, slots = rotation(library, dtype, 64, rows=3, block_size=4, num_blocks=2)
     qkv[0, 6, 5] = math.nan
     qkv[1, 8, 7] = math.inf

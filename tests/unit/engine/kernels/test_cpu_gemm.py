@@ -84,7 +84,7 @@ def test_products_agree_with_torch(library, arithmetic, epilogue):
 
 @pytest.mark.parametrize("epilogue", list(Epilogue))
 @pytest.mark.parametrize("arithmetic", ALL)
-def test_a_row_does_not_depend_on_its_batch(library, arithmetic, epilogue):
+def test_cpu_gemm_row_is_independent_of_batch(library, arithmetic, epilogue):
     needs(arithmetic)
     dtype = dtype_of(arithmetic)
     for columns, depth in ((160, 2112), (320, 544)):
@@ -113,7 +113,7 @@ def test_a_row_does_not_depend_on_its_batch(library, arithmetic, epilogue):
     apart=st.integers(0, 9),
     threads=st.integers(1, 3),
 )
-def test_any_size_stays_within_its_bounds(library, arithmetic, columns, depth, num_rows, apart, threads):
+def test_cpu_gemm_any_size_stays_in_bounds(library, arithmetic, columns, depth, num_rows, apart, threads):
     """Rows lie apart in memory, and what lies between them is neither used nor changed."""
     needs(arithmetic)
     dtype = dtype_of(arithmetic)
@@ -155,7 +155,7 @@ def test_gates_far_out_close_and_open(library, arithmetic):
 
 @pytest.mark.parametrize("arithmetic", ALL)
 @pytest.mark.parametrize("num_rows", [3, 40])
-def test_what_is_not_finite_shows(library, arithmetic, num_rows):
+def test_cpu_gemm_nan_affects_its_row_only(library, arithmetic, num_rows):
     """A NaN spoils its own row and no other."""
     needs(arithmetic)
     dtype = dtype_of(arithmetic)
@@ -198,7 +198,7 @@ def test_embeddings_come_out_of_the_packed_head(library, arithmetic, depth):
     assert torch.equal(out, weight[ids])
 
 
-def test_what_cannot_be_looked_up_says_so(library):
+def test_cpu_gemm_invalid_embedding_lookup_raises(library):
     out = torch.empty(1, 64)
     gated = pack(library, Arithmetic.FLOAT32, torch.randn(64, 64), epilogue=Epilogue.GATED)
     with pytest.raises(ValueError, match="cannot be looked up"):
@@ -245,7 +245,7 @@ def test_weights_that_cannot_be_packed_are_refused(library, weight, options):
         PackedLinear(library, weight, **options)
 
 
-def test_a_processor_without_tiles_is_told_apart():
+def test_cpu_gemm_without_amx_is_detected():
     features = CpuFeatures.from_bits(0b1)
     assert supports(features, Arithmetic.FLOAT32)
     assert not supports(features, Arithmetic.BF16)

@@ -132,14 +132,14 @@ def test_random_steps_equal_float64(limited, dtype, seed):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("group", GROUPS)
-def test_every_group_decodes_in_parts(library, dtype, group):
+def test_cpu_int8_attention_every_group_size_decodes_in_parts(library, dtype, group):
     Case(group, dtype, group=group, starts=[1300, 700, 64, 3, 0], counts=[1] * 5).check(library)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("seed", range(100, 260))
-def test_many_random_steps(library, dtype, seed):
+def test_cpu_int8_attention_random_steps_match_reference(library, dtype, seed):
     Case(seed, dtype).check(library, threads=1 + seed % 2, deterministic=seed % 3 == 0)
 
 
@@ -178,7 +178,7 @@ def test_restored_blocks_of_long_prompts_keep_one_sequence_at_a_time(library):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("head_dim", "has_norm"), [(64, True), (80, False), (40, True), (6, False)])
-def test_the_write_makes_the_codes_of_torch(library, dtype, head_dim, has_norm):
+def test_cpu_int8_write_codes_match_torch(library, dtype, head_dim, has_norm):
     torch.manual_seed(head_dim)
     rows, heads, kv_heads, size = 37, 4, 2, 16
     shape = CpuAttentionShape(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, block_size=size, dtype=dtype)
@@ -211,7 +211,7 @@ def test_the_write_makes_the_codes_of_torch(library, dtype, head_dim, has_norm):
     assert not codes[untouched // size, :, :, untouched % size].any()
 
 
-def test_what_does_not_fit_is_refused(library):
+def test_cpu_int8_attention_unsupported_shape_is_refused(library):
     case = Case(1, torch.float32)
     with pytest.raises(ConfigError, match=r"not torch\.float16"):
         PagedInt8Attention(library, replace(case.shape, dtype=torch.float16), windows=(None,), num_threads=1)

@@ -64,7 +64,7 @@ def test_argmax_is_numpys(library, vocab_size):
         assert np.flatnonzero(chosen == UNUSABLE).tolist() == [2, 3, 4]
 
 
-def test_the_noise_has_the_right_distribution(library):
+def test_cpu_sampling_noise_has_gumbel_distribution(library):
     weights = torch.tensor([0.5, 0.25, 0.125, 0.0625, 0.0625])
     rows = 20_000
     ones = torch.ones(rows)
@@ -82,7 +82,7 @@ def test_the_noise_has_the_right_distribution(library):
     assert (share - weights).abs().max() < 0.015  # more than four standard deviations
 
 
-def test_a_lone_candidate_wins_whatever_the_noise(library):
+def test_cpu_sampling_single_candidate_is_chosen(library):
     logits = torch.full((4, 300), float("-inf"))
     logits[torch.arange(4), torch.tensor([0, 77, 255, 299])] = 1.0
     params = draw_params(random.Random(1), 4)

@@ -12,7 +12,7 @@ from tandem.native.build import COMPILERS
 NEIGHBOUR = Path(__file__).parent / "scratch_neighbour.cpp"
 
 
-def test_a_page_that_somebody_mapped_meanwhile_stays_theirs(tmp_path):
+def test_cpu_scratch_foreign_mapping_is_kept(tmp_path):
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         pytest.skip("without a C++ compiler there are no compiled kernels, and the engine runs plain torch")

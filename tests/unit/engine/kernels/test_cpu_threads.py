@@ -20,7 +20,7 @@ def in_a_thread(work):
 
 
 @pytest.mark.skipif(num_processors() < 2, reason="needs two processors")
-def test_each_thread_has_a_processor():
+def test_cpu_threads_are_bound_to_one_processor_each():
     library, before = load_kernels(), os.sched_getaffinity(0)
     linear = PackedLinear(library, torch.randn(64, 64), num_threads=2)
     x, out = torch.randn(100, 64), torch.empty(100, 64)
@@ -34,7 +34,7 @@ def test_each_thread_has_a_processor():
     assert os.sched_getaffinity(0) == before
 
 
-def test_more_threads_than_processors_stay_free():
+def test_cpu_threads_beyond_processors_are_unbound():
     library, before = load_kernels(), os.sched_getaffinity(0)
     assert bind_team(library, len(before) + 1) == 0
     assert os.sched_getaffinity(0) == before

@@ -39,7 +39,7 @@ def tiled(rows, columns):
     adds=st.booleans(),
     seed=st.integers(0, 2**32),
 )
-def test_from_a_norm_through_gates_to_the_residual(library, rows, hidden, inner, threads, adds, seed):
+def test_cpu_tiles_norm_gate_and_residual_match_reference(library, rows, hidden, inner, threads, adds, seed):
     """Few rows stay rows; so do they all where nobody speaks of tiles."""
     generator = torch.Generator().manual_seed(seed)
     hidden, inner = 32 * hidden, 32 * inner
@@ -63,7 +63,7 @@ def test_from_a_norm_through_gates_to_the_residual(library, rows, hidden, inner,
     assert torch.equal(*results)
 
 
-def test_what_cannot_be_in_tiles_is_refused(library):
+def test_cpu_tiles_unsupported_shape_is_refused(library):
     weight = torch.zeros(64, 64, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="only gates give them"):
         PackedLinear(library, weight, tiles=Tiles.OUTPUT)

@@ -223,7 +223,7 @@ def test_splits_fill_the_machine_and_no_more():
     assert splits(1, 8193, fixed_keys=512) == 32
 
 
-def test_a_cache_and_its_scales_must_match():
+def test_triton_attention_mismatched_scales_are_refused():
     pages = torch.zeros(2, 2, 1, 4, 8)
     by_token, by_head = torch.zeros(2, 2, 1, 4), torch.zeros(2, 1)
     for dtype, scales in (

@@ -126,7 +126,7 @@ def test_rotation_is_the_engines():
 
 
 @pytest.mark.parametrize("cache", [torch.float32, torch.int8, torch.float8_e4m3fn])
-def test_no_written_slot_is_poisoned(cache):
+def test_triton_kv_write_stores_no_non_finite_value(cache):
     """Others may read a slot with weight zero, so nothing in the cache may be NaN or infinite; zeros stay zeros."""
     layer, qkv, step = rope_case(5, cache, torch.float32)
     step["norm"] = None
@@ -190,7 +190,7 @@ def test_fixed_product(dtype, rows, features, depth):
             )
 
 
-def test_a_rows_product_does_not_depend_on_its_company():
+def test_triton_gemm_row_is_independent_of_batch():
     rng = random.Random(2)
     x, weight = randn(rng, 75, 96), randn(rng, 50, 96)
     launch = GemmLaunch(block_m=32, block_n=32, block_k=32, num_warps=4, num_stages=2)

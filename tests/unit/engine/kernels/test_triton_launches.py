@@ -61,7 +61,7 @@ def test_representative_kernels_compile_for_hopper(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("gpu", ["NVIDIA H200", "some other GPU"])
-def test_every_kernel_compiles_for_hopper(tmp_path, gpu):
+def test_triton_kernels_compile_for_hopper(tmp_path, gpu):
     status, rows = compile_kernels(tmp_path, "--gpu", gpu)
     assert status == 0
     assert len(rows) > 250
@@ -80,7 +80,7 @@ def test_kernels_that_need_too_much_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("path", sorted(TABLES.glob("*.json")), ids=lambda path: path.stem)
-def test_every_table_serves_every_shape(path):
+def test_triton_tables_have_entry_for_every_shape(path):
     table = LaunchTable(json.loads(path.read_text()))
     for shape in SHAPES:
         for deterministic in (False, True):

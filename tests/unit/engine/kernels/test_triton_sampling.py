@@ -52,7 +52,7 @@ SEEDS = (0, 1, 2**31, 2**32 + 5, 2**63 - 1, -1, -(2**63), 0x123456789ABCDEF)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_words_are_philoxs(seed):
+def test_triton_sampling_random_words_match_philox(seed):
     out, quads = torch.empty(64, 4, dtype=torch.int64), torch.arange(64)
     words_kernel[(1,)](out, 77, 3, torch.tensor([seed]), BLOCK=64)
     key = torch.tensor(seed & 0xFFFFFFFF), torch.tensor((seed >> 32) & 0xFFFFFFFF)
@@ -61,7 +61,7 @@ def test_the_words_are_philoxs(seed):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_noise_is_the_samplers(seed):
+def test_triton_sampling_noise_matches_sampler(seed):
     out = torch.empty(1024)
     noise_kernel[(1,)](out, 4096, 12, 1, torch.tensor([seed]), BLOCK=1024)
     expected = gumbel_noise(torch.tensor([seed]), torch.tensor([12]), torch.tensor([1]), 5120)[0, 4096:]
@@ -77,7 +77,7 @@ def test_logarithms_keep_their_digits_near_one():
         torch.testing.assert_close(out.double(), x.double().log(), atol=1e-12, rtol=3e-7)
 
 
-def test_the_kth_largest_of_floats_of_every_kind():
+def test_triton_kth_largest_handles_every_kind_of_float():
     rng = random.Random(0)
     x = torch.randn(700, generator=torch.Generator().manual_seed(1)) * 10.0 ** torch.arange(-30, 40, 0.1)[:700]
     x[::7] = x[3].clone()
@@ -193,7 +193,7 @@ def edits_of(requests, sampler):
     )
 
 
-def test_the_whole_of_sampling_is_the_samplers():
+def test_triton_sampling_matches_reference_sampler():
     """Biases, bans and penalties too, from state that lives on the device and is updated by the kernel."""
     rng, vocab_size, rows = random.Random(5), 600, 24
     requests = [request(rng, vocab_size, row) for row in range(rows)]

@@ -13,7 +13,7 @@ SETTING = "TRITON_INTERPRET"
 
 
 @pytest.fixture(scope="module")
-def told():
+def found():
     """By a process of its own: this one may interpret."""
     environment = {name: value for name, value in os.environ.items() if name != SETTING}
     command = [sys.executable, "-m", "tests.unit.engine.kernels.triton_specialisations"]
@@ -23,16 +23,16 @@ def told():
 
 
 @pytest.mark.turn(2)
-def test_no_request_waits_for_the_compiler(told):
+def test_triton_warm_up_covers_all_specialisations(found):
     """However many rows there are, where their arrays begin, and what they ask for."""
-    assert len(told["launched"]) > 20
-    assert not told["late"]
+    assert len(found["launched"]) > 20
+    assert not found["late"]
 
 
-def test_what_is_compiled_ahead_is_what_is_launched(told):
+def test_triton_warm_up_compiles_only_launched_kernels(found):
     """Types, alignments, absent arguments, warps and stages: figures of registers and spills are of the real thing."""
-    launched = told["launched"]
-    cases = {case.pop("name"): case for case in told["cases"]}
+    launched = found["launched"]
+    cases = {case.pop("name"): case for case in found["cases"]}
     astray = {name for name, case in cases.items() if case not in launched}
     assert all("fixed" in name for name in astray), astray  # of other dtypes than this engine's
     assert len(cases) - len(astray) > 15

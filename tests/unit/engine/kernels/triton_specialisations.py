@@ -1,4 +1,4 @@
-"""What a GPU would be asked to compile, told by a machine without one: `python -m` this module prints JSON.
+"""Lists the kernels that a GPU would compile, on a machine without one: `python -m` this module prints JSON.
 
 Triton decides by a launch's arguments which variant of a kernel it needs: their types, whether they are multiples of
 16, one, or absent. Here the launchers run as on an H200, over tensors of the host, up to that decision; nothing is
@@ -38,7 +38,7 @@ from tandem_bench.shapes import SHAPES
 CPU = torch.device("cpu")
 CONTEXT, ROWS, CHUNK, BLOCK_SIZE = 600, 9, 48, 16
 SHAPE = replace(SHAPES["8b"], architecture="Qwen3ForCausalLM", num_layers=1, intermediate_size=1024, vocab_size=512)
-ASKED = (
+PARAMS = (
     {"temperature": 0.0},
     {"temperature": 0.8},
     {"temperature": 0.8, "top_p": 0.9, "top_k": 5, "seed": 3},
@@ -108,7 +108,7 @@ def random_batch(rng):
             request_id=RequestId(str(number)),
             token_ids=array("i", [1]) * (start + count),
             num_prompt_tokens=start + count,
-            params=SamplingParams(**rng.choice(ASKED)),
+            params=SamplingParams(**rng.choice(PARAMS)),
             hash_root=BlockHash(b""),
             block_table=BlockTable([BlockId(0)] * -(-(start + count) // BLOCK_SIZE)),
         )

@@ -75,7 +75,7 @@ def test_promises_are_a_hard_count() -> None:
     assert blocks.num_available == 4
 
 
-def test_a_cached_prefix_cannot_be_pinned_out_of_a_promise() -> None:
+def test_block_manager_promised_prefix_cannot_be_pinned() -> None:
     sched = ledger.scheduler(num_blocks=4, max_model_len=64)
     prompt = list(range(33))
     sched.add(ledger.request(prompt))

@@ -43,7 +43,7 @@ class Cache:
             self.index.use(BlockId(number))
         self.end(*numbers)
 
-    def told(self, most: int = 1000) -> list[tuple[int | None, list[int]]]:
+    def chains_of(self, most: int = 1000) -> list[tuple[int | None, list[int]]]:
         chains = self.index.chains(most)
         assert all(chain.after == ROOT for chain in chains if chain.from_root)
         return [(None if c.from_root else number_of(c.after), [number_of(n) for n in c.names]) for c in chains]
@@ -64,9 +64,9 @@ def test_cached_chains_last_used_comes_first_shared_blocks_once() -> None:
     cache.index.unpark(BlockId(2))
     cache.store(4, after=2)
     cache.end(1, 2, 4)
-    assert cache.told() == [(None, [1, 2, 4]), (None, [11, 12]), (2, [3])]
-    assert cache.told(4) == [(None, [1, 2, 4]), (None, [11])]
-    assert cache.told(0) == []
+    assert cache.chains_of() == [(None, [1, 2, 4]), (None, [11, 12]), (2, [3])]
+    assert cache.chains_of(4) == [(None, [1, 2, 4]), (None, [11])]
+    assert cache.chains_of(0) == []
 
 
 def test_cached_chains_referenced_blocks_come_first() -> None:
@@ -74,11 +74,11 @@ def test_cached_chains_referenced_blocks_come_first() -> None:
     cache.store(1, 2)
     cache.store(11)
     cache.end(11)
-    assert cache.told() == [(None, [1, 2]), (None, [11])]
+    assert cache.chains_of() == [(None, [1, 2]), (None, [11])]
 
 
 def test_cached_chains_of_empty_cache_are_none() -> None:
-    assert Cache().told() == []
+    assert Cache().chains_of() == []
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -91,7 +91,7 @@ def test_cached_chains_last_is_evicted_first(policy: str) -> None:
     for _ in range(40):
         first = 3 * rng.randrange(20)
         cache.use(first + 1, first + 2, first + 3)
-    order = [names[-1] for _, names in cache.told()]
+    order = [names[-1] for _, names in cache.chains_of()]
     coldest = number_of_block(cache.index.evict())
     assert coldest == order[-1]
 
@@ -107,7 +107,7 @@ def test_random_caches_are_told_whole(policy: str) -> None:
         cache = Cache(policy)
         for number in range(1, 60):
             cache.store(number, after=rng.choice([None, *cache.paths]))
-        # Whoever is referenced has referenced ancestors: park leaves only.
+        # A referenced block has referenced ancestors: park leaves only.
         for number in sorted(cache.paths, key=lambda n: -len(cache.paths[n])):
             if rng.random() < 0.7 and not any(
                 path[:-1] and number in path[:-1] and not cache.index.is_parked(name(path[-1]))

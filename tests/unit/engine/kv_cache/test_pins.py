@@ -33,8 +33,8 @@ class World:
         """Run a prompt; how many of its tokens were cached."""
         request = ledger.request(prompt, params=params)
         self.sched.add(request)
-        told = run(self.sched, self.runner)
-        assert told[request.request_id] == continuation(prompt, params, limit=320)
+        outputs = run(self.sched, self.runner)
+        assert outputs[request.request_id] == continuation(prompt, params, limit=320)
         return request.num_cached_tokens
 
     def flood(self) -> None:
@@ -178,7 +178,7 @@ def test_pins_take_nothing_that_is_promised() -> None:
     assert len(world.sched.reservations.bind(TransferId("t"))) == 19
 
 
-def test_whoever_fits_in_the_rest_touches_no_pin_and_a_larger_request_makes_just_enough_way() -> None:
+def test_pins_request_releases_only_as_many_as_needed() -> None:
     world = World()
     for number, tenant in ((1, "a"), (2, "b")):
         world.compute(first(number, 4))
@@ -186,7 +186,7 @@ def test_whoever_fits_in_the_rest_touches_no_pin_and_a_larger_request_makes_just
     world.compute(range(5000, 5000 + 12 * BLOCK - 1))
     assert world.sched.load().pins.num_pins == 2
     world.compute(range(6000, 6000 + 13 * BLOCK - 1))
-    assert world.sched.drain().lost_pins == ()  # told while it ran
+    assert world.sched.drain().lost_pins == ()  # reported while it ran
     totals = world.sched.load().pins
     assert (totals.num_pins, totals.gave_way) == (1, 1)
     assert world.compute(first(2, 4)) == 64
@@ -231,13 +231,13 @@ def test_pin_of_invalid_blocks_is_dropped() -> None:
     longer = ledger.request(range(1000, 1000 + 60))
     world.sched.add(longer)
     while (batch := world.sched.schedule(0.0)) is not None:
-        told: list[SampledToken | None] = [None for item in batch.items if item.samples]
-        world.sched.commit(batch, told)
+        outputs: list[SampledToken | None] = [None for item in batch.items if item.samples]
+        world.sched.commit(batch, outputs)
     assert len(world.sched.pins) == 0
     assert world.compute(first(1, 2)) == 0
 
 
-def test_without_bounds_nothing_is_pinned() -> None:
+def test_pins_without_limits_refuse_all() -> None:
     sched, runner = ledger.scheduler(), LedgerRunner()
     sched.add(ledger.request(first(1), params=ONE))
     run(sched, runner)

@@ -54,7 +54,7 @@ def test_orphans_and_second_names_are_refused() -> None:
         index.insert(A, BlockId(7), parent=ROOT, is_first=True)
 
 
-def test_a_used_block_takes_over_a_cached_name() -> None:
+def test_prefix_index_rebind_replaces_parked_block() -> None:
     index = chain()
     index.park(BlockId(2))
     assert index.rebind(C, BlockId(8)) == 2

@@ -37,7 +37,7 @@ class Rig:
         return memoryview(self.places)[slot * BLOCK_BYTES : (slot + 1) * BLOCK_BYTES]
 
     def wait(self, count: int = 1) -> list[DiskDone]:
-        """The next ends; a last job of each kind of thread tells that those before are done."""
+        """The next ends; a last job of each kind of thread shows that those before are done."""
         done: list[DiskDone] = []
         while len(done) < count:
             for threads in (self.store._writer, self.store._readers):
@@ -105,7 +105,7 @@ def test_disk_store_folder_open_to_others_is_refused(tmp_path):
     assert (tmp_path / "new" / "one").is_dir()
 
 
-def test_a_folder_that_was_removed_is_not_made_anew_without_its_lock(tmp_path, caplog):
+def test_disk_store_removed_folder_is_not_recreated_without_lock(tmp_path, caplog):
     rig = Rig(tmp_path / "cache")
     rig.write(NAMES[1])
     shutil.rmtree(tmp_path / "cache")
@@ -141,7 +141,7 @@ def test_workers_of_unlike_pools_find_their_own_in_whatever_order_they_start(tmp
             rig.store.close()
 
 
-def test_a_later_process_finds_what_was_written_in_order_of_use(tmp_path):
+def test_disk_store_restart_restores_order_of_use(tmp_path):
     rig = Rig(tmp_path)
     for k in (3, 1, 2):
         rig.write(NAMES[k])
@@ -240,7 +240,7 @@ def test_disk_store_full_disk_refuses_and_leaves_nothing(rig, monkeypatch):
     assert rig.read(NAMES[1]).verdict is DiskVerdict.DONE
 
 
-def test_what_a_link_points_at_is_neither_read_nor_written(rig, tmp_path):
+def test_disk_store_does_not_follow_links(rig, tmp_path):
     secret = tmp_path / "secret"
     secret.write_text("untouched")
     rig.write(NAMES[1])

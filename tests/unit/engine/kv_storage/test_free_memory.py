@@ -31,7 +31,7 @@ def test_pages_that_files_hold_can_be_had(root: Path) -> None:
     assert free_memory_bytes(root) == 4000 * 1024
 
 
-def test_the_tightest_group_around_the_process_decides(root: Path) -> None:
+def test_free_memory_uses_tightest_cgroup(root: Path) -> None:
     write(root / "proc/self/cgroup", "0::/pods/worker\n")
     groups = root / "sys/fs/cgroup"
     group_v2(groups / "pods/worker", "max", 70_000)
@@ -59,7 +59,7 @@ def test_capacity_is_of_the_machine_or_of_the_smallest_limit_around_the_process(
     assert memory_capacity_bytes(root) == 900_000
 
 
-def test_a_container_sees_its_own_group_at_the_mount(root: Path) -> None:
+def test_free_memory_container_uses_mounted_cgroup(root: Path) -> None:
     """The path in /proc/self/cgroup is the host's, and is not there."""
     write(root / "proc/self/cgroup", "4:memory,hugetlb:/docker/1234\n3:cpuset:/docker/1234\n0::/docker/1234\n")
     own = root / "sys/fs/cgroup/memory"

@@ -106,7 +106,7 @@ def test_memory_holds_twice_the_blocks():
 
 
 @pytest.mark.parametrize("dtype", QUANTISED_DTYPES)
-def test_a_block_is_one_run_of_bytes_scales_included(dtype):
+def test_int8_block_with_scales_is_contiguous(dtype):
     kv = layout(dtype)
     cache = PagedKVCache(kv, num_blocks=5)
     assert cache.size_bytes == cache.host_view().nbytes == 5 * kv.block_bytes
@@ -277,7 +277,7 @@ class Rank(SoloGroup):
         self.rank = rank
 
 
-def test_a_rank_takes_the_scales_of_its_heads(paths, tmp_path):
+def test_fp8_rank_uses_scales_of_its_heads(paths, tmp_path):
     scales = {"model.layers.0.self_attn.k_scale": torch.tensor([2.0, 3.0])}
     target = with_scales(paths["Qwen3ForCausalLM"], tmp_path, scales)
     for rank in (0, 1):
@@ -285,7 +285,7 @@ def test_a_rank_takes_the_scales_of_its_heads(paths, tmp_path):
         assert found[0].tolist() == [[2.0 + rank], [1.0]]
 
 
-def test_a_checkpoint_with_nothing_but_a_scaled_cache_is_a_float_checkpoint():
+def test_checkpoint_with_kv_scales_only_is_float():
     raw = {
         "architectures": ["Qwen3ForCausalLM"],
         "hidden_size": 8,
@@ -309,10 +309,10 @@ def test_a_checkpoint_with_nothing_but_a_scaled_cache_is_a_float_checkpoint():
             parse_model_config(raw | {"quantization_config": wrong}, {})
 
 
-# How it is asked for.
+# Configuration.
 
 
-def test_the_engine_is_put_together_with_it(caplog):
+def test_engine_with_kv_codes_is_assembled(caplog):
     held = {}
     for kv_dtype in ("auto", *QUANTISED_DTYPES):
         with caplog.at_level(logging.WARNING):
@@ -325,7 +325,7 @@ def test_the_engine_is_put_together_with_it(caplog):
     assert held["fp8_e4m3"] < held["int8"] < held["auto"] / 3
 
 
-def test_what_cannot_be_had_is_refused_by_name():
+def test_kv_dtype_unsupported_is_refused_by_name():
     with pytest.raises(ConfigError, match=r"engine\.kv_dtype must be one of auto, int8, fp8_e4m3, is 'int4'"):
         backend(kv_dtype="int4")
     with pytest.raises(ConfigError, match=r"engine\.kv_dtype is fp8_e4m3, .*engine\.deterministic"):
@@ -333,7 +333,7 @@ def test_what_cannot_be_had_is_refused_by_name():
     assert backend(kv_dtype="int8", deterministic=True).name != "torch"
 
 
-def test_no_written_slot_is_poisoned(paths):
+def test_kv_codes_write_stores_no_non_finite_value(paths):
     for kv_dtype in QUANTISED_DTYPES:
         for model in (
             load_plain(paths["Qwen3ForCausalLM"]),

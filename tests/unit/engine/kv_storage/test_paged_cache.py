@@ -36,7 +36,7 @@ def kv_item(dtype):
     return 4 if dtype == "float32" else 2
 
 
-def test_a_memfd_seen_by_both_sides():
+def test_paged_cache_memfd_is_shared_by_both_mappings():
     kv = layout()
     size = 7 * kv.block_bytes
     fd = os.memfd_create("kv")

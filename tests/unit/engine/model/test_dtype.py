@@ -68,7 +68,7 @@ def test_auto_dtype_of_an_unusable_checkpoint_is_refused_by_field(checkpoint: Pa
         resolve_dtype("auto", str(checkpoint))
 
 
-def test_the_builtin_model_is_float32_though_its_file_is_not() -> None:
+def test_dtype_auto_builtin_model_is_float32() -> None:
     assert json.loads((Path("engine/builtin_model") / "config.json").read_text())["dtype"] == "bfloat16"
     assert load(None).model.dtype == "auto"
     for role in WorkerRole:
@@ -77,7 +77,7 @@ def test_the_builtin_model_is_float32_though_its_file_is_not() -> None:
 
 
 @pytest.mark.parametrize("role", list(WorkerRole))
-def test_both_workers_compute_cache_and_report_what_auto_stands_for(role: WorkerRole, checkpoint: Path) -> None:
+def test_dtype_auto_is_resolved_by_both_workers(role: WorkerRole, checkpoint: Path) -> None:
     small = {"model.path": str(checkpoint), "engine.num_blocks": 8, "engine.kernels": "torch"}
     for dtype, found in ((None, "bfloat16"), ("float32", "float32")):
         parts = assemble(
@@ -90,7 +90,7 @@ def test_both_workers_compute_cache_and_report_what_auto_stands_for(role: Worker
         )
 
 
-def test_a_wire_dtype_that_auto_rules_out_is_refused_when_the_model_is_known(checkpoint: Path) -> None:
+def test_dtype_auto_conflicting_wire_dtype_is_refused(checkpoint: Path) -> None:
     config = load(None, SECRET | {"model.path": str(checkpoint), "transfer.wire_dtype": "float32"})
     for role in WorkerRole:
         with pytest.raises(ConfigError, match=r"no conversion from bfloat16 to float32.*auto is bfloat16"):
@@ -100,7 +100,7 @@ def test_a_wire_dtype_that_auto_rules_out_is_refused_when_the_model_is_known(che
 
 
 @pytest.mark.parametrize(("capability", "is_refused"), [((7, 5), True), ((8, 0), False), ((9, 0), False)])
-def test_a_gpu_without_bfloat16_is_refused_by_name(
+def test_dtype_gpu_without_bfloat16_is_refused(
     capability: tuple[int, int], is_refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)

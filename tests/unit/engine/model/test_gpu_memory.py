@@ -21,15 +21,15 @@ CUDA = torch.device("cuda", 0)
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
-    """A GPU of which nothing is taken yet; every device that was asked about."""
-    asked: list[torch.device] = []
+    """An empty GPU; returns the devices that were queried."""
+    requested: list[torch.device] = []
 
     def read(device: torch.device) -> GpuMemory:
-        asked.append(device)
+        requested.append(device)
         return H200
 
     monkeypatch.setattr(gpu_memory, "read_gpu", read)
-    return asked
+    return requested
 
 
 @pytest.mark.parametrize(("sharers", "gib"), [(1, 112), (2, 56), (8, 14)])
@@ -38,7 +38,7 @@ def test_workers_on_one_gpu_divide_80_percent_of_it_evenly(sharers: int, gib: in
     assert set(gpu) == {CUDA}
 
 
-def test_the_share_is_the_same_for_whoever_comes_first_and_second() -> None:
+def test_gpu_memory_share_is_independent_of_start_order() -> None:
     wish = GpuWish(index=0, sharers=2)
     taken = replace(H200, free_bytes=60 * GIB)
     assert wish.limit_bytes(H200) == wish.limit_bytes(taken) == 56 * GIB
@@ -66,7 +66,7 @@ def test_stated_memory_is_of_all_ranks_and_must_fit_for_each_sharer(gpu: list[to
         (GpuWish(index=0, stated_bytes=21 * GIB), r"wants 21\.0 GiB \(engine\.memory_bytes\); 20\.0 GiB of"),
     ],
 )
-def test_a_shortage_names_gpu_wanted_and_free(wish: GpuWish, words: str) -> None:
+def test_gpu_memory_shortage_names_gpu_wanted_and_free(wish: GpuWish, words: str) -> None:
     waited: list[float] = []
     short = replace(H200, free_bytes=20 * GIB)
     with pytest.raises(ConfigError, match=words):
@@ -80,19 +80,19 @@ def test_memory_that_a_dead_process_gives_back_is_waited_for() -> None:
     assert (found, seen) == (112 * GIB, [])
 
 
-def test_every_rank_asks_for_its_share_of_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[GpuWish, torch.device]] = []
-    monkeypatch.setattr(follower, "gpu_limit_bytes", lambda wish, device: asked.append((wish, device)) or 7)
+def test_gpu_memory_rank_uses_share_of_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    requested: list[tuple[GpuWish, torch.device]] = []
+    monkeypatch.setattr(follower, "gpu_limit_bytes", lambda wish, device: requested.append((wish, device)) or 7)
     backend = replace(SETUP.backend, device=CUDA)
     setup = replace(SETUP, backend=backend, gpus=(4, 5, 6, 7), gpu_sharers=2, stated_bytes=9)
     there = RankSetup.from_json(memoryview(setup.of_rank(3).to_json()))
     assert follower._limit_bytes(there, there.backend.device) == 7
-    assert asked == [(GpuWish(index=7, sharers=2, stated_bytes=9), torch.device("cuda", 3))]
+    assert requested == [(GpuWish(index=7, sharers=2, stated_bytes=9), torch.device("cuda", 3))]
     elsewhere = replace(setup, num_nodes=2, gpus=(0, 1)).of_rank(3)
     assert elsewhere.gpu_wish.index == 1
 
 
-def test_the_log_says_how_much_of_which_gpu(gpu: list[torch.device], caplog: pytest.LogCaptureFixture) -> None:
+def test_gpu_memory_log_names_gpu_and_share(gpu: list[torch.device], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         gpu_memory.gpu_limit_bytes(GpuWish(index=2, sharers=2), CUDA)
     assert "GPU 2 (NVIDIA H200): takes up to 56.0 GiB of 140.0 GiB, as does each of 2 workers" in caplog.text

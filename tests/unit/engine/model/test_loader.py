@@ -137,7 +137,7 @@ def test_links_and_special_files_are_refused(model_dir, pristine):
     refused(model_dir, "is missing")
 
 
-def test_only_pickled_weights(model_dir):
+def test_loader_pickled_weights_are_refused(model_dir):
     (model_dir / "model.safetensors").rename(model_dir / "pytorch_model.bin")
     refused(model_dir, "only pickled weights")
     (model_dir / "pytorch_model.bin").unlink()

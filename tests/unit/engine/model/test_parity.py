@@ -88,7 +88,7 @@ def greedy_reference(reference: Any, prompt: list[int], count: int) -> list[int]
 
 
 @pytest.mark.parametrize("window", [None, 9])
-def test_a_ragged_mixed_batch_continues_as_transformers_does_alone(window: int | None, tmp_path: Path) -> None:
+def test_parity_mixed_batch_matches_transformers(window: int | None, tmp_path: Path) -> None:
     rng = random.Random(3)
     reference = reference_model("MistralForCausalLM", sliding_window=window, num_hidden_layers=2)
     model = save_and_load(reference, tmp_path)
@@ -136,7 +136,7 @@ def test_half_precision_stays_near_float32(dtype: str, tmp_path: Path) -> None:
     assert error < (0.05 if dtype == "bfloat16" else 0.01)
 
 
-def test_a_shared_prefix_is_read_from_another_requests_blocks(tmp_path: Path) -> None:
+def test_parity_shared_prefix_reads_other_requests_blocks(tmp_path: Path) -> None:
     reference = reference_model("LlamaForCausalLM")
     session = Session(save_and_load(reference, tmp_path))
     rng = random.Random(2)

@@ -45,7 +45,7 @@ CASES = [
 ]
 
 
-def test_the_parts_of_all_ranks_are_the_whole() -> None:
+def test_shard_parts_of_ranks_make_whole_model() -> None:
     rng = random.Random(1)
     divided = 0
     for size, kv_heads, group, tied, bias in CASES:
@@ -107,7 +107,7 @@ def check_vocabulary(model: ModelArchitecture, shards: list[Shard]) -> None:
     assert model.vocab_size <= rows * len(shards) < model.vocab_size + len(shards)
 
 
-def test_one_rank_is_the_model_itself() -> None:
+def test_shard_single_rank_is_whole_model() -> None:
     model = config()
     assert Shard(model, rank=0, size=1).config == model
 
@@ -120,12 +120,12 @@ def test_one_rank_is_the_model_itself() -> None:
         ({"num_attention_heads": 12, "num_key_value_heads": 6}, 4, "num_key_value_heads or be a multiple.* are 6"),
     ],
 )
-def test_what_does_not_divide_is_refused_with_its_field(changes, size, message) -> None:
+def test_shard_indivisible_size_is_refused_by_field(changes, size, message) -> None:
     with pytest.raises(ConfigError, match=message):
         Shard(config(**changes), rank=0, size=size)
 
 
-def test_only_the_sizes_differ_between_ranks_and_model() -> None:
+def test_shard_config_differs_in_sizes_only() -> None:
     model = config(num_attention_heads=8, num_key_value_heads=2)
     local = Shard(model, rank=3, size=4).config
     assert (local.num_heads, local.num_kv_heads, local.intermediate_size, local.vocab_size) == (2, 1, 6, 25)

@@ -47,7 +47,7 @@ def views(monkeypatch):
     return taken
 
 
-def test_each_rank_reads_its_slices_in_place(directory, views) -> None:
+def test_sharded_loading_rank_reads_its_slices_in_place(directory, views) -> None:
     config = load_model_config(directory)
     stored = load_file(directory / "model.safetensors")
     read = dict.fromkeys(expected_shapes(config), 0)

@@ -117,7 +117,7 @@ def generate(parts: EngineParts) -> tuple[list[Request], int, int]:
     return made, num_saved, num_loaded
 
 
-def test_a_preempted_request_says_the_same_when_its_kv_was_saved() -> None:
+def test_block_mover_saved_kv_gives_same_output() -> None:
     undisturbed, num_saved, _ = generate(assemble(replace(SPEC, num_blocks=64)))
     assert num_saved == 0
     assert not any(request.num_preemptions for request in undisturbed)
@@ -134,7 +134,7 @@ def test_a_preempted_request_says_the_same_when_its_kv_was_saved() -> None:
     assert outputs(saved) == outputs(recomputed) == outputs(undisturbed)
 
 
-def test_the_engine_itself_measures_what_decides() -> None:
+def test_block_mover_rates_are_measured_by_engine() -> None:
     """Copy rates from start, the rate of computing from its steps: no test says what is cheaper here."""
     parts = assemble(replace(TIGHT, num_blocks=32, max_batched_tokens=128, prefill_chunk_tokens=128))
     ended: queue.Queue[str] = queue.Queue()
@@ -180,7 +180,7 @@ def test_host_memory_is_counted_in_the_budget() -> None:
         assemble(replace(TIGHT, offload_bytes=10**15))
 
 
-def test_without_it_nothing_is_offloaded() -> None:
+def test_block_mover_disabled_offloads_nothing() -> None:
     parts = assemble(SPEC)
     assert parts.scheduler.offloading is None
     assert parts.facts()["offload_bytes"] == 0

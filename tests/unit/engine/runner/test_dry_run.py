@@ -1,4 +1,4 @@
-"""The dry run's steps are the largest that can be planned, and what they take is what is told."""
+"""The dry run's steps are the largest that can be planned, and their memory is what is reported."""
 
 import gc
 
@@ -14,18 +14,18 @@ MB = 1 << 20
 
 
 @pytest.mark.parametrize("rows", [1, 5, 64])
-def test_every_row_decodes_as_long_as_the_pool_could_hold_all(rows: int) -> None:
+def test_dry_run_decode_rows_share_pool_evenly(rows: int) -> None:
     (step,) = _decode_steps(rows, 500, 1000, compiles=False)
     assert step == [(min(500, 1000 // rows) - 1, 1)] * rows
 
 
-def test_where_kernels_are_compiled_each_size_of_batch_is_met_once() -> None:
+def test_dry_run_compiled_kernels_cover_each_batch_size_once() -> None:
     steps = _decode_steps(20, 500, 1000, compiles=True)
     assert [len(step) for step in steps] == [20, 16, 8, 4, 2, 1]
     assert [step[0][0] for step in steps] == [49, 61, 124, 249, 499, 499]
 
 
-def test_a_chunk_that_ends_the_longest_context_is_computed_beside_all_others() -> None:
+def test_dry_run_covers_last_chunk_of_longest_context() -> None:
     assert _prefill_spans(64, 40, 8, 100) == [(60, 40), *[(0, 1)] * 7]
     assert _prefill_spans(44, 40, 8, 100) == [(60, 40), *[(0, 1)] * 4]
     assert _prefill_spans(64, 40, 8, 30) == [(0, 30), *[(0, 1)] * 7]
@@ -47,7 +47,7 @@ def test_graphs_are_recorded_within_what_is_measured(tmp_path, monkeypatch) -> N
     reference_model("LlamaForCausalLM").save_pretrained(tmp_path)
     model = load_plain(tmp_path)
     recorded = []
-    monkeypatch.setattr(ModelRunner, "record_graphs", lambda _self, **asked: recorded.append(asked))
+    monkeypatch.setattr(ModelRunner, "record_graphs", lambda _self, **options: recorded.append(options))
     layout = kv_layout(model.config, fingerprint=model.fingerprint, dtype="float32", block_size=16)
     measure_workspace_bytes(
         model,

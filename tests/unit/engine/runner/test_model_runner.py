@@ -59,7 +59,7 @@ def test_step_inputs_refuse_missing_blocks_and_tokens(model):
             build_step_inputs(Batch(items=(item(request, start, count),)), 4)
 
 
-def test_no_items_and_no_samples(model):
+def test_model_runner_empty_batch_has_no_samples(model):
     session = Session(model)
     assert session.runner.execute(Batch(items=())) == []
     request = session.request(range(3, 9))
@@ -85,7 +85,7 @@ def test_sampled_tokens_do_not_depend_on_company_chunks_or_blocks(model):
     assert expected == run_all(model, seed=2, chunk=3, params=sampling, rng=random.Random(0))
 
 
-def test_a_preempted_request_continues_as_if_nothing_had_happened(model):
+def test_model_runner_preempted_request_continues_equally(model):
     session = Session(model, num_blocks=100)
     first, second = (session.request(range(3, 12), sampling(1), capacity=40) for _ in range(2))
     session.run([first], num_output=12, chunk=64)
@@ -110,7 +110,7 @@ def test_garbage_in_other_blocks_changes_nothing(full_model):
     assert torch.equal(clean, dirty)
 
 
-def test_a_request_gone_bad_leaves_no_nan_behind(full_model):
+def test_model_runner_nan_request_leaves_no_nan_in_cache(full_model):
     session = Session(full_model)
     session.runner.model.embedding.weight[5].fill_(float("inf"))
     try:

@@ -73,14 +73,14 @@ def test_readings_agree_in_company_and_chunks(model, reference, pipelined, monke
     long = SamplingParams(max_tokens=90, ignore_eos=True)
     company = [ledger.request(random_tokens(rng, 10), params=long) for _ in range(2)]
     with Serve(model, pipelined=pipelined, num_blocks=14, prefill_chunk_tokens=5) as serve:
-        told = serve.run(company + readers)
-    assert {answer.reason for answer in told[len(company) :]} <= {FinishReason.LENGTH, FinishReason.STOP}
+        outputs = serve.run(company + readers)
+    assert {answer.reason for answer in outputs[len(company) :]} <= {FinishReason.LENGTH, FinishReason.STOP}
     for request in readers:
         assert_read(reference, request)
 
 
 @pytest.mark.parametrize("num_top", [None, 4])
-def test_a_preempted_reading_goes_on_where_it_was(model, reference, num_top):
+def test_prompt_logprobs_preempted_request_continues(model, reference, num_top):
     """And takes over the blocks that it has read itself, as far as they are still there."""
     serve = Serve(model, pipelined=False, num_blocks=10, prefill_chunk_tokens=20)
     rng = random.Random(5)
@@ -104,18 +104,18 @@ def advance(serve, most):
             serve.scheduler.commit(batch, serve.runner.launch(batch).tokens())
 
 
-def test_the_company_of_readings_notices_nothing(model):
+def test_prompt_logprobs_do_not_affect_other_requests(model):
     """Tokens beside rows that are read are those of an engine that reads nothing."""
     rng = random.Random(3)
     answers = []
     for readers in ([], [reader(random_tokens(rng, 50), top, number=i) for i, top in enumerate((3, None, 0))]):
         with Serve(model, pipelined=False, num_blocks=30, prefill_chunk_tokens=20) as serve:
-            told = serve.run(every_way_to_sample(random.Random(4), 8) + readers)
-        answers.append([(answer.ids, answer.reason) for answer in told[: len(told) - len(readers)]])
+            outputs = serve.run(every_way_to_sample(random.Random(4), 8) + readers)
+        answers.append([(answer.ids, answer.reason) for answer in outputs[: len(outputs) - len(readers)]])
     assert answers[0] == answers[1]
 
 
-def test_nothing_of_a_prefix_is_taken_from_the_cache_and_what_is_read_becomes_cache(model, reference):
+def test_prompt_logprobs_skip_cache_and_fill_it(model, reference):
     prompt = random_tokens(random.Random(9), 70)
     with Serve(model, pipelined=False, num_blocks=30, prefill_chunk_tokens=32) as serve:
         for _ in range(2):
@@ -132,7 +132,7 @@ def test_nothing_of_a_prefix_is_taken_from_the_cache_and_what_is_read_becomes_ca
             assert_read(reference, request)
 
 
-def test_a_prompt_as_long_as_the_context_can_be_read_but_not_continued(model, reference):
+def test_prompt_logprobs_prompt_of_full_context_is_scored(model, reference):
     prompt = random_tokens(random.Random(2), 120)
     with Serve(model, pipelined=False, num_blocks=30) as serve:
         whole = reader(prompt, 1)
@@ -142,7 +142,7 @@ def test_a_prompt_as_long_as_the_context_can_be_read_but_not_continued(model, re
             serve.run([ledger.request(prompt)])
 
 
-def test_a_reading_after_a_preemption_goes_on_where_it_was():
+def test_prompt_logprobs_after_preemption_continue():
     reading = PromptScoringState(num_prompt_tokens=10, num_top=0)
     assert list(reading.rows(0, 6)) == [0, 1, 2, 3, 4, 5]
     reading.scored(6, logprobs=[-1.0] * 6, ranks=[1] * 6, top_ids=[], top_logprobs=[])

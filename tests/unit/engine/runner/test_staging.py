@@ -52,7 +52,7 @@ class LateQueue:
 
 
 @pytest.mark.parametrize("queue_type", [LateQueue, HostQueue])
-def test_what_was_put_arrives_whatever_is_put_later(queue_type):
+def test_staging_later_upload_does_not_change_earlier_one(queue_type):
     queue, rng = queue_type(), random.Random(1)
     staging = Staging(queue)
     expected, arrived = [], []
@@ -71,7 +71,7 @@ def test_what_was_put_arrives_whatever_is_put_later(queue_type):
         assert np.array_equal(tensor.numpy(), array)
 
 
-def test_the_steady_state_allocates_nothing():
+def test_staging_steady_state_allocates_nothing():
     queue = LateQueue()
     staging = Staging(queue)
     for step in range(20):
@@ -94,5 +94,5 @@ def test_results_are_waited_for_and_no_later_work_with_them():
     assert later.is_passed
 
 
-def test_a_cpu_is_its_own_host():
+def test_staging_cpu_needs_no_copy():
     assert isinstance(device_queue(torch.device("cpu")), HostQueue)

@@ -36,7 +36,7 @@ def test_allowed_tokens_alone_may_come():
     assert guide.has_refused
 
 
-def test_a_sequence_is_banned_at_its_last_token_only():
+def test_bad_words_sequence_bans_last_token_only():
     guide = BannedSequences([[7], [31], [1, 2], [1, 2, 63], [2, 2, 2]])
     everything = set(range(VOCAB)) - {7, 31}
     assert allowed(guide) == everything
@@ -54,17 +54,17 @@ def test_random_sequences_never_come(seed):
     rng = Random(seed)
     sequences = [tuple(rng.choices(range(6), k=rng.randrange(1, 4))) for _ in range(6)]
     guide = BannedSequences(sequences)
-    told: list[int] = []
+    accepted: list[int] = []
     for _ in range(60):
         choices = [token for token in range(6) if token in allowed(guide)]
-        expected = [t for t in range(6) if not any((*told, t)[-len(s) :] == s for s in sequences)]
+        expected = [t for t in range(6) if not any((*accepted, t)[-len(s) :] == s for s in sequences)]
         assert choices == expected
         if not choices:
             break
-        told.append(rng.choice(choices))
-        assert guide.accept(told[-1])
+        accepted.append(rng.choice(choices))
+        assert guide.accept(accepted[-1])
     again = BannedSequences(sequences)
-    assert follow(again, array("i", told))
+    assert follow(again, array("i", accepted))
     assert allowed(again) == allowed(guide)
 
 
@@ -78,7 +78,7 @@ def test_together_they_allow_what_all_allow():
     assert not guide.is_over
 
 
-def test_who_is_to_blame_is_told_apart():
+def test_unusable_logits_error_names_culprit():
     guide = AllowedTokens([1], VOCAB)
     assert isinstance(unusable(None), InternalError)
     assert isinstance(unusable(guide), InternalError)

@@ -93,15 +93,15 @@ def ask(guides, kind, *, seed=0, temperature=1.0, output=(), num_logprobs=None):
 
 
 @pytest.mark.parametrize("pipelined", [False, True])
-def test_every_answer_fits_and_those_beside_it_are_what_they_were(model, guides, decode, pipelined):
+def test_grammar_constrains_its_row_only(model, guides, decode, pipelined):
     """In a pool that is too small for all, so that some are preempted."""
     kinds = ["schema", None, "regex", "schema", None, "choice"] * 3
     with serve(model, pipelined=pipelined, num_blocks=28) as engine:
-        told = engine.run([ask(guides, kind, seed=seed) for seed, kind in enumerate(kinds)])
+        outputs = engine.run([ask(guides, kind, seed=seed) for seed, kind in enumerate(kinds)])
         assert engine.preemptions
         alone = [engine.run([ask(guides, kind, seed=seed)])[0].ids for seed, kind in enumerate(kinds)]
-    assert [answer.ids for answer in told] == alone
-    for kind, answer in zip(kinds, told, strict=True):
+    assert [answer.ids for answer in outputs] == alone
+    for kind, answer in zip(kinds, outputs, strict=True):
         if kind is not None:
             assert answer.reason is FinishReason.STOP
             assert fits(kind, decode(answer.ids))
@@ -129,20 +129,20 @@ def test_grammar_forbidden_token_is_never_sampled_and_logprobs_are_the_models(mo
     assert 0 < may[0].sum() < 20
     assert may[0].equal(may[2])
     assert all(may[row, chosen.token_ids[row]] for row in range(3))
-    # Told of the distribution that the model has, as without a grammar.
+    # Logprobs are of the model's own distribution, as without a grammar.
     expected = before.log_softmax(-1).gather(-1, chosen.token_ids[:, None])[:, 0]
     assert torch.equal(chosen.logprobs[0].sampled, expected)
 
 
 def test_grammar_refused_answer_fails_alone(model, guides):
-    """As after damage: the tokens that another worker told are none of this grammar's."""
+    """As after damage: the tokens of another worker do not match the grammar."""
     with serve(model, pipelined=False) as engine:
         spoilt, sound = engine.run([ask(guides, "schema", output=[700, 701]), ask(guides, "schema", seed=1)])
     assert (spoilt.ids, spoilt.reason) == ([], FinishReason.ERROR)
     assert sound.reason is FinishReason.STOP
 
 
-def test_a_guide_follows_what_it_has_not_accepted_yet(guides):
+def test_grammar_guide_follows_existing_tokens(guides):
     guide = guides.guide(GRAMMARS["choice"])
     bits = np.zeros(num_words(2048), np.int32)
     guide.allow(bits)
@@ -177,7 +177,7 @@ def test_grammar_without_library_or_tokenizer_is_refused(tmp_path, monkeypatch):
         ("min_tokens", {"grammar": "x", "min_tokens": 1}),
     ],
 )
-def test_what_a_structure_cannot_keep_is_refused(field, params):
+def test_grammar_unsupported_structure_is_refused(field, params):
     with pytest.raises(InvalidRequest) as refused:
         SamplingParams(**params).validate(vocab_size=100)
     assert refused.value.param == field

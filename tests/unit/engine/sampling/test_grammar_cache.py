@@ -76,13 +76,13 @@ print(guide.num_tokens)
 
 
 @pytest.mark.parametrize("lark", ENDLESS)
-def test_no_grammar_holds_a_thread_for_ever(lark):
+def test_grammar_endless_grammar_terminates(lark):
     """In a process that can be killed: the loop is in llguidance, and nothing else ends it."""
     other = {"name": "other", "lark_grammar": 'start: /a+/ "a"'}
     grammar = json.dumps({"grammars": [{"lark_grammar": lark}, other]})
     command = [sys.executable, "-c", FOLLOW_ENDLESS, grammar]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=True)
-    assert told.stdout == "300\n"
+    results = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=True)
+    assert results.stdout == "300\n"
 
 
 AMBIGUOUS = [
@@ -184,7 +184,7 @@ def test_64_regexes_that_grow_as_they_are_followed_stay_within_the_cache():
 
 
 @pytest.mark.parametrize("pattern", [SLOW_GROWING % 1000, r"(.|\n)*[a-m](.|\n){300}"])
-def test_a_grammar_takes_no_more_than_it_is_counted_with(pattern):
+def test_grammar_cache_entry_stays_within_counted_bytes(pattern):
     guides = llguides()
     guides.guide(regex("a"))
     before = resident_bytes()
@@ -201,7 +201,7 @@ def test_a_grammar_takes_no_more_than_it_is_counted_with(pattern):
     assert resident_bytes() - before <= most_bytes(grammar) <= counted
 
 
-def test_a_lexer_at_its_limits_is_not_kept_for_the_next_who_asks():
+def test_grammar_cache_exhausted_lexer_is_dropped():
     guides = llguides()
     grammar = regex(SLOW_GROWING % 1000)
     for seed in range(40):
@@ -216,7 +216,7 @@ def test_a_lexer_at_its_limits_is_not_kept_for_the_next_who_asks():
     assert fresh.num_tokens == 20
 
 
-def test_what_has_been_followed_for_long_is_compiled_anew(monkeypatch):
+def test_grammar_cache_long_used_entry_is_recompiled(monkeypatch):
     monkeypatch.setattr(guidance, "_MAX_FOLLOWED_TOKENS", 50)
     guides = llguides()
     grammar = regex("[a-z]*")
@@ -226,13 +226,13 @@ def test_what_has_been_followed_for_long_is_compiled_anew(monkeypatch):
     assert (guides.kept(grammar), guides.kept_bytes) == (None, 0)
 
 
-def test_what_is_larger_than_the_cache_is_followed_and_not_kept():
+def test_grammar_cache_oversized_grammar_is_used_and_not_kept():
     guides = llguides(cache_bytes=most_bytes("") - 1)
     follow(guides.guide(regex("[a-z]*")), seed=1, num_tokens=10)
     assert (guides.kept(regex("[a-z]*")), guides.kept_bytes) == (None, 0)
 
 
-def test_the_share_of_a_workers_memory():
+def test_grammar_cache_size_is_share_of_memory():
     assert grammar_cache_bytes(1 << 30) == 128 << 20
     assert grammar_cache_bytes(1 << 40) == 1 << 30
 
@@ -268,9 +268,9 @@ async def test_other_streams_go_on_while_sixteen_grammars_are_compiled():
     made = parts()
     guides = SlowGuides()
     object.__setattr__(made, "guides", guides)
-    faults, told = [], asyncio.Queue()
+    faults, results = [], asyncio.Queue()
     host = EngineHost(made, on_fatal=faults.append)
-    host.start(on_output=lambda output: [told.put_nowait(event) for event in output.events], ports=tuple)
+    host.start(on_output=lambda output: [results.put_nowait(event) for event in output.events], ports=tuple)
     async with stopping(host), asyncio.timeout(WAIT_S):
         slow = [asking(f"slow {index}") for index in range(16)]
         waiting = [asyncio.ensure_future(host.guide(request)) for request in slow]
@@ -282,7 +282,7 @@ async def test_other_streams_go_on_while_sixteen_grammars_are_compiled():
         # ... and the engine steps from the first token to the last.
         stream = ledger.request([5, 6, 7], params=PLAIN)
         await host.call(lambda scheduler: scheduler.add(stream))
-        while (await told.get()).finish_reason is None:
+        while (await results.get()).finish_reason is None:
             pass
         assert not guides.compiled
         assert not guides.begun.acquire(blocking=False), "one after another"
@@ -295,7 +295,7 @@ async def test_other_streams_go_on_while_sixteen_grammars_are_compiled():
     assert not faults
 
 
-async def test_what_an_answer_has_so_far_is_followed_before_the_engine_has_it():
+async def test_engine_host_guide_follows_existing_tokens():
     made = parts()
     object.__setattr__(made, "guides", llguides())
     object.__setattr__(made, "model", type("Model", (), {"vocab_size": VOCAB, "flops_per_token": 0}))

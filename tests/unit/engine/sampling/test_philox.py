@@ -31,7 +31,7 @@ def noise(seeds, positions, choices, vocab_size=1001):
     return gumbel_noise(*(torch.tensor(v, dtype=torch.int64) for v in (seeds, positions, choices)), vocab_size)
 
 
-def test_each_row_depends_only_on_its_own_seed_position_and_choice():
+def test_philox_row_depends_on_seed_position_and_choice_only():
     rows = [(0, 0, 0), (1, 0, 0), (-1, 0, 0), (2**63 - 1, 5, 1), (0, 1, 0), (0, 0, 1), (-(2**63), 0, 0), (2**32, 0, 0)]
     together = noise(*zip(*rows, strict=True))
     for i, row in enumerate(rows):
@@ -39,7 +39,7 @@ def test_each_row_depends_only_on_its_own_seed_position_and_choice():
     assert len({tuple(row.tolist()) for row in together}) == len(rows)
 
 
-def test_a_token_keeps_its_noise_whatever_the_vocabulary_size():
+def test_philox_noise_is_independent_of_vocabulary_size():
     assert torch.equal(noise([9], [4], [0], 40)[:, :37], noise([9], [4], [0], 37))
 
 

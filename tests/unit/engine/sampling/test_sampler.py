@@ -103,7 +103,7 @@ def test_penalties_follow_their_formulas():
 
 
 class Spy(TorchSampling):
-    """Sees what is asked of the kernels, before they have counted what they chose."""
+    """Records the calls of the kernels, before they have counted the chosen tokens."""
 
     penalties = None
 
@@ -114,7 +114,7 @@ class Spy(TorchSampling):
         return super().choose(logits, params, penalties=penalties, edits=edits)
 
 
-def test_what_is_penalised_is_counted_as_it_is_sampled_and_found_again_after_a_pause():
+def test_sampler_penalty_counts_survive_pause():
     """One sampler over steps in changing company, where each row's counts outlive some steps and not others."""
     kept, rng = Sampler(eos_token_ids=(EOS,)), Random(3)
     params = {"repetition_penalty": 1.4, "frequency_penalty": 0.6, "presence_penalty": 0.3}
@@ -128,19 +128,19 @@ def test_what_is_penalised_is_counted_as_it_is_sampled_and_found_again_after_a_p
             request.token_ids.append(token)
 
 
-def test_a_token_that_the_host_does_not_know_yet_is_counted_all_the_same():
+def test_sampler_pending_token_is_counted():
     params = {"temperature": 0.0, "repetition_penalty": 3.0}
     logits = logits_of(1).abs() + 1.0
     request, kept = make(**params), Sampler(eos_token_ids=(EOS,))
     first = int(kept.choose(logits, [SampleRow(request, 2)]).token_ids[0])
-    second = int(kept.choose(logits, [SampleRow(request, 3)]).token_ids[0])  # its row came before the first was told
+    second = int(kept.choose(logits, [SampleRow(request, 3)]).token_ids[0])  # its row came before the first was read
     assert second == ids(logits, [make(output=[first], **params)])[0] != first
     with pytest.raises(InvariantError):
         Sampler(eos_token_ids=(EOS,)).choose(logits, [SampleRow(make(**params), 3)])
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {"seed": 3}, {"seed": 3, "presence_penalty": 0.5}])
-def test_a_row_without_usable_logits_has_no_token_and_harms_nobody(params):
+def test_sampler_nan_row_has_no_token_and_affects_no_other(params):
     logits = logits_of(*range(6))
     expected = ids(logits, [make(**params, num_logprobs=1) for _ in range(6)])
     logits[1, 5], logits[2], logits[4, 0] = math.nan, -math.inf, math.inf
@@ -195,7 +195,7 @@ def test_logprobs_are_of_the_untouched_distribution():
     assert drawn.top_logprobs == ()
 
 
-def test_a_row_is_drawn_alike_in_any_company_and_after_any_migration():
+def test_sampler_row_is_independent_of_batch_and_slot():
     params = [
         {"temperature": 0.9, "seed": 1},
         {"temperature": 0.0},
@@ -222,7 +222,7 @@ def test_choices_and_positions_draw_independently():
     assert by_choice[1:] != by_position[1:]
 
 
-def test_only_allowed_token_wins_even_with_the_worst_noise():
+def test_sampler_single_allowed_token_is_chosen():
     row = torch.full((VOCAB,), -math.inf)
     row[11] = 0.0
     assert frequencies(row, count=500)[11] == 1.0

@@ -37,7 +37,7 @@ def storm(sched: Scheduler, runner: LedgerRunner, num_requests: int) -> int:
                     held.discard(one)
         batch = sched.schedule(0.0)
         output = sched.drain() if batch is None else sched.commit(batch, runner.execute(batch))
-        held |= {told.request_id for told in output.progress if told.is_complete}
+        held |= {report.request_id for report in output.progress if report.is_complete}
         alive -= held | {event.request_id for event in output.events if event.finish_reason is not None}
     return aborted
 
@@ -55,7 +55,7 @@ def steps_of_work(sched: Scheduler, runner: LedgerRunner) -> int:
     return steps
 
 
-def test_after_a_storm_the_same_work_takes_no_more_steps() -> None:
+def test_scheduler_after_many_aborts_needs_no_more_steps() -> None:
     fresh = steps_of_work(ledger.scheduler(num_blocks=NUM_BLOCKS), LedgerRunner())
     sched, runner = ledger.scheduler(num_blocks=NUM_BLOCKS), LedgerRunner()
     assert storm(sched, runner, 500) > 0.8 * 500

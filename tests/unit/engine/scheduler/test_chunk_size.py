@@ -29,7 +29,7 @@ class Machine:
 
 
 class Paced:
-    """A pace, told of steps as a scheduler tells it."""
+    """A pace that receives steps as from a scheduler."""
 
     def __init__(self, machine: Machine, max_step_s: float | None = BOUND_S, max_tokens: int = FULL) -> None:
         self.machine = machine
@@ -153,7 +153,7 @@ def test_chunk_size_uninformative_step_is_ignored() -> None:
     assert paced.pace.chunk_tokens() < FULL // 2
 
 
-def test_more_rows_to_decode_leave_less_for_a_chunk() -> None:
+def test_chunk_size_shrinks_with_decoding_rows() -> None:
     paced = Paced(Machine()).warm()
     paced.machine.decode_s = 0.2
     for _ in range(12):
@@ -293,7 +293,7 @@ def test_once_two_steps_were_slow_no_step_that_is_read_is_late() -> None:
     assert min(chunks[1.0][8:]) == FULL
 
 
-def test_without_a_bound_every_step_of_a_slow_machine_is_late() -> None:
+def test_chunk_size_without_bound_exceeds_step_time() -> None:
     """What the test above would see if nothing were bounded."""
     served = Served(Machine(slowness=2.0), None).with_readers()
     served.add(4000, 10)

@@ -23,7 +23,7 @@ Job = tuple[int, int, int, int]
 
 
 class Worker:
-    """A scheduler whose every token is the same; runs of steady steps are taken at once if asked."""
+    """A scheduler whose every token is the same; runs of steady steps are skipped if requested."""
 
     def __init__(self, jobs: Sequence[Job], *, at_once: bool, num_blocks: int, rows: int, block_size: int) -> None:
         config = ledger.config(
@@ -110,13 +110,13 @@ def test_steps_at_once_are_single_steps(
     assert single.state() == leaping.state()
 
 
-def test_most_steps_of_a_long_answer_are_taken_at_once() -> None:
+def test_fast_forward_long_answer_skips_most_steps() -> None:
     worker = Worker([(1, 10, 90, 0), (2, 10, 90, 0)], at_once=True, num_blocks=40, rows=4, block_size=16)
     worker.run(100)
     assert worker.num_taken_at_once > 85
 
 
-def test_nobody_ends_within_a_run() -> None:
+def test_fast_forward_stops_before_request_ends() -> None:
     worker = Worker([(1, 10, 20, 0)], at_once=False, num_blocks=40, rows=4, block_size=16)
     worker.run(3)
     left = worker.sched.steady_run().num_steps

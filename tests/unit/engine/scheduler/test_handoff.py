@@ -116,9 +116,9 @@ def test_hand_off_that_fails_is_finished_here(landed: int, first_is_known: bool,
     if not quiet:
         for slot in range(landed // 16 * 16, 64):
             runner.write(bound, slot, -1)  # the writer that nobody could prove dead
-    told = [e.token.token_id for e in sched.commit(batch, runner.execute(batch)).events if e.token]
-    told += run(sched, runner).get(request.request_id, [])
-    assert told == expected[first_is_known:]
+    outputs = [e.token.token_id for e in sched.commit(batch, runner.execute(batch)).events if e.token]
+    outputs += run(sched, runner).get(request.request_id, [])
+    assert outputs == expected[first_is_known:]
     assert request.num_cached_tokens == 0  # what landed was computed for this request, only not here
     assert sched.reservations.release_quarantine(T1) == (0 if quiet else 4)
     assert sched.reservations.release_quarantine(T1) == 0
@@ -268,14 +268,14 @@ def test_handoff_second_attempt_holds_no_more_than_announced() -> None:
 
 
 def test_handoff_prompt_blocks_are_reported_once() -> None:
-    """What `StepEventCollector` counts as told would be wrong after a preemption: there is none, whoever crowds it."""
+    """The counts of `StepEventCollector` would be wrong after a preemption: none happens under load."""
     sched, runner = ledger.scheduler(num_blocks=13, max_batched_tokens=24, max_overtakes=0), LedgerRunner()
     urgent = [ledger.request(range(40 * i, 40 * i + 30), priority=-1, arrival_s=float(i)) for i in range(3)]
     for one in urgent:
         one.params = SamplingParams(max_tokens=60, ignore_eos=True)
         sched.add(one)
     source = ledger.request(range(500, 575), prefill_only=True, arrival_s=9.0, priority=5)
-    told: dict[str, list[PrefillProgress]] = {}
+    outputs: dict[str, list[PrefillProgress]] = {}
     num_preemptions = 0
     added = False
     while (batch := sched.schedule(5.0)) is not None:
@@ -283,7 +283,7 @@ def test_handoff_prompt_blocks_are_reported_once() -> None:
         num_preemptions += len(output.preemptions)
         assert source.request_id not in output.preemptions
         for progress in output.progress:
-            told.setdefault(progress.request_id, []).append(progress)
+            outputs.setdefault(progress.request_id, []).append(progress)
         if not added:
             added = True
             sched.add(source)
@@ -291,7 +291,7 @@ def test_handoff_prompt_blocks_are_reported_once() -> None:
     assert num_preemptions > 0, "somebody had to make room"
     assert source.num_preemptions == 0
     blocks = []
-    for progress in told[source.request_id]:
+    for progress in outputs[source.request_id]:
         assert progress.first_block_index == len(blocks)
         blocks += progress.block_ids
     assert len(blocks) == 5

@@ -79,32 +79,32 @@ class PipelinedMachine(SchedulerMachine):
     def nothing_under_way_writes_what_peers_were_told_to_read(self) -> None:
         """Until it is released; so nobody who reads it has to wait for the device."""
         alive = (RequestState.RUNNING, RequestState.HELD)
-        told = {
+        outputs = {
             block
             for request_id, blocks in self.sources.items()
             if self.requests[request_id].state in alive
             for block in blocks
         }
         for step in self.late.pending:
-            assert not told & step.written()
+            assert not outputs & step.written()
 
     @invariant()
     def ends_are_the_right_ones(self) -> None:
         for request_id, reason in self.ended.items():
-            request, told = self.requests[request_id], self.told[request_id]
+            request, outputs = self.requests[request_id], self.outputs[request_id]
             if reason is FinishReason.ERROR:
                 assert request_id in self.late.poisoned
             elif reason not in {FinishReason.ABORT, FinishReason.DEADLINE}:
                 rule_ = end_rule(request, self.sched._config)
-                assert reason is reason_of(rule_, told[-1], request.num_prompt_tokens + len(told))
+                assert reason is reason_of(rule_, outputs[-1], request.num_prompt_tokens + len(outputs))
 
     def nobody_says_anything_else(self) -> None:
-        for request_id, told in self.told.items():
+        for request_id, outputs in self.outputs.items():
             expected = self.expected(self.requests[request_id])
-            assert told == expected[: len(told)]
+            assert outputs == expected[: len(outputs)]
             cut_short = (None, FinishReason.ABORT, FinishReason.DEADLINE, FinishReason.ERROR)
             if self.ended.get(request_id) not in cut_short:
-                assert told == expected
+                assert outputs == expected
 
 
 PipelinedMachine.TestCase.settings = settings(

@@ -108,7 +108,7 @@ def preempted(tier: HostTier) -> tuple[Scheduler, LedgerRunner, Request]:
     return sched, runner, low
 
 
-def test_an_abort_while_saved_frees_the_places() -> None:
+def test_preempted_kv_abort_frees_places() -> None:
     tier = HostTier(16)
     sched, runner, low = preempted(tier)
     sched.abort(low.request_id)
@@ -117,7 +117,7 @@ def test_an_abort_while_saved_frees_the_places() -> None:
     assert_empty(sched)
 
 
-def test_only_what_the_cache_has_lost_is_brought_back() -> None:
+def test_preempted_kv_restores_only_evicted_blocks() -> None:
     tier = HostTier(16)
     sched, runner, low = preempted(tier)
     loads: list[BlockLoad] = []
@@ -134,7 +134,7 @@ def test_only_what_the_cache_has_lost_is_brought_back() -> None:
     assert_empty(sched)
 
 
-def test_what_no_batch_can_save_is_computed_again() -> None:
+def test_preempted_kv_unsaved_blocks_are_recomputed() -> None:
     """A request that preempts itself leaves nobody to run: its blocks may be a hand-off's before the next step."""
     tier = HostTier(16)
     sched, runner = scheduler(tier, CHEAP_COPY), LedgerRunner()
@@ -157,7 +157,7 @@ def test_what_no_batch_can_save_is_computed_again() -> None:
     assert_empty(sched)
 
 
-def test_the_rate_of_computing_is_learnt_from_steps() -> None:
+def test_preempted_kv_prefill_rate_is_measured() -> None:
     sched = scheduler(HostTier(4), MeasuredRates())
     assert sched.offloading is not None
     sched.offloading.copies_at(CopyRates(offload_bytes_per_s=3.0, load_bytes_per_s=4.0))

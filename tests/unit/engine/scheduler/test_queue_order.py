@@ -74,7 +74,7 @@ def test_queue_order_lower_priority_never_overtakes() -> None:
 
 
 @pytest.mark.parametrize("bound", [0, 1, 3])
-def test_nobody_is_overtaken_more_often_than_allowed(bound: int) -> None:
+def test_queue_order_overtaking_is_limited(bound: int) -> None:
     sched, runner = warmed(max_overtakes=bound)
     sched.add(ledger.request(range(30, 90), request_id="new", arrival_s=1.0, params=ONE))
     for k in range(6):

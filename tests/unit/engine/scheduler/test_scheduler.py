@@ -23,9 +23,9 @@ def test_tokens_do_not_depend_on_chunks_or_company() -> None:
         requests = [ledger.request(prompt) for prompt in prompts]
         for request in requests:
             sched.add(request)
-        told = run(sched, runner)
+        outputs = run(sched, runner)
         for request, prompt in zip(requests, prompts, strict=True):
-            assert told[request.request_id] == continuation(prompt, request.params)
+            assert outputs[request.request_id] == continuation(prompt, request.params)
         assert_empty(sched)
 
 
@@ -72,9 +72,9 @@ def test_preemption_changes_no_token_and_favours_the_oldest() -> None:
     requests = [ledger.request([k] * 20, arrival_s=float(k), params=params) for k in range(4)]
     for request in reversed(requests):
         sched.add(request)
-    told = run(sched, runner)
+    outputs = run(sched, runner)
     for request in requests:
-        assert told[request.request_id] == continuation(request.token_ids[:20], params)
+        assert outputs[request.request_id] == continuation(request.token_ids[:20], params)
     assert requests[0].num_preemptions == 0
     assert sum(request.num_preemptions for request in requests) > 0
     assert_empty(sched)
@@ -111,12 +111,12 @@ def test_finish_reasons() -> None:
     long = ledger.request(range(195), params=SamplingParams(max_tokens=50, ignore_eos=True))
     for request in (*requests, long):
         sched.add(request)
-    told = run(sched, runner)
-    assert told[requests[0].request_id] == base[:2]
+    outputs = run(sched, runner)
+    assert outputs[requests[0].request_id] == base[:2]
     assert requests[0].finish_reason is FinishReason.STOP
-    assert told[requests[1].request_id] == continuation(PROMPT, late)
-    assert len(told[requests[1].request_id]) >= 4
-    assert len(told[long.request_id]) == 5
+    assert outputs[requests[1].request_id] == continuation(PROMPT, late)
+    assert len(outputs[requests[1].request_id]) >= 4
+    assert len(outputs[long.request_id]) == 5
     assert long.finish_reason is FinishReason.LENGTH
 
 

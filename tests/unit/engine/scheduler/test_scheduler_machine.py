@@ -63,7 +63,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.requests: dict[RequestId, Request] = {}
         self.prompts: dict[RequestId, list[int]] = {}
-        self.told: dict[RequestId, list[int]] = {}
+        self.outputs: dict[RequestId, list[int]] = {}
         self.ended: dict[RequestId, FinishReason] = {}
         self.reserved: dict[TransferId, Request] = {}
         self.stale_writers: dict[TransferId, tuple[BlockId, ...]] = {}
@@ -100,7 +100,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self.requests[request.request_id] = request
         self.prompts[request.request_id] = prompt
-        self.told[request.request_id] = []
+        self.outputs[request.request_id] = []
         return request
 
     def pick(self, data: st.DataObject, among: object) -> object | None:
@@ -130,7 +130,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             request = self.make(prompt, max_tokens, prefill_only=prefill_only, priority=priority, patience_s=patience_s)
             resumed = self.expected(request)[:seen]
             request.token_ids.extend(resumed)
-            self.told[request.request_id] = resumed
+            self.outputs[request.request_id] = resumed
             self.sched.add(request)
 
     @rule(steps=st.integers(1, 12))
@@ -160,10 +160,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def take_output(self, output: object) -> None:
         for event in output.events:  # type: ignore[attr-defined]
-            assert event.request_id not in self.ended, "told after its end"
-            assert event.index == len(self.told[event.request_id])
+            assert event.request_id not in self.ended, "reported after its end"
+            assert event.index == len(self.outputs[event.request_id])
             if event.token is not None:
-                self.told[event.request_id].append(event.token.token_id)
+                self.outputs[event.request_id].append(event.token.token_id)
             if event.finish_reason is not None:
                 self.ended[event.request_id] = event.finish_reason
         for part in output.progress:  # type: ignore[attr-defined]
@@ -172,7 +172,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             blocks.extend(part.block_ids)
             num_tokens = part.num_computed_tokens if part.is_complete else len(blocks) * ledger.BLOCK
             known = self.requests[part.request_id].token_ids[:num_tokens]
-            assert self.runner.read(blocks, num_tokens) == ledger.kv_of(known), "told before it was there"
+            assert self.runner.read(blocks, num_tokens) == ledger.kv_of(known), "reported before it was there"
 
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
@@ -249,10 +249,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         desk = self.sched.reservations
         first = self.expected(request)[0]
         if outcome == "commit":
-            self.told[request.request_id].append(first)
+            self.outputs[request.request_id].append(first)
             desk.commit(transfer_id, first)
         elif outcome == "partial":
-            self.told[request.request_id].append(first)
+            self.outputs[request.request_id].append(first)
             desk.commit_partial(transfer_id, landed, first_token=first, writer_is_quiet=quiet)
         elif outcome == "retry":
             desk.salvage(transfer_id, landed, writer_is_quiet=quiet)
@@ -278,13 +278,13 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def nobody_says_anything_else(self) -> None:
-        for request_id, told in self.told.items():
+        for request_id, outputs in self.outputs.items():
             request = self.requests[request_id]
             expected = self.expected(request)
-            assert told == expected[: len(told)]
+            assert outputs == expected[: len(outputs)]
             cut_short = (None, FinishReason.ABORT, FinishReason.DEADLINE)
             if self.ended.get(request_id) not in cut_short:
-                assert told == expected
+                assert outputs == expected
 
     @invariant()
     def pinned_sources_keep_their_content(self) -> None:

@@ -31,9 +31,9 @@ def test_eight_choices_compute_their_prompt_once() -> None:
         eight = choices(range(length))
         for request in eight:
             sched.add(request)
-        told = run(sched, runner)
+        outputs = run(sched, runner)
         for request in eight:
-            assert told[request.request_id] == continuation(range(length), PARAMS)
+            assert outputs[request.request_id] == continuation(range(length), PARAMS)
         # The others compute the prompt's last token, whose logits they sample, unless it begins a block.
         assert runner.num_computed == length + 7 + 8 * (PARAMS.max_tokens - 1)
         assert eight[0].num_cached_tokens == 0
@@ -66,9 +66,9 @@ def test_shared_prefill_aborted_leader_is_replaced() -> None:
     step(sched, runner)
     assert [request.state for request in eight[:2]] == [RequestState.RUNNING, RequestState.WAITING]
     sched.abort(eight[0].request_id)
-    told = run(sched, runner)
+    outputs = run(sched, runner)
     for request in eight[1:]:
-        assert told[request.request_id] == continuation(range(75), PARAMS)
+        assert outputs[request.request_id] == continuation(range(75), PARAMS)
     # What the first had computed of whole blocks is a cache hit for the second.
     assert eight[1].num_cached_tokens == 32
     assert runner.num_computed == 40 + (75 - 32) + 6 + 7 * (PARAMS.max_tokens - 1)
@@ -81,9 +81,9 @@ def test_shared_prefill_common_prefix_is_computed_once() -> None:
     requests = [ledger.request(prompt, params=PARAMS, arrival_s=float(k)) for k, prompt in enumerate(prompts)]
     for request in requests:
         sched.add(request)
-    told = run(sched, runner)
+    outputs = run(sched, runner)
     for request, prompt in zip(requests, prompts, strict=True):
-        assert told[request.request_id] == continuation(prompt, PARAMS)
+        assert outputs[request.request_id] == continuation(prompt, PARAMS)
     assert runner.num_computed == 64 + 3 * 6 + 3 * (PARAMS.max_tokens - 1)
     assert_empty(sched)
 
@@ -129,8 +129,8 @@ def test_shared_prefill_lower_priority_leader_is_not_awaited() -> None:
     sched.add(high)
     batch = step(sched, runner)
     assert [item.request for item in batch.items] == [high]
-    told = run(sched, runner)
-    assert told[low.request_id] == told[high.request_id] == continuation(range(60), PARAMS)
+    outputs = run(sched, runner)
+    assert outputs[low.request_id] == outputs[high.request_id] == continuation(range(60), PARAMS)
     assert_empty(sched)
 
 

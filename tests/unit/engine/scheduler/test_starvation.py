@@ -89,7 +89,7 @@ def bound(num_before: int) -> int:
     chunk=st.integers(1, 40),
     beside_decodes=st.none() | st.integers(1, 3),
 )
-def test_nobody_starves_behind_those_that_come_later(
+def test_scheduler_later_requests_cause_no_starvation(
     before: list[Arrival],
     watched: Arrival,
     after: list[Arrival],
@@ -125,7 +125,7 @@ def flooded(aging_s: float | None) -> bool:
     serial = 0
     for number in range(1, 600):
         while sched.load().num_waiting < 6:
-            # All different: whoever waits for a twin's blocks lets others go first.
+            # All different: a request that waits for a twin's blocks lets others go first.
             serial += 1
             high = Arrival(family=1 + serial % 90, length=30, own=0, num_output=8, patience_s=None)
             sched.add(high.request(float(number), priority=0))

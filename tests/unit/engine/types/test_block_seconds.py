@@ -22,7 +22,7 @@ def test_blocks_times_seconds() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [1, 40])
-def test_a_request_pays_for_the_blocks_of_its_table_from_admission_to_its_end(num_tokens: int) -> None:
+def test_block_seconds_cover_admission_to_end(num_tokens: int) -> None:
     """Step after step the sum is what an observer counts who looks at the table at every moment."""
     now_s, expected = 100.0, 0.0
     scheduler = Scheduler(ledger.config(), BlockHasher(ledger.SECRET), clock=lambda: now_s)

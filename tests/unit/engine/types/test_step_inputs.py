@@ -82,7 +82,7 @@ def step(rng: random.Random, live: list[Request]) -> Batch:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_builder_that_remembers_says_what_a_fresh_one_says(seed: int) -> None:
+def test_step_inputs_incremental_builder_equals_fresh_one(seed: int) -> None:
     rng, builder = random.Random(seed), StepInputBuilder(SIZE)
     live = [request(rng, rng.randrange(1, 40)) for _ in range(5)]
     for _ in range(120):
@@ -99,13 +99,13 @@ def test_a_builder_that_remembers_says_what_a_fresh_one_says(seed: int) -> None:
 
 
 @pytest.mark.parametrize(("start", "count"), [(5, 2), (0, 0), (6, 1)])
-def test_more_than_a_request_has_is_refused(start: int, count: int) -> None:
+def test_step_inputs_beyond_request_is_refused(start: int, count: int) -> None:
     one = request(random.Random(0), 6)
     with pytest.raises(InvariantError, match=r"step over tokens|has not been sampled"):
         build_step_inputs(Batch(items=(BatchItem(one, start, count, False),)), SIZE)
 
 
-def test_a_request_without_its_blocks_is_refused() -> None:
+def test_step_inputs_missing_blocks_are_refused() -> None:
     one = request(random.Random(0), 6)
     one.block_table.clear()
     with pytest.raises(InvariantError, match="0 blocks"):

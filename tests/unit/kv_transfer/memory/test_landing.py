@@ -27,12 +27,12 @@ class Watched:
 
     def __init__(self) -> None:
         self.grant: WriteGrant | None = None
-        self.told: list[tuple[str, bool]] = []
+        self.calls: list[tuple[str, bool]] = []
         self.settling = lambda _burst: None
 
     def _note(self, what: str) -> None:
         assert self.grant is not None
-        self.told.append((what, self.grant.lock._lock.locked()))
+        self.calls.append((what, self.grant.lock._lock.locked()))
 
     def checksum(self, _cells: CellRange) -> int:
         return 7
@@ -56,16 +56,16 @@ def watched() -> tuple[GrantTable, Watched, WriteGrant]:
     return table, landing, landing.grant
 
 
-def test_what_is_put_into_place_and_what_is_forgotten_is_under_the_lock(watched) -> None:
+def test_landing_placement_and_discard_hold_lock(watched) -> None:
     table, landing, _ = watched
     assert table.verify(KEY, cells(), 7)
-    assert landing.told == [("settle 0", True), ("settle 1", True), ("settle 2", True), ("intact", True)]
+    assert landing.calls == [("settle 0", True), ("settle 1", True), ("settle 2", True), ("intact", True)]
 
 
 def test_landing_damaged_chunk_is_dropped_under_lock(watched) -> None:
     table, landing, _ = watched
     assert not table.verify(KEY, cells(), 8)
-    assert landing.told == [("damaged", True)]
+    assert landing.calls == [("damaged", True)]
 
 
 def test_landing_revocation_waits_for_one_piece_only(watched) -> None:
@@ -75,42 +75,42 @@ def test_landing_revocation_waits_for_one_piece_only(watched) -> None:
     def settling(burst: int) -> None:
         if burst == 0:
             revoking.start()
-            while not grant.lock._wanted.value:  # until it stands in the door
+            while not grant.lock._wanted.value:  # until it waits
                 threading.Event().wait(0.001)
 
     landing.settling = settling
     assert not table.verify(KEY, cells(), 7)
     revoking.join(WAIT_S)
-    assert [what for what, _ in landing.told] == ["settle 0", "damaged"]
+    assert [what for what, _ in landing.calls] == ["settle 0", "damaged"]
     assert not table.verify(KEY, cells(), 7), "and nothing of it is ever in place"
 
 
-def test_a_revocation_does_not_wait_for_a_device_and_hears_when_it_has_ended(watched) -> None:
+def test_revocation_does_not_wait_for_device_and_is_notified(watched) -> None:
     """The event loop revokes: what a device is writing would hold it up for as long as the device takes."""
     table, landing, _ = watched
     landing.is_on_device = True
-    told: list[TransferKey] = []
-    table.listen_quiet(told.append)
+    calls: list[TransferKey] = []
+    table.listen_quiet(calls.append)
 
     def settling(burst: int) -> None:
         if burst == 0:
             assert table.revoke(KEY) is landing.grant
-            assert table.revoke(KEY) is None, "as when it is asked again"
+            assert table.revoke(KEY) is None, "a second call does the same"
             assert not table.is_quiet(KEY)
-            assert not told
+            assert not calls
 
     landing.settling = settling
     assert not table.verify(KEY, cells(), 7)
-    assert landing.told == [("settle 0", False), ("damaged", True)]
+    assert landing.calls == [("settle 0", False), ("damaged", True)]
     assert table.is_quiet(KEY)
-    assert told == [KEY]
+    assert calls == [KEY]
 
 
 def test_landing_several_device_chunks_end_with_last(watched) -> None:
     table, landing, grant = watched
     landing.is_on_device = True
-    told: list[TransferKey] = []
-    table.listen_quiet(told.append)
+    calls: list[TransferKey] = []
+    table.listen_quiet(calls.append)
     with grant.moving() as begun:
         assert begun
         with grant.moving() as begun:
@@ -118,19 +118,19 @@ def test_landing_several_device_chunks_end_with_last(watched) -> None:
             table.revoke(KEY)
         with grant.moving() as begun:
             assert not begun, "nothing begins after a revocation"
-        assert not told
-    assert told == [KEY]
+        assert not calls
+    assert calls == [KEY]
 
 
 def test_landing_ended_before_revocation_is_not_reported(watched) -> None:
     table, landing, _ = watched
     landing.is_on_device = True
-    told: list[TransferKey] = []
-    table.listen_quiet(told.append)
+    calls: list[TransferKey] = []
+    table.listen_quiet(calls.append)
     assert table.verify(KEY, cells(), 7)
     table.revoke(KEY)
     assert table.is_quiet(KEY)
-    assert not told
+    assert not calls
 
 
 def test_chunks_land_from_several_threads_while_others_are_put_into_place() -> None:

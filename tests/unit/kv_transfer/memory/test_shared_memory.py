@@ -23,7 +23,7 @@ def resident_bytes() -> list[int]:
     return found
 
 
-def test_all_pages_are_there_but_not_by_a_call_that_keeps_the_gil(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_memory_prefault_releases_gil(monkeypatch: pytest.MonkeyPatch) -> None:
     flags: list[int] = []
 
     class Watched(mmap.mmap):

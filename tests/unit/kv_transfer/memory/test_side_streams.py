@@ -58,7 +58,7 @@ WORK: dict[str, Callable[[TorchPool], object]] = {
 }
 
 
-def test_the_fakes_would_say_so() -> None:
+def test_side_stream_fakes_detect_engine_wait() -> None:
     cuda = FakeCuda()
     side = FakeStream()
     side.wait_stream(cuda.default_stream())
@@ -69,7 +69,7 @@ def test_the_fakes_would_say_so() -> None:
 
 
 @pytest.mark.parametrize("work", WORK)
-def test_nothing_waits_for_the_engine(cuda: FakeCuda, work: str) -> None:
+def test_side_streams_do_not_wait_for_engine(cuda: FakeCuda, work: str) -> None:
     WORK[work](a_pool(cuda))
     (stream,) = cuda.made
     assert stream.priority < 0

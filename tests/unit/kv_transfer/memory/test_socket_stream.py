@@ -100,7 +100,7 @@ def test_random_runs_arrive_exactly_and_touch_nothing_else(
     assert np.array_equal(target, expected)
 
 
-def test_more_runs_than_one_call_takes(mover: Mover, sockets: tuple[socket.socket, socket.socket]) -> None:
+def test_socket_stream_many_runs_take_several_calls(mover: Mover, sockets: tuple[socket.socket, socket.socket]) -> None:
     runs = [(2 * at, 1) for at in range(2500)]
     source = np.random.default_rng(1).integers(0, 256, 5000, dtype=np.uint8)
     target = np.zeros(5000, np.uint8)
@@ -168,7 +168,9 @@ def test_cells_that_are_not_there_are_refused(mover: Mover, sockets: tuple[socke
         )
 
 
-def test_without_a_checksum_none_is_computed(mover: Mover, sockets: tuple[socket.socket, socket.socket]) -> None:
+def test_socket_stream_without_checksum_computes_none(
+    mover: Mover, sockets: tuple[socket.socket, socket.socket]
+) -> None:
     source = np.ones(100, np.uint8)
     stream = mover.streams.open(
         Somewhere(source, [(0, 100)]), WHOLE, sockets[0].fileno(), BurstLock(), is_sending=True, with_checksum=False

@@ -67,7 +67,7 @@ def plain_sum(data: bytes) -> int:
     return sum(word * (1 + 0x9E3779B2 * i) for i, word in enumerate(words)) % 2**32
 
 
-def test_the_sum_is_what_it_is_said_to_be_and_shows_every_change_of_a_word() -> None:
+def test_torch_pool_checksum_detects_changed_word() -> None:
     rng = random.Random(4)
     kv = layout()
     pool = TorchPool(torch.zeros(kv.worker_block_bytes, dtype=torch.uint8), kv)

@@ -23,7 +23,7 @@ def until_wanted(lock: BurstLock) -> None:
         threading.Event().wait(0.001)
 
 
-def test_whoever_waits_comes_before_the_last_holder() -> None:
+def test_burst_lock_waiter_precedes_last_holder() -> None:
     for _ in range(50):
         lock, order = BurstLock(), []
 
@@ -43,7 +43,7 @@ def test_whoever_waits_comes_before_the_last_holder() -> None:
         assert not is_wanted(lock)
 
 
-def test_many_threads_exclude_each_other() -> None:
+def test_burst_lock_threads_are_exclusive() -> None:
     lock, total = BurstLock(), [0]
 
     def count() -> None:

@@ -30,7 +30,7 @@ def show(capsys: pytest.CaptureFixture[str]):
 
 @pytest.mark.parametrize("world", DAILY, ids=str)
 @pytest.mark.in_turns
-def test_every_interleaving_is_safe_and_ends(world: World, show) -> None:
+def test_explorer_every_interleaving_is_safe_and_ends(world: World, show) -> None:
     explored = explore(world.scope, *world.meetings)
     show(explored)
     assert explored.num_states > world.at_least
@@ -82,7 +82,7 @@ def test_hand_offs_never_touch_each_other(monkeypatch: pytest.MonkeyPatch) -> No
         strangers_do_nothing(lives.environment.names)
 
 
-def test_a_block_that_passes_between_requests_too_early_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explorer_early_block_reuse_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the search of pairs alone, with what one life would notice switched off."""
     for name in ("no_writer_into", "writes_its_own"):
         monkeypatch.setattr(properties, name, lambda *_, **_options: None)
@@ -122,7 +122,7 @@ def test_explorer_missing_guard_is_detected(name: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.turn(0)
-def test_the_worlds_of_the_missing_guards_are_whole_with_them() -> None:
+def test_explorer_worlds_with_all_guards_are_safe() -> None:
     for scope in {scope for _replacement, scope in REMOVALS.values()}:
         explore(scope)
 
@@ -151,7 +151,7 @@ def test_explorer_trace_is_shortest_and_readable(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.turn(2)
-def test_an_attempt_of_another_prompt_keeps_no_blocks_whatever_else_goes_wrong() -> None:
+def test_explorer_attempt_of_other_prompt_keeps_no_blocks() -> None:
     faults = frozenset({"computes other tokens", "crash", "cut"})
     explore(Scope(steps=(1, 1), num_layers=1, max_faults=2, mistakes=True, only=faults))
 
@@ -162,7 +162,7 @@ def test_other_tokens_that_only_the_seal_tells_are_not_kept() -> None:
 
 
 @pytest.mark.turn(1)
-def test_only_the_offer_keeps_other_tokens_out_of_an_attempt_that_never_seals() -> None:
+def test_explorer_offer_hash_protects_unsealed_attempt() -> None:
     """What no identity can tell: an engine that goes on with other tokens than those it has named."""
     faults = frozenset({"goes on with other tokens", "crash"})
     with pytest.raises(Broken, match="keeps wrong KV"):

@@ -24,7 +24,7 @@ def run(choices: "list[int] | random.Random", *, steps: int, shared_memory: bool
 
 @given(choices=st.lists(st.integers(0, 2**16 - 1), max_size=120), shared_memory=st.booleans(), faults=st.integers(0, 4))
 @settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-def test_every_interleaving_is_safe_and_ends(choices: list[int], shared_memory: bool, faults: int) -> None:
+def test_interleavings_are_safe_and_end(choices: list[int], shared_memory: bool, faults: int) -> None:
     run(choices, steps=len(choices), shared_memory=shared_memory, max_faults=faults)
 
 
@@ -38,7 +38,7 @@ def test_long_random_walks_are_safe_and_end(shared_memory: bool) -> None:
 
 
 @pytest.mark.parametrize("shared_memory", [False, True])
-def test_without_faults_everything_commits(shared_memory: bool) -> None:
+def test_interleavings_without_faults_commit(shared_memory: bool) -> None:
     for seed in range(30):
         world = run(random.Random(seed), steps=0, shared_memory=shared_memory, max_faults=0)
         assert len(world.committed) == 2

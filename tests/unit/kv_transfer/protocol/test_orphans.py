@@ -1,6 +1,6 @@
 """A prefill worker holds KV for nobody no longer than it must (docs/extend/incidents.md).
 
-Whoever does not want it says so, or its link ends: then no timer is waited for. Who only falls silent has one lease.
+A peer that does not want it says so, or its link ends: then no timer is waited for. A silent peer has one lease.
 """
 
 from collections import deque
@@ -57,11 +57,11 @@ STAGES = pytest.mark.parametrize("stage", [submitted, offered, computed, streami
 
 def assert_over(half: Half, actions: act.Actions) -> None:
     """The sources are given back as soon as nobody reads them."""
-    told = kinds(actions)
-    if "CancelWrites" in told:
-        assert "ReleaseSources" not in told
-        told += kinds(half.see(ev.WritesQuiet()))
-    assert told.count("ReleaseSources") == 1
+    found = kinds(actions)
+    if "CancelWrites" in found:
+        assert "ReleaseSources" not in found
+        found += kinds(half.see(ev.WritesQuiet()))
+    assert found.count("ReleaseSources") == 1
     assert half.state is HandoffState.CLOSED
 
 

@@ -237,7 +237,7 @@ def test_destinations_are_kept_until_their_writer_is_quiet() -> None:
     assert half.hear(Drained()) == (act.ReleaseBlocks(blocks=BLOCKS),)
 
 
-def test_where_bytes_may_be_on_the_way_a_drained_sender_is_no_proof() -> None:
+def test_receiver_drained_is_no_proof_with_bytes_in_flight() -> None:
     half = reserved(drain_proves_quiet=False)
     half.see(ev.LinkLost(reason="gone"))
     assert half.hear(Drained()) == ()
@@ -250,7 +250,7 @@ def test_receiver_unproven_writer_quarantines_blocks() -> None:
     assert half.machine.on_timer(0.5) == ()
     assert half.machine.on_timer(1.5) == (act.Quarantine(blocks=BLOCKS),)
     assert half.state is HandoffState.QUARANTINED
-    assert kinds(half.machine.on_timer(5.0)) == ["Abort"], "asked again"
+    assert kinds(half.machine.on_timer(5.0)) == ["Abort"], "requested again"
     assert half.hear(Drained()) == (act.ReleaseBlocks(blocks=BLOCKS),)
 
 
@@ -326,7 +326,7 @@ def test_receiver_fetch_accepts_whole_named_offer() -> None:
 @pytest.mark.parametrize(
     ("num_units", "tail_hash", "unit_tokens"),
     [(13, FETCH.names[2], 4), (8, FETCH.names[2], 4), (8, None, 4), (3, FETCH.names[0], 2)],
-    ids=["more than asked for", "another prefix", "no name", "half a block"],
+    ids=["more than requested", "another prefix", "no name", "half a block"],
 )
 def test_receiver_impossible_offer_ends_fetch(num_units: int, tail_hash: BlockHash | None, unit_tokens: int) -> None:
     half = receiving(FETCH)

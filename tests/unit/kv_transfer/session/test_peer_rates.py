@@ -83,7 +83,7 @@ def test_peer_rates_slow_peer_is_tried_again_one_request_at_a_time(world: World)
     world.now += 1.0
     assert world.of("slow") < 2 * slow
     world.now += 5 * MINUTES
-    assert world.of("slow") > 0.5e9, "it may send only when it is asked"
+    assert world.of("slow") > 0.5e9, "its rate is measured only when it is used"
     assert world.of("new", "tcp") > 0.5e9, "as may others through the same"
     world.rates.on_request("slow", LIFE, world.now)
     assert world.of("slow") == pytest.approx(slow), "until it has answered nobody else tries"

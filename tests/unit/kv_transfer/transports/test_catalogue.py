@@ -130,7 +130,7 @@ def test_catalogue_forced_transport_is_checked_before_pool_exists(monkeypatch: p
 
 
 @pytest.mark.parametrize("choice", ["nixl", "torch_dist"])
-def test_what_neither_encrypts_nor_authenticates_needs_a_network_of_its_own(
+def test_catalogue_insecure_transport_needs_private_network(
     monkeypatch: pytest.MonkeyPatch, region: KVRegion, choice: str
 ) -> None:
     monkeypatch.setattr(nixl_agent, "problem", lambda: None)
@@ -162,7 +162,7 @@ def test_nixl_that_cannot_be_loaded_is_not_offered_and_forcing_it_says_why(
 
 
 @pytest.mark.parametrize("choice", ["shm", "nixl", "memory"])
-def test_nobody_writes_into_gpu_memory_as_into_the_hosts(region: KVRegion, choice: str) -> None:
+def test_catalogue_host_transport_refuses_gpu_memory(region: KVRegion, choice: str) -> None:
     with pytest.raises(ConfigError, match="GPU memory"):
         open_receivers(on_device(region), choice=choice, fabric=MemoryFabric())
 

@@ -129,7 +129,7 @@ def test_chunks_land_as_the_converter_makes_them(ends: Ends) -> None:
     assert np.array_equal(ends.target.array(), ends.expected(cells()))
 
 
-def test_what_is_damaged_on_the_way_is_not_put_into_place_and_comes_again(ends: Ends) -> None:
+def test_conversion_damaged_payload_is_discarded_and_resent(ends: Ends) -> None:
     token = ends.receiver.open_grant(KEY, ends.landing())
     checksum = ends.writer.write(ends.order(token, cells())).result(WAIT_S).checksum
     converts_here = ends.pairing.wire_dtype != ends.pairing.destination.dtype

@@ -1,6 +1,6 @@
 """While a device works nobody holds a lock that the event loop takes: orders, cancels and revocations go on.
 
-And nobody is told that blocks are free before the device has ended what it reads or writes there.
+And blocks are not reported free before the device has finished reading or writing them.
 """
 
 import socket
@@ -31,7 +31,7 @@ LANDING_ON_DEVICE = ("tcp between devices", "torch_dist between devices")
 
 
 class Busy:
-    """A device that does what it is asked only when it is let go, and says so."""
+    """A device that runs its work only when it is released, and signals it."""
 
     def __init__(self, pool: TorchPool) -> None:
         self.began, self._let_go = threading.Event(), threading.Event()
@@ -114,7 +114,7 @@ def test_device_cancel_is_proven_after_device_read(from_device: tuple[Pair, Busy
     assert not pair.writer.closed, "others go on"
 
 
-def test_who_closes_waits_for_the_device(from_device: tuple[Pair, Busy]) -> None:
+def test_device_work_close_waits_for_device(from_device: tuple[Pair, Busy]) -> None:
     pair, busy = from_device
     under_way, _ = begin(pair, busy)
     with ThreadPoolExecutor(1) as thread:
@@ -144,7 +144,7 @@ def test_device_revocation_is_proven_after_device_write(mode: str, loop) -> None
             arriving = thread.submit(arrives)
             assert busy.began.wait(WAIT_S)
             assert loop(lambda: pair.receiver.revoke(KEY)) is False
-            assert loop(lambda: pair.receiver.revoke(KEY)) is False, "nor when it is asked again"
+            assert loop(lambda: pair.receiver.revoke(KEY)) is False, "nor when called again"
             assert not pair.quiet
             busy.let_go()
             assert pair.quieted.wait(WAIT_S)

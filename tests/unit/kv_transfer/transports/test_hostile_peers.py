@@ -165,9 +165,9 @@ def test_strangers_are_logged_at_a_bounded_rate(
                 sock.shutdown(socket.SHUT_WR)
                 assert sock.recv(1) == b""
     receiver.close()
-    told = [record.getMessage() for record in caplog.records if "dropped" in record.getMessage()]
-    assert len(told) == stranger_log.BURST
-    assert told[0].startswith("tcp: a connection was dropped before it was served: ")
+    logged = [record.getMessage() for record in caplog.records if "dropped" in record.getMessage()]
+    assert len(logged) == stranger_log.BURST
+    assert logged[0].startswith("tcp: a connection was dropped before it was served: ")
 
 
 def test_stranger_log_known_sender_dropped_is_always_logged(tcp, caplog: pytest.LogCaptureFixture) -> None:
@@ -179,8 +179,8 @@ def test_stranger_log_known_sender_dropped_is_always_logged(tcp, caplog: pytest.
             with suppress(ConnectionResetError):
                 assert sock.recv(1) == b""
     receiver.close()
-    told = [record for record in caplog.records if "tcp sender dropped" in record.getMessage()]
-    assert len(told) == 2 * stranger_log.BURST
+    logged = [record for record in caplog.records if "tcp sender dropped" in record.getMessage()]
+    assert len(logged) == 2 * stranger_log.BURST
 
 
 def test_stranger_log_suppressed_lines_are_counted_in_next_line() -> None:
@@ -220,7 +220,7 @@ def test_sender_receiver_that_stops_reading_fails_connection() -> None:
     os.close(source.fd)
 
 
-def test_the_claims_drops_strangers() -> None:
+def test_claims_unauthenticated_peer_is_dropped() -> None:
     target = make_region(seed=0)
     [receiver] = open_receivers(target, choice="shm")
     for data in (b"", b"x" * 100, struct.pack("!4sB16s", b"TKC1", 99, bytes(16))):
@@ -260,7 +260,7 @@ def knock(receiver: KVReceiver) -> socket.socket:
 
 
 @pytest.mark.parametrize("choice", ["tcp", "shm"])
-def test_a_receiver_listens_again_after_its_process_ran_out_of_descriptors(
+def test_receiver_out_of_descriptors_listens_again(
     choice: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     target = make_region(seed=0)
@@ -288,7 +288,7 @@ def test_a_receiver_listens_again_after_its_process_ran_out_of_descriptors(
 
 
 @pytest.mark.parametrize("choice", ["tcp", "shm"])
-def test_a_receiver_listens_again_after_its_process_ran_out_of_threads(
+def test_receiver_out_of_threads_listens_again(
     choice: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     target = make_region(seed=0)

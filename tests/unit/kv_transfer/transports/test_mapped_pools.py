@@ -186,7 +186,7 @@ def test_mapped_pool_cancel_does_not_wait_for_whole_queue(ends: Ends) -> None:
     assert len({future.result(WAIT_S).checksum for future in futures}) == 1
 
 
-def test_without_a_compiler_it_says_so(
+def test_mapped_pool_without_compiler_raises(
     monkeypatch: pytest.MonkeyPatch, tmp_path: object, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))

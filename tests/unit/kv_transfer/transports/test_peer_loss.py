@@ -82,7 +82,7 @@ def test_peer_loss_killed_receiver_fails_present_and_later_writes(name: str) -> 
         assert all(error is None or isinstance(error, TransferError) for error in errors)
         with pytest.raises(TransferError):
             peer.write().result(WAIT_S)
-        while not peer.writer.closed and time.monotonic() < until + WAIT_S:  # whoever reads its socket may come later
+        while not peer.writer.closed and time.monotonic() < until + WAIT_S:  # the reader of its socket may run later
             os.sched_yield()
         assert peer.writer.closed
 
@@ -99,7 +99,7 @@ def test_peer_loss_frozen_receiver_holds_sources_until_connection_ends(
         with suppress(TimeoutError, TransferError):
             futures[0].result(0.2)
         quiet = peer.writer.cancel(KEY)
-        assert quiet is all(future.done() for future in futures), "what is not quiet is still to be told"
+        assert quiet is all(future.done() for future in futures), "what is not quiet is reported later"
         peer.writer.close()
         for future in futures:
             assert future.exception(0) is None or isinstance(future.exception(0), TransferError)

@@ -48,7 +48,7 @@ def test_pool_message_flipped_bit_is_refused() -> None:
     os.close(target.fd)
 
 
-def test_a_receiver_that_goes_while_it_passes_its_memory_leaves_no_descriptor() -> None:
+def test_receiver_closed_while_passing_memory_leaks_no_descriptor() -> None:
     target = make_region(seed=0)
     before = open_files()
     ours, theirs = socket.socketpair(socket.AF_UNIX)

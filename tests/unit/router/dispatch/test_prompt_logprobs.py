@@ -230,12 +230,12 @@ async def test_beam_search_stays_on_one_worker_and_survives_its_loss() -> None:
             tops = [(length, -0.1), (900, -3.0), *((100 + i, -9.0 - i) for i in range(2))]
             assert reading.order.num_next == len(tops)
             order = reading.order
-            part = pb.ReadPart(request_id=order.request_id, attempt=order.attempt)
+            part = pb.PromptScores(request_id=order.request_id, attempt=order.attempt)
             part.top_ids.extend(token for token, _ in tops)
             part.top_logprobs.extend(value for _, value in tops)
             cached = common.CachedTokens(prefill_pool=8 if length == 0 else 0)
             part.times.CopyFrom(common.PhaseTimes(prefill_s=0.25, cached=cached))
-            workers[name].send(pb.WorkerMessage(read=part))
+            workers[name].send(pb.WorkerMessage(prompt_scores=part))
 
         return answer
 

@@ -77,7 +77,7 @@ async def test_renewals_to_a_worker_that_is_stuck_are_few_and_the_newest() -> No
     conversing.cancel()
     await asyncio.gather(conversing, return_exceptions=True)
     told, kinds = call.written[1:], [order.WhichOneof("kind") for order in call.written]
-    assert kinds == ["supersede", *["pin"] * 99, "unpin"]
+    assert kinds == ["end_earlier_sessions", *["pin"] * 99, "unpin"]
     assert sorted(order.pin.ttl_s for order in told[:-1]) == [2900 + n for n in range(100) if n != 7]
     session.pin(_order("late", ttl_s=1.0))
     assert not session._pins

@@ -16,7 +16,7 @@ from router.types.worker_view import WorkerKey
 from router.workers.prefix_pins import PinRecord, PinRegistry, PinSite
 from tandem.errors import CacheNotFound
 from tandem.values.ids import BlockHash, Incarnation, WorkerId
-from tandem.values.prefix_pin import PinKey, PinOrder, PinOutcome, PinTold
+from tandem.values.prefix_pin import PinKey, PinOrder, PinOutcome, PinResult
 
 WORKER = WorkerKey(WorkerId("p0"), Incarnation(7))
 WAIT_S = 20.0
@@ -85,7 +85,7 @@ def test_named_cache_update_carries_pin_location(processes: list[Process], clock
     assert record is not None
     assert (record.worker, record.num_tokens, record.outcome, record.ends_s) == (WORKER, 32, PinOutcome.HELD, 100.0)
     assert not other.orders, "the worker has heard of it from the first"
-    other.pins.on_outcome(WORKER, PinTold(key=PinKey("t", "a"), outcome=PinOutcome.GAVE_WAY))
+    other.pins.on_outcome(WORKER, PinResult(key=PinKey("t", "a"), outcome=PinOutcome.GAVE_WAY))
     assert other.pins.find("t", "a").outcome is PinOutcome.GAVE_WAY  # type: ignore[union-attr]
 
     clock[0] = 50.0

@@ -110,8 +110,8 @@ def test_transfer_metrics_unknown_outcome_is_not_a_label() -> None:
 
 def test_transfer_metrics_migrated_blocks_by_outcome() -> None:
     told = [
-        pb.InheritedBlocks(outcome="moved", blocks=5, num_bytes=500),
-        pb.InheritedBlocks(outcome="made up", blocks=2, num_bytes=200),
+        pb.MigratedBlocks(outcome="moved", blocks=5, num_bytes=500),
+        pb.MigratedBlocks(outcome="made up", blocks=2, num_bytes=200),
     ]
     metrics = RouterMetrics("m")
     load = load_from_pb(pb.LoadSnapshot(transfers=pb.TransferReport(inherited=told)))

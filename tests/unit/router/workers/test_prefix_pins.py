@@ -6,7 +6,7 @@ from router.types.requests import PinRequest
 from router.types.worker_view import WorkerKey
 from router.workers.prefix_pins import PinRegistry, PinSite
 from tandem.values.ids import BlockHash, Incarnation, WorkerId
-from tandem.values.prefix_pin import PinKey, PinOrder, PinOutcome, PinTold
+from tandem.values.prefix_pin import PinKey, PinOrder, PinOutcome, PinResult
 
 NAMES = [BlockHash(bytes([number])) for number in range(8)]
 P0, P1 = (WorkerKey(WorkerId(name), Incarnation(1)) for name in ("p0", "p1"))
@@ -43,7 +43,7 @@ class World:
         self.pins.used("t", [PinRequest(name=name, num_tokens=num_tokens, ttl_s=ttl_s)], worker, NAMES)
 
     def report_outcome(self, worker: WorkerKey, outcome: PinOutcome) -> None:
-        self.pins.on_outcome(worker, PinTold(key=PinKey("t", "x"), outcome=outcome, num_tokens=48))
+        self.pins.on_outcome(worker, PinResult(key=PinKey("t", "x"), outcome=outcome, num_tokens=48))
 
 
 def test_pin_covers_whole_blocks_of_computing_worker() -> None:

@@ -91,7 +91,7 @@ def thread_of_a_door(parts: fakes.Servers) -> Iterator[str]:
     loop.close()
 
 
-def test_the_client_for_threads(parts: fakes.Servers, thread_of_a_door: str) -> None:
+def test_sync_client_generates(parts: fakes.Servers, thread_of_a_door: str) -> None:
     ids = parts.say(TEXT)
     with Client(thread_of_a_door) as client:
         pieces = list(client.stream("a"))
@@ -178,7 +178,7 @@ async def test_certificates(parts: fakes.Servers) -> None:
         await server.stop(0.0)
 
 
-async def test_a_stream_goes_on_at_the_next_router(parts: fakes.Servers) -> None:
+async def test_client_broken_stream_resumes_at_next_router(parts: fakes.Servers) -> None:
     """The first one dies when three tokens are out."""
     first, other = parts, fakes.make_servers(fakes.make_tokenizer(), mint_seed=lambda: 1)
     ids = first.say(TEXT, hang_after=3)
@@ -196,7 +196,7 @@ async def test_a_stream_goes_on_at_the_next_router(parts: fakes.Servers) -> None
     assert other.generator.requests[0].sampling.seed == first.generator.requests[0].sampling.seed
 
 
-async def test_what_does_no_harm_twice_is_asked_of_the_next_router(parts: fakes.Servers, thread_of_a_door: str) -> None:
+async def test_client_idempotent_call_is_retried_at_next_router(parts: fakes.Servers, thread_of_a_door: str) -> None:
     async with door_of(parts) as gone:
         pass
     addresses = [gone, thread_of_a_door]
@@ -214,7 +214,7 @@ async def test_what_does_no_harm_twice_is_asked_of_the_next_router(parts: fakes.
 
 
 @pytest.mark.slow
-async def test_a_router_that_takes_connections_and_says_nothing_is_left(parts: fakes.Servers) -> None:
+async def test_client_silent_router_is_abandoned(parts: fakes.Servers) -> None:
     """Within the answer's own time."""
     parts.say(TEXT)
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -223,7 +223,7 @@ async def test_a_router_that_takes_connections_and_says_nothing_is_left(parts: f
             assert (await client.chat(HELLO, Options(timeout_s=15.0))).text == TEXT
 
 
-async def test_the_time_of_a_call_is_its_own(parts: fakes.Servers) -> None:
+async def test_client_timeout_or_reconnect_limit_raises(parts: fakes.Servers) -> None:
     parts.say(TEXT, hang_after=1)
     async with door_of(parts) as address, AsyncClient(address) as client:
         with pytest.raises(DeadlineExceeded):
@@ -237,7 +237,7 @@ def progress_of(most: int = 2) -> StreamProgress:
     return StreamProgress(generate_request("a", Options()), max_reconnects=most, rng=Random(1))
 
 
-def test_what_follows_upon_a_break() -> None:
+def test_client_progress_after_break() -> None:
     broken = Unavailable("Socket closed")
     progress = progress_of()
     waits = [progress.after(broken, from_server=False) for _ in range(3)]
@@ -258,7 +258,7 @@ def test_what_follows_upon_a_break() -> None:
     assert progress.is_over
 
 
-def test_nothing_heavy_is_imported() -> None:
+def test_client_imports_no_heavy_module() -> None:
     heavy = "torch numpy pydantic starlette uvicorn transformers tokenizers redis"
     code = (
         "import sys, tandem.client.aio, tandem.client.sync; "

@@ -44,8 +44,8 @@ def test_calls_and_how_a_conversation_goes_on_with_them(parts: fakes.Servers, th
         begun = parts_of_calls[0]
         assert begun == CallPart(index=0, id=begun.id, name="weather", arguments=begun.arguments)
         assert {part.id for part in parts_of_calls if not part.name} == {""}
-        told = Turn(role="tool", content="rain", tool_call_id=first.tool_calls[0].id)
-        talk = [*HELLO, first.turn(), told]
+        result = Turn(role="tool", content="rain", tool_call_id=first.tool_calls[0].id)
+        talk = [*HELLO, first.turn(), result]
         client.chat(talk, Options(tools=TOOLS, tool_choice=ToolChoice(mode="none")))
         prompt = parts.generator.requests[-1].prompt_token_ids
         assert '"city": "Köln 😀"' in parts.tokenizer.decode(prompt)
@@ -83,7 +83,7 @@ async def test_log_probabilities_of_a_prompt(parts: fakes.Servers) -> None:
         assert [len(piece.prompt_logprobs) for piece in pieces] == [1, 0]
 
 
-async def test_what_is_told_at_the_end(parts: fakes.Servers) -> None:
+async def test_options_best_of_vote_and_beams_arrive_at_end(parts: fakes.Servers) -> None:
     parts.say("it is 5", logprobs=True)
     async with door_of(parts) as address, AsyncClient(address) as client:
         answer = await client.generate("a", Options(n=3, vote=True, vote_pattern="[0-9]"))
@@ -93,9 +93,9 @@ async def test_what_is_told_at_the_end(parts: fakes.Servers) -> None:
         assert len((await client.generate("a", Options(n=2, best_of=3))).choices) == 2
         beams = Options(n=2, use_beam_search=True, length_penalty=2.0, early_stopping="never")
         await client.generate("a", beams)
-        asked = parts.generator.requests[-1].beams
-        assert asked is not None
-        assert (asked.num_beams, asked.length_penalty, asked.early_stopping) == (2, 2.0, "never")
+        beam_search = parts.generator.requests[-1].beams
+        assert beam_search is not None
+        assert (beam_search.num_beams, beam_search.length_penalty, beam_search.early_stopping) == (2, 2.0, "never")
 
 
 async def test_everything_has_its_field() -> None:
@@ -139,7 +139,7 @@ async def test_errors_name_the_field(parts: fakes.Servers, options: Options, par
 
 
 @pytest.mark.parametrize("more", [{"prompt_logprobs": 0}, {"best_of": 2}, {"vote": True}, {"use_beam_search": True}])
-def test_what_has_no_ids_is_not_asked_for_twice(more: dict[str, Any]) -> None:
+def test_options_stream_without_ids_is_not_resumed(more: dict[str, Any]) -> None:
     """Before anything came it is asked for again; behind that the same would come twice."""
     request = generate_request("a", Options(**more))
     assert not request.stream_ids

@@ -22,7 +22,7 @@ from tandem.cluster_state.entries import (
     Share,
     TenantTally,
 )
-from tandem.v1 import board_pb2 as pb
+from tandem.v1 import cluster_state_pb2 as pb
 from tandem.values.ids import BlockHash, Incarnation, WorkerId
 from tandem.values.roles import WorkerRole
 
@@ -39,7 +39,7 @@ TALLY = TenantTally(tenant=bytes(TAG_BYTES), epoch=2, requests=3, tokens=400, nu
 LOAD = RouterLoad(router=Incarnation(99), sequence=4, shares=(SHARE,), tallies=(TALLY,), hears=(Incarnation(98),))
 
 
-def test_every_entry_comes_back_as_it_was() -> None:
+def test_entries_round_trip() -> None:
     assert CODEC.open_notice(CODEC.seal_notice(NOTICE), ME) == NOTICE
     assert CODEC.open_head(CODEC.seal_head(ME, FOOTPRINT), ME) == FOOTPRINT
     assert CODEC.open_changes(CODEC.seal_changes(ME, CHANGES), ME) == CHANGES
@@ -67,7 +67,7 @@ def test_another_clusters_entries_are_bad(codec: ClusterStateCodec) -> None:
             open_(data)
 
 
-def test_an_entry_of_another_process_or_kind_is_bad() -> None:
+def test_entry_of_other_process_or_kind_is_refused() -> None:
     for data, open_ in openers(CODEC, OTHER):
         with pytest.raises(BadEntry, match="another worker"):
             open_(data)
@@ -77,7 +77,7 @@ def test_an_entry_of_another_process_or_kind_is_bad() -> None:
         CODEC.open_load(CODEC.seal_load(LOAD), Incarnation(1))
 
 
-def test_no_bit_may_differ_and_no_byte_be_missing() -> None:
+def test_entry_changed_or_truncated_is_refused() -> None:
     rng = Random(5)
     for data, open_ in openers(CODEC, ME):
         for _ in range(40):
@@ -92,7 +92,7 @@ def test_no_bit_may_differ_and_no_byte_be_missing() -> None:
 
 
 def sealed(kind: bytes, body: bytes) -> bytes:
-    """Whoever has the secret may still be wrong."""
+    """An owner of the secret may still send invalid entries."""
     key = hmac.digest(SECRET, b"tandem board v1", "sha256")
     parts = b"".join(len(part).to_bytes(8, "little") + part for part in (kind, b"c", body))
     return hmac.digest(key, parts, "sha256") + body
@@ -109,8 +109,8 @@ def sealed(kind: bytes, body: bytes) -> bytes:
         {"names": NAMES[0], "stored": b"\1", "first_sequence": 1 << 63},
     ],
 )
-def test_a_log_entry_beyond_its_bounds_is_bad(wrong: dict[str, object]) -> None:
-    body = pb.BoardChanges(worker_id=ME.worker_id, incarnation=ME.incarnation, **wrong).SerializeToString()
+def test_log_entry_out_of_bounds_is_refused(wrong: dict[str, object]) -> None:
+    body = pb.CacheChanges(worker_id=ME.worker_id, incarnation=ME.incarnation, **wrong).SerializeToString()
     with pytest.raises(BadEntry):
         CODEC.open_changes(sealed(b"changes", body), ME)
 
@@ -124,19 +124,19 @@ def test_a_log_entry_beyond_its_bounds_is_bad(wrong: dict[str, object]) -> None:
         {"role": 2, "address": "x" * 300 + ":1"},
     ],
 )
-def test_a_notice_without_role_or_address_is_bad(wrong: dict[str, object]) -> None:
-    body = pb.BoardWorker(worker_id=ME.worker_id, incarnation=ME.incarnation, **wrong).SerializeToString()
+def test_registration_without_role_or_address_is_refused(wrong: dict[str, object]) -> None:
+    body = pb.WorkerRegistration(worker_id=ME.worker_id, incarnation=ME.incarnation, **wrong).SerializeToString()
     with pytest.raises(BadEntry):
         CODEC.open_notice(sealed(b"worker", body), ME)
 
 
-def test_what_is_no_protobuf_and_what_has_too_many_shares_is_bad() -> None:
+def test_entry_malformed_or_too_large_is_refused() -> None:
     with pytest.raises(BadEntry, match="malformed"):
         CODEC.open_head(sealed(b"head", b"\xff\xff\xff"), ME)
-    shares = [pb.BoardShare(worker_id="w", incarnation=1)] * (MAX_SHARES + 1)
+    shares = [pb.RouterLoadShare(worker_id="w", incarnation=1)] * (MAX_SHARES + 1)
     with pytest.raises(BadEntry, match="shares"):
-        CODEC.open_load(sealed(b"load", pb.BoardLoad(router=99, shares=shares).SerializeToString()), Incarnation(99))
-    nobody = pb.BoardLoad(router=99, shares=[pb.BoardShare(incarnation=1)]).SerializeToString()
+        CODEC.open_load(sealed(b"load", pb.RouterLoad(router=99, shares=shares).SerializeToString()), Incarnation(99))
+    nobody = pb.RouterLoad(router=99, shares=[pb.RouterLoadShare(incarnation=1)]).SerializeToString()
     with pytest.raises(BadEntry, match="no worker"):
         CODEC.open_load(sealed(b"load", nobody), Incarnation(99))
     for tallies, said in (
@@ -144,10 +144,10 @@ def test_what_is_no_protobuf_and_what_has_too_many_shares_is_bad() -> None:
         ([pb.TenantTally(tenant=b"x")], "no ten"),
     ):
         with pytest.raises(BadEntry, match=said):
-            CODEC.open_load(sealed(b"load", pb.BoardLoad(router=99, tallies=tallies).SerializeToString()), LOAD.router)
+            CODEC.open_load(sealed(b"load", pb.RouterLoad(router=99, tallies=tallies).SerializeToString()), LOAD.router)
 
 
-def test_an_entry_is_never_made_too_large() -> None:
+def test_entry_is_cut_to_its_limits() -> None:
     with pytest.raises(ValueError, match="changes"):
         CODEC.seal_changes(ME, Changes(first_sequence=0, changes=((NAMES[0], True),) * (MAX_CHANGES + 1)))
     many = RouterLoad(router=LOAD.router, sequence=1, shares=(SHARE,) * (MAX_SHARES + 5))
@@ -156,17 +156,17 @@ def test_an_entry_is_never_made_too_large() -> None:
     assert len(CODEC.open_load(CODEC.seal_load(many), LOAD.router).tallies) == MAX_TALLIES
     many = RouterLoad(router=LOAD.router, sequence=1, shares=(), hears=(Incarnation(5),) * (MAX_HEARD + 5))
     assert len(CODEC.open_load(CODEC.seal_load(many), LOAD.router).hears) == MAX_HEARD
-    too_many = pb.BoardLoad(router=99, hears=[5] * (MAX_HEARD + 1)).SerializeToString()
+    too_many = pb.RouterLoad(router=99, hears=[5] * (MAX_HEARD + 1)).SerializeToString()
     with pytest.raises(BadEntry, match="too many routers"):
         CODEC.open_load(sealed(b"load", too_many), LOAD.router)
 
 
 @pytest.mark.parametrize("mark", ["", "w", "@1", "w@", "w@x", "w@0", f"w@{1 << 63:x}", "w" * 200 + "@1"])
-def test_what_names_no_process_is_bad(mark: str) -> None:
+def test_process_mark_malformed_is_refused(mark: str) -> None:
     with pytest.raises(BadEntry):
         Process.parse(mark)
 
 
-def test_a_process_is_named_by_its_mark() -> None:
+def test_process_mark_round_trips() -> None:
     odd = Process(WorkerId("a@b"), Incarnation((1 << 63) - 1))
     assert Process.parse(odd.mark) == odd

@@ -14,7 +14,7 @@ from tandem.values.worker_identity import WorkerIdentity
 from worker.cluster_state.redis_publisher import make_publisher
 
 
-def test_no_url_is_no_board() -> None:
+def test_redis_settings_without_url_are_none() -> None:
     assert ClusterConfig().redis.redis_settings() is None
 
 
@@ -28,7 +28,7 @@ def test_everything_in_the_url_counts() -> None:
     assert "p@ss" not in settings.place
 
 
-def test_a_password_of_its_own_is_taken_as_it_is() -> None:
+def test_redis_settings_separate_password_is_used_verbatim() -> None:
     settings = RedisConfig(url="redis://host", password="a%20b").redis_settings()
     assert settings is not None
     assert (settings.password, settings.port, settings.database, settings.tls) == ("a%20b", 6379, 0, False)
@@ -46,7 +46,7 @@ def test_a_password_of_its_own_is_taken_as_it_is() -> None:
         "",
     ],
 )
-def test_what_is_no_url_of_redis_is_refused_and_not_shown(tmp_path: Path, url: str) -> None:
+def test_redis_settings_invalid_url_is_refused_and_not_shown(tmp_path: Path, url: str) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text(f"redis: {{url: '{url}'}}", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"redis\.url") as refusal:
@@ -54,7 +54,7 @@ def test_what_is_no_url_of_redis_is_refused_and_not_shown(tmp_path: Path, url: s
     assert "hush" not in str(refusal.value)
 
 
-def test_without_its_client_the_configuration_is_refused_and_says_what_to_install(
+def test_redis_settings_without_client_names_package(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "redis", None)
@@ -67,12 +67,12 @@ def test_without_its_client_the_configuration_is_refused_and_says_what_to_instal
         make_publisher(RedisConfig(url="redis://host"), b"a secret", identity)
 
 
-def test_a_certificate_needs_tls() -> None:
+def test_redis_settings_certificate_without_tls_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"redis\.ca"):
         load(None, {"redis.url": "redis://host", "redis.ca": "ca.pem"})
 
 
-def test_the_processes_of_tandem_up_are_handed_the_url(tmp_path: Path) -> None:
+def test_redis_settings_url_is_passed_to_processes(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text(dump(load(None, {"redis.url": "redis://:hush@host"})), encoding="utf-8")
     settings = load(path).redis.redis_settings()

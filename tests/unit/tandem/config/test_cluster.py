@@ -19,7 +19,7 @@ from worker.sessions import LOAD_PERIOD_S
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("routr: {}", "routr"),
         ("\n".join(f"s{index}: 1" for index in range(40)), "s15: unknown setting; and 24 more"),
@@ -150,30 +150,30 @@ from worker.sessions import LOAD_PERIOD_S
         ("a: &b 1\nc: *b\n", "cluster.yaml: YAML aliases are not allowed"),
     ],
 )
-def test_a_configuration_that_cannot_run_is_refused_by_name(tmp_path: Path, text: str, told: str) -> None:
+def test_config_invalid_value_is_refused_by_name(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError) as refusal:
         load(path)
-    assert told in str(refusal.value)
+    assert message in str(refusal.value)
     assert "Value error" not in str(refusal.value)
     assert "\n" not in str(refusal.value)
 
 
-def test_a_pool_that_holds_just_the_context_and_a_secret_with_blanks_in_it_are_good() -> None:
+def test_config_minimal_pool_and_secret_with_blanks_are_valid() -> None:
     config = load(None, {"engine.num_blocks": 8, "model.max_model_len": 128, "secret": "my dog barks at 3"})
     assert (config.engine.num_blocks, config.model.max_model_len) == (8, 128)
     assert load(None, {"engine.num_blocks": 2, "prefill.replicas": 0}).model.max_model_len is None
 
 
-def test_a_file_that_cannot_be_read_is_told_with_its_name_once(tmp_path: Path) -> None:
+def test_config_unreadable_file_is_named_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refusal:
         load(tmp_path)
     assert str(refusal.value) == f"{tmp_path}: Is a directory"
 
 
 @pytest.mark.parametrize("lease_s", [0.5, 3600.0])
-def test_every_lease_that_may_be_set_may_be_asked_of_a_peer(lease_s: float) -> None:
+def test_config_lease_is_within_protocol_bounds(lease_s: float) -> None:
     assert MIN_LEASE_S <= load(None, {"transfer.lease_s": lease_s}).transfer.lease_s <= MAX_LEASE_S
 
 
@@ -198,12 +198,12 @@ def test_looking_for_keys_that_stand_twice_takes_time_in_proportion_to_their_num
     assert CountedKey.comparisons < 4 * len(keys)
 
 
-def test_a_worker_that_lives_is_never_silent_for_as_long_as_may_be_set() -> None:
+def test_config_worker_silence_is_at_least_two_load_periods() -> None:
     """Else nobody could be served."""
     assert load(None, {"router.worker_silence_s": 0.5}).router.worker_silence_s >= 2 * LOAD_PERIOD_S
 
 
-def test_a_variable_that_is_no_yaml_is_named_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_variable_invalid_yaml_is_named_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TANDEM_SECRET", "[hush")
     with pytest.raises(ConfigError) as refusal:
         load(None)
@@ -212,7 +212,7 @@ def test_a_variable_that_is_no_yaml_is_named_and_not_shown(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("wanted", ["on", "off", "auto"])
-def test_a_switch_may_be_written_bare_in_the_file_and_in_a_variable(
+def test_config_bare_switch_is_read_from_file_and_variable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: str
 ) -> None:
     """YAML takes `on` and `off` for truth values."""
@@ -226,7 +226,7 @@ def test_a_switch_may_be_written_bare_in_the_file_and_in_a_variable(
     assert load(None).engine.pipelined == wanted
 
 
-def test_a_bound_may_be_taken_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_null_removes_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert load(None).engine.max_step_s == 0.4
     path = tmp_path / "cluster.yaml"
     path.write_text("engine: {max_step_s: null}", encoding="utf-8")
@@ -237,7 +237,7 @@ def test_a_bound_may_be_taken_away(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert load(path).engine.max_step_s == 0.2
 
 
-def test_the_readmes_settings_are_the_defaults(tmp_path: Path) -> None:
+def test_config_readme_shows_defaults(tmp_path: Path) -> None:
     text = (Path(__file__).parents[4] / "README.md").read_text(encoding="utf-8")
     shown = text.partition("```yaml\n")[2].partition("```")[0]
     path = tmp_path / "cluster.yaml"
@@ -247,7 +247,7 @@ def test_the_readmes_settings_are_the_defaults(tmp_path: Path) -> None:
     assert given == default
 
 
-def test_a_variable_may_name_a_file_that_holds_the_value(tmp_path, monkeypatch):
+def test_config_variable_may_name_file_with_value(tmp_path, monkeypatch):
     (tmp_path / "secret").write_text("0123456789abcdef: [not YAML\n")
     monkeypatch.setenv("TANDEM_SECRET__FILE", str(tmp_path / "secret"))
     (tmp_path / "password").write_text("0017")
@@ -259,7 +259,7 @@ def test_a_variable_may_name_a_file_that_holds_the_value(tmp_path, monkeypatch):
     assert config.redis.password.get_secret_value() == "0017"  # a text, whatever it looks like
 
 
-def test_a_variable_whose_file_is_not_there_is_named(tmp_path, monkeypatch):
+def test_config_variable_with_missing_file_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("TANDEM_SECRET__FILE", str(tmp_path / "nothing"))
     with pytest.raises(ConfigError, match=r"TANDEM_SECRET__FILE: .*nothing: No such file"):
         load(None)
@@ -275,7 +275,7 @@ def optional_sections(model: type[BaseModel], above: tuple[str, ...] = ()) -> It
                 yield from optional_sections(option, (*above, name))
 
 
-def test_a_variable_fills_a_section_that_the_file_says_is_null(tmp_path, monkeypatch):
+def test_config_variable_fills_null_section(tmp_path, monkeypatch):
     path = tmp_path / "cluster.yaml"
     names = list(optional_sections(ClusterConfig))
     assert {"router.tls", "router.audit_log", "router.hedging", "transfer.tls"} <= set(names)
@@ -301,9 +301,9 @@ def test_a_variable_fills_a_section_that_the_file_says_is_null(tmp_path, monkeyp
 
 def test_dump_for_processes_leaves_out_default_nulls_and_keeps_stated_ones(tmp_path: Path) -> None:
     config = ClusterConfig.model_validate({"engine": {"max_step_s": None}, "model": {"name": "mine"}})
-    told = yaml.safe_load(dump_for_processes(config))
-    assert "sample_ratio" not in told["telemetry"]
-    assert told["engine"]["max_step_s"] is None
+    dumped = yaml.safe_load(dump_for_processes(config))
+    assert "sample_ratio" not in dumped["telemetry"]
+    assert dumped["engine"]["max_step_s"] is None
     path = tmp_path / "cluster.yaml"
     path.write_text(dump_for_processes(config))
     assert load(path) == config

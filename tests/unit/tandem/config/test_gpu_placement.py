@@ -34,7 +34,7 @@ def gpus(config: ClusterConfig, num_gpus: int) -> list[tuple[int, ...]]:
     return [seat.gpus for seat in seats(config, num_gpus)]
 
 
-def test_two_workers_on_one_gpu_share_it() -> None:
+def test_gpu_placement_two_workers_share_one_gpu() -> None:
     assert seats(cluster(), 1) == [GpuSeat(gpus=(0,), sharers=2)] * 2
 
 
@@ -42,7 +42,7 @@ def test_eight_workers_on_eight_gpus_get_one_each() -> None:
     assert seats(cluster(3, 5), 8) == [GpuSeat(gpus=(index,), sharers=1) for index in range(8)]
 
 
-def test_more_workers_than_gpus_share_evenly() -> None:
+def test_gpu_placement_more_workers_than_gpus_share_evenly() -> None:
     assert seats(cluster(2, 3), 2) == [
         GpuSeat(gpus=(gpu,), sharers=sharers) for gpu, sharers in ((0, 3), (1, 2), (0, 3), (1, 2), (0, 3))
     ]
@@ -79,14 +79,14 @@ def test_workers_of_other_hosts_do_not_count() -> None:
     assert static_seat(cluster(1, 1), DECODE, 5, 4).gpus == (2,), "one more than is listed"
 
 
-def test_a_worker_with_a_host_of_its_own_takes_the_first() -> None:
+def test_gpu_placement_worker_with_own_host_uses_first_gpu() -> None:
     own = load(None, {"prefill.port": 7000, "decode.port": 7000, "decode.tensor_parallel_size": 2})
     assert [static_seat(own, role, 3, 2) for role in (PREFILL, DECODE)] == [GpuSeat(gpus=(0,)), GpuSeat(gpus=(0, 1))]
     stated = load(None, {"decode.port": 7000, "decode.gpus": [1], "prefill.port": 7000, "prefill.gpus": 2})
     assert static_seat(stated, DECODE, 0, 2) == GpuSeat(gpus=(1,)), "what the other pool claims is elsewhere"
 
 
-def test_a_worker_that_ray_gave_its_gpus_takes_them() -> None:
+def test_gpu_placement_worker_uses_gpus_from_ray() -> None:
     assert static_seat(load(None, {"ray.address": "auto", "decode.replicas": 9}), DECODE, 7, 1) == GpuSeat(gpus=(0,))
 
 
@@ -119,7 +119,7 @@ def test_gpus_that_cannot_be_had_are_refused_by_name(settings: dict[str, Any], r
 
 
 @pytest.mark.parametrize("value", [[], [0, 0], [-1], [64], ["a"], [True], 0, 65, True, "two", {"a": 1}, 1.5])
-def test_a_bad_list_of_gpus_is_one_sentence(value: object) -> None:
+def test_gpu_placement_invalid_list_is_refused_in_one_line(value: object) -> None:
     with pytest.raises(
         ConfigError, match=r"^decode\.gpus: must be a list of different indices of GPUs, 0 to 63, or how"
     ):
@@ -134,7 +134,7 @@ def test_gpus_are_not_stated_where_others_give_them() -> None:
         load(None, nodes | {"decode.gpus": [0]})
 
 
-def test_a_worker_that_comes_again_has_the_gpus_that_it_had() -> None:
+def test_gpu_placement_restarted_worker_keeps_gpus() -> None:
     spread = GpuSpread()
     for name in ("a", "b", "c"):
         spread.place(name, range(3), 1)
@@ -147,7 +147,7 @@ def test_a_worker_that_comes_again_has_the_gpus_that_it_had() -> None:
     assert spread.place("a", (2,), 1) == GpuSeat(gpus=(2,), sharers=2), "what it had is not allowed any more"
 
 
-def test_a_successor_has_the_gpus_of_whom_it_replaces_who_does_not_count() -> None:
+def test_gpu_placement_successor_uses_gpus_of_replaced_worker() -> None:
     spread = GpuSpread()
     for name in ("p", "d0", "d1"):
         spread.place(name, range(3), 1)

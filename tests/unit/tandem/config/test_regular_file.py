@@ -23,7 +23,7 @@ def make_socket(path: Path) -> None:
         made.bind(str(path))
 
 
-def test_a_regular_file_within_its_bound_is_read_whole(tmp_path: Path) -> None:
+def test_regular_file_within_bound_is_read(tmp_path: Path) -> None:
     path, data = tmp_path / "file", os.urandom(3 << 20)
     path.write_bytes(data)
     assert read_regular_file(path, max_bytes=len(data)) == data
@@ -45,7 +45,7 @@ def test_a_regular_file_within_its_bound_is_read_whole(tmp_path: Path) -> None:
         (lambda _path: None, "No such file or directory"),
     ],
 )
-def test_what_is_no_regular_file_is_refused_and_never_waited_for(
+def test_regular_file_fifo_or_device_is_refused_without_blocking(
     tmp_path: Path, make: Callable[[Path], None], kind: str
 ) -> None:
     path = tmp_path / "named"
@@ -54,9 +54,7 @@ def test_what_is_no_regular_file_is_refused_and_never_waited_for(
         read_regular_file(path)
 
 
-def test_what_is_put_in_a_files_place_while_it_is_opened_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_regular_file_replaced_during_open_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, fifo, regular = tmp_path / "file", tmp_path / "fifo", os.stat(__file__)
     os.mkfifo(fifo)
     path.symlink_to(fifo)
@@ -65,7 +63,7 @@ def test_what_is_put_in_a_files_place_while_it_is_opened_is_refused(
         read_regular_file(path)
 
 
-def test_the_bound_is_of_what_is_read_and_not_of_what_the_system_says() -> None:
+def test_regular_file_bound_counts_bytes_read() -> None:
     """A file of proc(5) is regular and says that it is empty."""
     path = Path("/proc/self/status")
     assert path.stat().st_size == 0
@@ -74,7 +72,7 @@ def test_the_bound_is_of_what_is_read_and_not_of_what_the_system_says() -> None:
         read_regular_file(path, max_bytes=16)
 
 
-def test_a_check_sees_the_very_file_that_is_read(tmp_path: Path) -> None:
+def test_regular_file_check_receives_opened_file(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("text")
     seen: list[int] = []
@@ -93,7 +91,7 @@ def test_text_of_another_encoding_is_refused_and_not_shown(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("read", [load, read_mapping, lambda path: read_pem(path, "router.tls.cert")])
 @pytest.mark.parametrize("special", ["/dev/zero", "fifo"])
-def test_whoever_reads_what_a_user_names_refuses_what_never_ends(
+def test_readers_of_user_files_refuse_endless_file(
     tmp_path: Path, read: Callable[[Path], object], special: str
 ) -> None:
     os.mkfifo(tmp_path / "fifo")
@@ -101,7 +99,7 @@ def test_whoever_reads_what_a_user_names_refuses_what_never_ends(
         read(tmp_path / special)
 
 
-def test_a_variable_that_names_a_pipe_is_refused_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_variable_naming_pipe_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.mkfifo(tmp_path / "fifo")
     monkeypatch.setenv("TANDEM_SECRET__FILE", str(tmp_path / "fifo"))
     with pytest.raises(ConfigError, match=r"^environment variable TANDEM_SECRET__FILE: .*fifo: a FIFO"):

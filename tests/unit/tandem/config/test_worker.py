@@ -24,12 +24,12 @@ def test_peers_cannot_reach_everywhere(host: str) -> None:
 
 
 @pytest.mark.parametrize("address", ["nowhere", "host:", "host:x", "host:70000", ":1"])
-def test_an_address_is_host_and_port(address: str) -> None:
+def test_worker_address_is_host_and_port(address: str) -> None:
     with pytest.raises(ConfigError, match="not host:port"):
         listen_address(PoolConfig(addresses=(address,)), "decode", 0)
 
 
-def test_a_worker_knows_its_place() -> None:
+def test_worker_finds_its_address_in_list() -> None:
     pool = PoolConfig(addresses=("10.0.0.2:4001", "10.0.0.3:4002"))
     assert listen_address(pool, "decode", 1) == ("10.0.0.3", 4002)
     for index in (2, -1):
@@ -37,13 +37,13 @@ def test_a_worker_knows_its_place() -> None:
             listen_address(pool, "decode", index)
 
 
-def test_no_cluster_without_a_secret() -> None:
+def test_cluster_without_secret_is_refused() -> None:
     with pytest.raises(ConfigError, match="secret is not set"):
         cluster_secret(ClusterConfig())
     assert cluster_secret(ClusterConfig(secret=SecretStr("0123456789abcdef"))) == b"0123456789abcdef"
 
 
-def test_a_worker_with_a_host_of_its_own_needs_no_list() -> None:
+def test_worker_with_own_host_needs_no_list() -> None:
     assert listen_address(PoolConfig(host="10.1.2.3", port=7000), "decode", 5) == ("10.1.2.3", 7000)
     assert listen_address(PoolConfig(host="fd00::3", port=7000), "decode", 0) == ("[fd00::3]", 7000)
     stated = PoolConfig(host="10.1.2.3", port=7000, addresses=("10.0.0.2:4001",))
@@ -73,7 +73,7 @@ M = 10 << 30
         ({"replicas": 0}, {"tensor_parallel_size": 4, "nodes": 4, "rank_port": 9}, M // 4),
     ],
 )
-def test_what_workers_of_one_machine_may_take_together(
+def test_memory_here_counts_workers_of_one_machine(
     prefill: dict[str, object], decode: dict[str, object], here: int
 ) -> None:
     """Only those are counted of which it is known that they share one."""
@@ -82,7 +82,7 @@ def test_what_workers_of_one_machine_may_take_together(
     assert memory_here_bytes(ClusterConfig(), PoolConfig()) is None
 
 
-def test_a_host_of_its_own_is_shared_with_nobody() -> None:
+def test_num_ranks_with_own_hosts_counts_one_worker() -> None:
     together = ClusterConfig(prefill=PoolConfig(replicas=3), decode=PoolConfig(replicas=2, tensor_parallel_size=2))
     assert num_ranks(together, together.prefill) == 7
     apart = ClusterConfig(
@@ -91,7 +91,7 @@ def test_a_host_of_its_own_is_shared_with_nobody() -> None:
     assert (num_ranks(apart, apart.prefill), num_ranks(apart, apart.decode)) == (1, 2)
 
 
-def test_a_workers_ranks_on_other_nodes_find_it() -> None:
+def test_ranks_on_other_nodes_find_leader() -> None:
     spread = {"tensor_parallel_size": 4, "nodes": 2, "rank_port": 7100}
     stated = PoolConfig(addresses=("10.0.0.2:4001", "10.0.0.2:4002"), replicas=2, **spread)
     own = PoolConfig(host="10.1.2.3", port=7000, **spread)
@@ -106,7 +106,7 @@ def test_a_workers_ranks_on_other_nodes_find_it() -> None:
     assert num_ranks(by_hand, stated) == 4, "the other four are on other machines"
 
 
-def test_the_example_of_two_machines_by_hand_is_a_whole_one():
+def test_example_of_two_machines_is_valid():
     page = (ROOT / "docs/operate/kubernetes.md").read_text(encoding="utf-8")
     text = page.partition("Outside Kubernetes do the same by hand")[2]
     example = ClusterConfig.model_validate(yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0]))
@@ -116,7 +116,7 @@ def test_the_example_of_two_machines_by_hand_is_a_whole_one():
     assert (list(group.ranks_of(1)), group.port, group.join_s) == ([2, 3], 7100, 600.0)
 
 
-def test_what_ranks_tell_each_other_beyond_this_machine_is_not_in_the_clear(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_on_several_nodes_without_tls_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = PoolConfig(tensor_parallel_size=2, nodes=2, rank_port=7100)
     config = ClusterConfig(decode=pool, secret=SecretStr("0123456789abcdef"))
     assert node_group(config, WorkerRole.PREFILL, 0, "10.0.0.2") is None

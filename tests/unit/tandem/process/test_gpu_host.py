@@ -28,7 +28,7 @@ def test_names_are_what_cuda_would_show(stated: str | None, names: tuple[str, ..
     assert NvidiaHost(environ, lambda: FOUR).names() == names
 
 
-def test_without_a_driver_there_is_no_gpu_whatever_is_stated() -> None:
+def test_gpu_host_without_driver_has_no_gpu() -> None:
     assert NvidiaHost({"CUDA_VISIBLE_DEVICES": "0"}, lambda: ()).names() == ()
 
 
@@ -51,7 +51,7 @@ def test_own_gpus_come_first_and_the_others_stay_visible(
     assert environ.get("CUDA_VISIBLE_DEVICES") == then
 
 
-def test_a_lone_gpu_needs_no_order() -> None:
+def test_gpu_host_single_gpu_needs_no_order() -> None:
     environ: dict[str, str] = {}
     NvidiaHost(environ, lambda: ("GPU-a",)).put_first((0,))
     assert environ == {}
@@ -91,14 +91,14 @@ class Nvml:
 
 
 @pytest.mark.parametrize("failing", ["", "init", "count", "handle", "uuid"])
-def test_the_driver_names_gpus_or_none(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_host_driver_lists_gpus_or_none(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = Nvml(FOUR, failing=failing)
     monkeypatch.setattr(gpu_host.ctypes, "CDLL", lambda _name: nvml)
     assert driver_uuids() == (() if failing else FOUR)
     assert nvml.num_open == 0
 
 
-def test_no_library_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_host_without_library_has_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(_name: str) -> None:
         raise OSError("libnvidia-ml.so.1: cannot open shared object file")
 

@@ -1,4 +1,4 @@
-"""What a process says to whoever started it, over a real pipe."""
+"""Messages of a process to its parent, over a real pipe."""
 
 import asyncio
 import json
@@ -39,7 +39,7 @@ async def test_first_it_serves_then_it_lives_then_it_is_gone(monkeypatch: pytest
     os.close(reading)
 
 
-async def test_nobody_who_listens_holds_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_heartbeat_full_or_closed_pipe_does_not_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "BEAT_S", 0.0)
     reading, writing = os.pipe()
     with Heartbeat(writing, beats=True) as heart:
@@ -54,7 +54,7 @@ async def test_nobody_who_listens_holds_it_up(monkeypatch: pytest.MonkeyPatch) -
             await asyncio.sleep(0)
 
 
-async def test_who_stands_alone_says_it_once() -> None:
+async def test_heartbeat_without_beats_writes_once() -> None:
     reading, writing = os.pipe()
     with Heartbeat(writing, beats=False) as heart:
         heart.begin({"a": 1})

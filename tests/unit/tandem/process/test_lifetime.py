@@ -1,4 +1,4 @@
-"""How a process ends that cannot start, as whoever started it sees it."""
+"""The end of a process that cannot start, as its parent sees it."""
 
 import asyncio
 import os
@@ -32,7 +32,7 @@ async def _fail_in_two_tasks(*_: object) -> None:
         tasks.create_task(fail(RuntimeError("another")))
 
 
-def test_a_wrong_setting_is_one_line_wherever_it_is_found(
+def test_lifetime_wrong_setting_is_reported_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "cluster.yaml"
@@ -45,7 +45,7 @@ def test_a_wrong_setting_is_one_line_wherever_it_is_found(
     assert not capsys.readouterr().err.startswith("error:")
 
 
-async def test_what_hangs_does_not_keep_a_process_after_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_lifetime_hang_after_fault_forces_exit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tandem.process.lifetime._FAULT_END_S", 0.01)
     ended: asyncio.Queue[int] = asyncio.Queue()
     loop = asyncio.get_running_loop()
@@ -60,7 +60,7 @@ async def test_what_hangs_does_not_keep_a_process_after_a_fault(monkeypatch: pyt
 
 
 @pytest.mark.parametrize(("has_terminal", "ends_by"), [(False, "read again"), (True, "told to stop")])
-def test_a_hangup_is_a_reload_or_the_end_of_a_terminal(
+def test_lifetime_sighup_reloads_or_stops_with_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, has_terminal: bool, ends_by: str
 ) -> None:
     path = tmp_path / "cluster.yaml"
@@ -95,7 +95,7 @@ def test_a_hangup_is_a_reload_or_the_end_of_a_terminal(
     assert levels == ([] if has_terminal else ["debug"])
 
 
-def test_who_was_told_to_ignore_a_hangup_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lifetime_ignored_sighup_stays_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signal, "getsignal", lambda _: signal.SIG_IGN)
 
     class Untouched:
@@ -126,7 +126,7 @@ def test_however_often_files_are_to_be_read_again_they_are_read_once_more():
     assert len(turns) == 2
 
 
-def test_a_process_ends_with_all_said_and_without_being_taken_apart():
+def test_lifetime_exit_flushes_output_and_skips_teardown():
     code = (
         "import atexit, tandem.process.lifetime\n"
         "class Kept:\n"

@@ -1,4 +1,4 @@
-"""How far weights have come: when it is told, when it is logged, and what reaches another process."""
+"""Progress of loading weights: when it is published and logged, and what reaches another process."""
 
 import json
 import os
@@ -16,50 +16,50 @@ class World:
 
     def __init__(self) -> None:
         self.now_s = 50.0
-        self.told: list[LoadReport] = []
+        self.reports: list[LoadReport] = []
         self.logged: list[LoadReport] = []
-        self.progress = LoadProgress(clock=lambda: self.now_s, publish=self.told.append, log=self.logged.append)
+        self.progress = LoadProgress(clock=lambda: self.now_s, publish=self.reports.append, log=self.logged.append)
 
     def at(self, seconds: float, done: int) -> None:
         self.now_s = 50.0 + seconds
         self.progress(done, 100)
 
 
-def test_it_is_told_a_few_times_a_second_and_at_the_end() -> None:
+def test_load_progress_is_published_periodically_and_at_end() -> None:
     world = World()
     for step in range(1, 101):
         world.at(step * 0.01, step)
-    assert [round(report.share, 2) for report in world.told] == [0.01, 0.26, 0.51, 0.76, 1.0]
+    assert [round(report.share, 2) for report in world.reports] == [0.01, 0.26, 0.51, 0.76, 1.0]
     assert world.logged == []
 
 
-def test_the_time_that_is_left_is_that_of_the_values_that_are_left() -> None:
+def test_load_progress_estimates_time_left() -> None:
     world = World()
     world.at(1.0, 1)
     world.at(2.0, 20)
     world.at(9.0, 90)
-    assert [report.left_s for report in world.told] == [None, pytest.approx(8.0), pytest.approx(1.0)]
-    assert str(world.told[1]) == "loading weights: 20%, 8 s left"
+    assert [report.left_s for report in world.reports] == [None, pytest.approx(8.0), pytest.approx(1.0)]
+    assert str(world.reports[1]) == "loading weights: 20%, 8 s left"
     assert str(LoadReport(share=0.1, left_s=600.0)) == "loading weights: 10%, 10 min left"
     assert str(LoadReport(share=1.0, left_s=0.0)) == "loading weights: 100%"
 
 
-def test_a_long_one_is_logged_every_ten_seconds() -> None:
+def test_load_progress_long_load_is_logged_every_ten_seconds() -> None:
     world = World()
     for second in range(1, 36):
         world.at(second, second)
     assert [round(report.share, 2) for report in world.logged] == [0.1, 0.2, 0.3]
 
 
-def test_what_is_told_can_be_read_and_nothing_else() -> None:
+def test_load_report_round_trips_and_invalid_value_is_refused() -> None:
     report = LoadReport(share=0.25, left_s=3.5)
     assert LoadReport.read(json.loads(json.dumps(report.as_json()))) == report
-    for told in ({}, {"share": 1.5, "left_s": 1}, {"share": "x", "left_s": 1}, [], 3):
+    for reports in ({}, {"share": 1.5, "left_s": 1}, {"share": "x", "left_s": 1}, [], 3):
         with pytest.raises((LookupError, TypeError, ValueError)):
-            LoadReport.read(told)
+            LoadReport.read(reports)
 
 
-def test_the_built_in_model_is_loaded_to_its_last_value() -> None:
+def test_load_progress_builtin_model_reaches_all_values() -> None:
     seen: list[tuple[int, int]] = []
     model = load_plain(model_directory("builtin"), progress=lambda done, total: seen.append((done, total)))
     assert model.weights_bytes > 0
@@ -68,7 +68,7 @@ def test_the_built_in_model_is_loaded_to_its_last_value() -> None:
     assert set(totals) == {dones[-1]}
 
 
-def test_a_process_writes_lines_and_a_full_pipe_does_not_stop_it() -> None:
+def test_load_progress_full_pipe_does_not_block() -> None:
     reader, writer = os.pipe()
     progress = load_progress(writer)
     progress(5, 10)

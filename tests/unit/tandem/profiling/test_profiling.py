@@ -25,7 +25,7 @@ def test_equal_stacks_are_one_line():
     assert collapsed(made) == "a:b 1\n"
 
 
-def test_what_does_not_fit_is_counted_all_the_same():
+def test_stack_tally_overflow_is_counted():
     made = StackTally(max_stacks=2)
     for stack in ("a", "b", "c", "d", "a"):
         made.add([stack])
@@ -39,9 +39,9 @@ def test_what_does_not_fit_is_counted_all_the_same():
 
 
 def test_speedscope_names_every_frame_once_and_weighs_in_seconds():
-    told = speedscope(tally_of("a b", "a b", "a"), name="router", period_s=0.5)
-    frames = [frame["name"] for frame in told["shared"]["frames"]]
-    [profile] = told["profiles"]
+    document = speedscope(tally_of("a b", "a b", "a"), name="router", period_s=0.5)
+    frames = [frame["name"] for frame in document["shared"]["frames"]]
+    [profile] = document["profiles"]
     shown = {
         " ".join(frames[index] for index in sample): weight
         for sample, weight in zip(profile["samples"], profile["weights"], strict=True)
@@ -51,7 +51,7 @@ def test_speedscope_names_every_frame_once_and_weighs_in_seconds():
     assert len(frames) == len(set(frames)) == 2
 
 
-def test_a_flame_is_as_wide_as_what_it_took():
+def test_flame_graph_width_is_share_of_samples():
     picture = ElementTree.fromstring(flame_svg(tally_of("a b", "a b", "a b", "a <c>"), title="x & y"))
     boxes = {
         group.findtext(f"{_SVG}title"): group.find(f"{_SVG}rect")
@@ -80,7 +80,7 @@ class Seen(StackSampler):
             self.found.set()
 
 
-async def test_a_sampler_sees_the_loops_task_by_its_coroutine():
+async def test_stack_sampler_shows_coroutine_of_running_task():
     sampler = Seen(asyncio.get_running_loop(), "busy_with")
 
     async def busy_with(secret: str) -> None:
@@ -92,13 +92,13 @@ async def test_a_sampler_sees_the_loops_task_by_its_coroutine():
     sampler.stop()
     text = collapsed(await looking)
     [line] = [line for line in text.splitlines() if "busy_with" in line and "task " in line][:1]
-    assert line.startswith("event loop;task test_a_sampler_sees_the_loops_task_by_its_coroutine.<locals>.busy_with;")
+    assert line.startswith("event loop;task test_stack_sampler_shows_coroutine_of_running_task.<locals>.busy_with;")
     assert "(tests/unit/tandem/profiling/test_profiling.py)" in line
     assert "request-of-somebody" not in text
     assert "a prompt" not in text
 
 
-async def test_a_look_is_over_when_its_time_is():
+async def test_stack_sampler_ends_at_timeout_or_stop():
     sampler = StackSampler(asyncio.get_running_loop(), period_s=0.001)
     assert (await asyncio.to_thread(sampler.run, 0.01)).num_samples > 0
     sampler.stop()

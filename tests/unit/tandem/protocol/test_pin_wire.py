@@ -5,31 +5,31 @@ import pytest
 from tandem.protocol.pin_wire import (
     order_from_pb,
     order_to_pb,
-    told_from_pb,
-    told_to_pb,
+    result_from_pb,
+    result_to_pb,
     totals_from_pb,
     totals_to_pb,
 )
 from tandem.v1 import pins_pb2 as pb
 from tandem.values.ids import BlockHash
-from tandem.values.prefix_pin import PinKey, PinOrder, PinOutcome, PinTold, PinTotals
+from tandem.values.prefix_pin import PinKey, PinOrder, PinOutcome, PinResult, PinTotals
 
 KEY = PinKey("tenant", "name")
 
 
-def test_an_order_comes_back() -> None:
+def test_pin_order_round_trips() -> None:
     order = PinOrder(key=KEY, last_block=BlockHash(b"\0\1\2"), ttl_s=0.25)
     assert order_from_pb(order_to_pb(order)) == order
 
 
 @pytest.mark.parametrize("outcome", PinOutcome)
-def test_what_is_told_comes_back(outcome: PinOutcome) -> None:
-    told = PinTold(key=KEY, outcome=outcome, num_tokens=48)
-    assert told_from_pb(told_to_pb(told)) == told
+def test_pin_result_round_trips(outcome: PinOutcome) -> None:
+    result = PinResult(key=KEY, outcome=outcome, num_tokens=48)
+    assert result_from_pb(result_to_pb(result)) == result
 
 
-def test_an_outcome_of_a_newer_worker_is_a_loss() -> None:
-    assert told_from_pb(pb.PinTold(tenant="t", name="n")).outcome is PinOutcome.GAVE_WAY
+def test_pin_result_unknown_outcome_is_gave_way() -> None:
+    assert result_from_pb(pb.PinResult(tenant="t", name="n")).outcome is PinOutcome.GAVE_WAY
 
 
 def test_totals_come_back() -> None:

@@ -33,7 +33,7 @@ def lacking(here: Any, there: Any, place: str = "") -> list[str]:
     return [] if here == there else [f"{place}: {here!r}, not {there!r}"]
 
 
-def test_what_lacks_is_found() -> None:
+def test_lacking_finds_missing_and_different_values() -> None:
     assert lacking({"a": [{"b": 1}], "new": 2}, {"a": [{"b": 1}]}) == []
     assert lacking({"a": [{"b": 1}]}, {"a": [{"b": 2, "c": 3}]}) == [".a[0].b: 1, not 2", ".a[0].c"]
     assert lacking({}, {"a": 1}) == [".a"]
@@ -47,11 +47,11 @@ def test_everything_has_a_sample_that_can_be_read() -> None:
     assert [name for name, value in read.items() if str(value).startswith(("cannot be read", "refused"))] == []
 
 
-def test_what_the_version_before_says_is_understood_here_as_it_was_there() -> None:
+def test_samples_of_previous_version_are_read_equally() -> None:
     assert lacking(samples.read(release.samples()), release.samples_read()) == []
 
 
-def test_the_version_before_understands_what_is_said_here_with_fields_that_it_does_not_know(previous: Release) -> None:
+def test_previous_version_reads_samples_with_unknown_fields(previous: Release) -> None:
     said = {name: data for name, data in samples.written().items() if name in release.samples()}
     newer = {name: samples.with_news(name, data) for name, data in said.items()}
     assert sum(newer[name] != data for name, data in said.items()) > 60
@@ -74,7 +74,7 @@ def test_fields_that_nobody_here_knows_change_nothing() -> None:
     assert samples.read(newer) == samples.read(said)
 
 
-def test_what_both_must_name_alike_they_do() -> None:
+def test_samples_that_must_be_same_are_same() -> None:
     said = samples.written()
     kept = {name: data for name, data in release.samples().items() if name.startswith("same/")}
     assert len(kept) >= 4
@@ -86,7 +86,7 @@ def test_settings_of_the_version_before_are_settings_still(previous: Release) ->
     ClusterConfig.model_validate(previous.defaults())
 
 
-def test_of_a_configuration_the_version_before_is_told_what_it_knows() -> None:
+def test_known_drops_settings_unknown_to_previous_version() -> None:
     defaults = {"a": 1, "section": {"b": 2, "open": {}}}
     config = {"a": 3, "new": 4, "section": {"b": 5, "new": 6, "open": {"x": {"y": 7}}}}
     assert known(config, defaults) == {"a": 3, "section": {"b": 5, "open": {"x": {"y": 7}}}}

@@ -35,15 +35,13 @@ UNSPOKEN = (0, SPOKEN.oldest - 1, SPOKEN.newest + 1)
         (handoff_pb2.HandoffMessage, KINDS, HANDOFF_SPOKEN),
     ],
 )
-def test_every_kind_of_message_belongs_to_a_version(
-    message: Any, since: Mapping[str, int], spoken: VersionRange
-) -> None:
+def test_versions_cover_every_kind_of_message(message: Any, since: Mapping[str, int], spoken: VersionRange) -> None:
     assert {field.name for field in message.DESCRIPTOR.oneofs_by_name["kind"].fields} == since.keys()
     assert max(since.values()) <= spoken.newest
     assert since["hello"] <= spoken.oldest
 
 
-def test_the_newest_version_of_both_is_spoken() -> None:
+def test_version_range_common_is_newest_of_both() -> None:
     here = VersionRange(3, 5)
     spoken = {(4, 6): 5, (5, 9): 5, (1, 3): 3, (4, 4): 4, (3, 5): 5, (1, 9): 5}
     for (oldest, newest), version in spoken.items():
@@ -54,7 +52,7 @@ def test_the_newest_version_of_both_is_spoken() -> None:
             here.common(there)
 
 
-def test_one_number_is_a_range() -> None:
+def test_version_range_from_single_number() -> None:
     assert VersionRange.from_hello(3, 0) == VersionRange(3, 3)
     assert (str(VersionRange(3, 3)), str(VersionRange(3, 4))) == ("3", "3 to 4")
 
@@ -78,11 +76,11 @@ class _Router:
         raise _Refused
 
     async def write(self, _message: Any) -> None:
-        raise AssertionError("something was told to a router that should have been refused")
+        raise AssertionError("a router that should have been refused got a message")
 
 
 @pytest.mark.parametrize("version", UNSPOKEN)
-async def test_without_a_common_version_both_sides_refuse_and_say_what_each_speaks(version: int) -> None:
+async def test_version_range_without_common_is_refused_with_both_ranges(version: int) -> None:
     router = _Router(version)
     with pytest.raises(_Refused):
         await WorkerSessions(Handler()).Session(None, router)
@@ -103,7 +101,7 @@ async def test_without_a_common_version_both_sides_refuse_and_say_what_each_spea
         (SPOKEN.oldest, SPOKEN.newest, SPOKEN.newest),
     ],
 )
-def test_a_router_knows_what_it_speaks_with_a_worker(oldest: int, newest: int, version: int) -> None:
+def test_router_session_has_negotiated_version(oldest: int, newest: int, version: int) -> None:
     hello = FakeWorker("d0").hello
     hello.protocol_version, hello.newest_version = oldest, newest
     assert hello_from_pb(pb.WorkerMessage(hello=hello)).protocol_version == version
@@ -115,21 +113,21 @@ def test_those_who_know_of_one_number_are_told_the_oldest() -> None:
     assert FakeWorker("d0").hello.protocol_version == SPOKEN.oldest
 
 
-async def test_a_router_is_told_nothing_that_its_version_lacks() -> None:
-    port = SessionPort(Incarnation(1), dialect=Dialect(3, WORKER_KINDS | {"bequest": 4}))
-    port.send(pb.WorkerMessage(bequest=pb.Bequest()))
+async def test_worker_sends_router_no_newer_kind() -> None:
+    port = SessionPort(Incarnation(1), dialect=Dialect(3, WORKER_KINDS | {"cache_offer": 4}))
+    port.send(pb.WorkerMessage(cache_offer=pb.CacheOffer()))
     port.send(pb.WorkerMessage(draining=pb.Draining()))
     port.finish()
-    told = []
+    sent_kinds = []
     while (message := await port.next()) is not None:
-        told.append(message.WhichOneof("kind"))
-    assert told == ["draining"]
+        sent_kinds.append(message.WhichOneof("kind"))
+    assert sent_kinds == ["draining"]
 
 
-async def test_a_worker_is_told_nothing_that_its_version_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_router_sends_worker_no_newer_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ROUTER_KINDS, "resync", SPOKEN.newest)
     hello = FakeWorker("d0").hello
-    for newest, expected in ((0, ["settled"]), (SPOKEN.newest, ["resync", "settled"])):
+    for newest, expected in ((0, ["cache_offer_ended"]), (SPOKEN.newest, ["resync", "cache_offer_ended"])):
         hello.newest_version = newest
         info = hello_from_pb(pb.WorkerMessage(hello=hello))
         session = WorkerSession(None, info, SessionSettings(metadata=(), incarnation=Incarnation(1)))
@@ -151,7 +149,7 @@ def test_workers_without_a_common_version_are_not_paired() -> None:
     assert said == f"protocol_version: {HANDOFF_SPOKEN} at the source, {newer} at the destination"
 
 
-async def test_a_peer_is_told_nothing_that_its_version_lacks() -> None:
+async def test_handoff_sends_peer_no_newer_kind() -> None:
     outbox = LinkOutbox()
     assert outbox.dialect == handoff_dialect(HANDOFF_SPOKEN.newest)
     outbox.dialect = Dialect(2, KINDS | {"commit_ack": 3})

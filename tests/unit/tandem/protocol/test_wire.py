@@ -19,13 +19,13 @@ WORKERS_SAY = [kind for kind in kinds() if not kind.__module__.startswith("route
 
 
 @pytest.mark.parametrize("kind", WORKERS_SAY, ids=lambda kind: kind.__name__)
-def test_an_error_means_the_same_at_the_other_end(kind: type[ServingError]) -> None:
+def test_wire_error_round_trips(kind: type[ServingError]) -> None:
     there = failure_from_pb(failure_to_pb(kind("why", retry_after_s=1.5)))
     assert (there.message, there.retry_after_s) == ("why", 1.5)
     assert (there.retryable, there.http_status) == (kind.retryable, kind.http_status)
 
 
 @pytest.mark.parametrize("kind", sorted(NEW_ERRORS, key=lambda kind: kind.__name__), ids=lambda kind: kind.__name__)
-def test_a_new_error_is_read_by_its_name_and_not_sent_under_it_yet(kind: type[ServingError]) -> None:
+def test_wire_new_error_is_read_and_sent_as_parent(kind: type[ServingError]) -> None:
     assert type(failure_from_pb(pb.Failure(code=kind.__name__, message="why"))) is kind
     assert failure_to_pb(kind("why")).code != kind.__name__

@@ -9,13 +9,19 @@ from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto
 from kv_transfer.protocol import versions as handoff_versions
 from tandem.protocol import session_versions
 from tandem.protocol.version_negotiation import VersionRange
-from tandem.v1 import board_pb2, common_pb2, handoff_pb2, inference_pb2, pins_pb2, session_pb2
+from tandem.v1 import cluster_state_pb2, common_pb2, handoff_pb2, inference_pb2, pins_pb2, session_pb2
 from tests.previous import release
 from tests.previous.breaks import Definitions, breaks
+from tests.previous.renames import UnknownName, renamed
 
-FILES = (board_pb2, common_pb2, handoff_pb2, inference_pb2, pins_pb2, session_pb2)
+FILES = (cluster_state_pb2, common_pb2, handoff_pb2, inference_pb2, pins_pb2, session_pb2)
 OF_CLIENTS = frozenset({".tandem.v1.EarlyStopping"})
 """Enumerations that neither the session nor the hand-off carries."""
+
+
+def previous() -> FileDescriptorSet:
+    """The version before, under today's names."""
+    return renamed(release.descriptors())
 
 
 def current() -> FileDescriptorSet:
@@ -25,9 +31,30 @@ def current() -> FileDescriptorSet:
     return files
 
 
-def test_nothing_of_the_version_before_has_changed() -> None:
-    assert {file.name for file in release.descriptors().file} <= {file.name for file in current().file}
-    assert breaks(release.descriptors(), current()) == []
+def test_wire_guard_previous_definitions_are_unchanged() -> None:
+    assert {file.name for file in previous().file} <= {file.name for file in current().file}
+    assert breaks(previous(), current()) == []
+
+
+def test_renamed_name_that_the_version_before_lacks_is_refused() -> None:
+    for wrong in (
+        {"files": {"tandem/v1/none.proto": "a.proto"}},
+        {"messages": {"Nothing": "Something"}},
+        {"fields": {"Submit": {"nothing": "something"}}},
+    ):
+        with pytest.raises(UnknownName, match=r"not in the version before: .*(none|[Nn]othing)"):
+            renamed(release.descriptors(), **wrong)
+
+
+def test_renamed_definitions_differ_in_nothing_but_names() -> None:
+    fields = {"Submit": {"attempt": "number"}}
+    new = renamed(release.descriptors(), files={}, messages={"Cancel": "Stop"}, fields=fields)
+    assert breaks(release.descriptors(), new) == [
+        "tandem.v1.Cancel: the message is gone",
+        "tandem.v1.RouterMessage: field 3 was cancel (optional message .tandem.v1.cancel of kind), "
+        "is cancel (optional message .tandem.v1.stop of kind)",
+        "tandem.v1.Submit: field 2 was attempt (optional uint32), is number (optional uint32)",
+    ]
 
 
 def test_this_version_speaks_that_of_the_version_before() -> None:
@@ -60,13 +87,13 @@ SESSION = {
 HANDOFF = {"tandem.v1.HandoffMessage": handoff_versions.KINDS}
 
 
-def test_a_new_kind_of_message_belongs_to_a_new_version() -> None:
-    old, before = release.descriptors(), release.spoken()
+def test_wire_guard_new_kind_needs_new_version() -> None:
+    old, before = previous(), release.spoken()
     assert not too_early(old, current(), before.session.newest, SESSION)
     assert not too_early(old, current(), before.handoff.newest, HANDOFF)
 
 
-def test_a_new_kind_that_is_said_to_be_old_is_noticed() -> None:
+def test_wire_guard_new_kind_listed_as_old_is_detected() -> None:
     new = release.descriptors()
     field = Definitions(new).messages["tandem.v1.RouterMessage"].field.add(name="novelty", number=99)
     field.oneof_index = 0
@@ -90,13 +117,13 @@ def raised(now: VersionRange, before: VersionRange) -> bool:
     return now.newest > before.newest
 
 
-def test_a_new_value_of_an_enumeration_belongs_to_a_new_version() -> None:
+def test_wire_guard_new_enum_value_needs_new_version() -> None:
     before = release.spoken()
     both = ((session_versions.SPOKEN, before.session), (handoff_versions.SPOKEN, before.handoff))
     assert not new_values(release.descriptors(), current()) or all(raised(*pair) for pair in both)
 
 
-def test_a_new_value_is_noticed() -> None:
+def test_wire_guard_new_enum_value_is_detected() -> None:
     new = release.descriptors()
     Definitions(new).enums["tandem.v1.FinishReason"].value.add(name="FINISH_REASON_NEW", number=77)
     assert new_values(release.descriptors(), new) == {"tandem.v1.FinishReason.FINISH_REASON_NEW"}
@@ -147,7 +174,7 @@ def changes() -> Iterator[tuple[str, Callable[[Definitions], Any], str]]:
 
 
 @pytest.mark.parametrize(("change", "said"), [pytest.param(c, s, id=name) for name, c, s in changes()])
-def test_every_way_to_break_is_noticed(change: Callable[[Definitions], Any], said: str) -> None:
+def test_wire_guard_every_breaking_change_is_detected(change: Callable[[Definitions], Any], said: str) -> None:
     new = release.descriptors()
     change(Definitions(new))
     found = breaks(release.descriptors(), new)
@@ -155,7 +182,7 @@ def test_every_way_to_break_is_noticed(change: Callable[[Definitions], Any], sai
     assert said in found[0]
 
 
-def test_what_is_gone_altogether_is_noticed() -> None:
+def test_wire_guard_removed_definitions_are_detected() -> None:
     new = release.descriptors()
     for file in new.file:
         for repeated in (file.message_type, file.enum_type, file.service):

@@ -18,7 +18,7 @@ def reader_of(data: bytes, *, allowed: int) -> tuple[BoundedReader, asyncio.Stre
     return reader, inner
 
 
-async def test_what_is_allowed_is_read_as_ever() -> None:
+async def test_bounded_reader_within_limit_reads() -> None:
     reader, _ = reader_of(b"line\r\n" + b"x" * 94, allowed=100)
     assert await reader.readline() == b"line\r\n"
     assert await reader.readexactly(50) == b"x" * 50
@@ -28,7 +28,7 @@ async def test_what_is_allowed_is_read_as_ever() -> None:
 
 
 @pytest.mark.parametrize("how", ["read", "readexactly"])
-async def test_nothing_beyond_is_taken_in(how: str) -> None:
+async def test_bounded_reader_beyond_limit_raises(how: str) -> None:
     reader, inner = reader_of(b"x" * 100_000, allowed=100)
     with pytest.raises(ReplyTooLarge):
         await getattr(reader, how)(90_000)
@@ -46,12 +46,12 @@ async def test_pieces_add_up() -> None:
         await reader.readline()
 
 
-def test_the_largest_of_ours_fits() -> None:
+def test_bounded_reader_limit_fits_largest_reply() -> None:
     mark = Process(WorkerId("\U0001f98a" * MAX_ID_LENGTH), Incarnation((1 << 63) - 1)).mark.encode()
     frame = len(b"$1000000000\r\n\r\n")
     assert most_bytes([("ZREVRANGE", "k", 0, 9)]) >= 10 * (len(mark) + frame) + frame
     assert most_bytes([("GETRANGE", "k", 0, STATE_BYTES)]) >= STATE_BYTES + 1 + frame
     key, entry = len(mark) + 200, CHANGES_BYTES + 20 + 5 * frame
-    asked = ("XREAD", "COUNT", 16, "BLOCK", 200, "STREAMS", b"a", b"b", "0-0", "0-0")
-    assert most_bytes([asked]) >= 2 * (key + 3 * frame + 16 * entry)
+    command = ("XREAD", "COUNT", 16, "BLOCK", 200, "STREAMS", b"a", b"b", "0-0", "0-0")
+    assert most_bytes([command]) >= 2 * (key + 3 * frame + 16 * entry)
     assert most_bytes([("SET", "k", b"v"), ("DEL", "k")]) < 10_000

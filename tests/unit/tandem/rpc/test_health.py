@@ -1,4 +1,4 @@
-"""A worker's health over a real gRPC server, asked as the kubelet asks: with nothing in its hands."""
+"""A worker's health over a real gRPC server, queried as the kubelet does: without credentials."""
 
 import grpc
 import grpc.aio
@@ -22,12 +22,12 @@ async def test_health_is_told_without_a_token_and_nothing_else_is() -> None:
     await server.start()
     try:
         async with open_channel(f"127.0.0.1:{port}") as channel:
-            asked = health_pb2_grpc.HealthStub(channel)
+            stub = health_pb2_grpc.HealthStub(channel)
             for service in ("", "anything", "x" * 100_000):
-                assert (await asked.Check(health_pb2.HealthCheckRequest(service=service))).status == _SERVING
+                assert (await stub.Check(health_pb2.HealthCheckRequest(service=service))).status == _SERVING
             takes_work = False
-            assert (await asked.Check(health_pb2.HealthCheckRequest())).status == _NOT_SERVING
-            watched = asked.Watch(health_pb2.HealthCheckRequest())
+            assert (await stub.Check(health_pb2.HealthCheckRequest())).status == _NOT_SERVING
+            watched = stub.Watch(health_pb2.HealthCheckRequest())
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await watched.read()
             assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED

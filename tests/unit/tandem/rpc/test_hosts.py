@@ -1,4 +1,4 @@
-"""A port that somebody has: told in one line, before anything was loaded."""
+"""A port in use is reported in one line, before anything is loaded."""
 
 import socket
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ def taken() -> Iterator[socket.socket]:
         yield held
 
 
-def test_what_is_held_is_nobody_elses_until_it_is_closed(taken: socket.socket) -> None:
+def test_hold_reserves_port_until_closed(taken: socket.socket) -> None:
     port = taken.getsockname()[1]
     with pytest.raises(OSError, match=rf"^cannot listen on 127.0.0.1:{port}: Address already in use$"):
         hold("127.0.0.1", port)
@@ -30,7 +30,7 @@ def test_what_is_held_is_nobody_elses_until_it_is_closed(taken: socket.socket) -
     hold("127.0.0.1", port).close()
 
 
-def test_the_brackets_of_ipv6_are_no_part_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_ipv6_brackets_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     looked_at: list[tuple[str, int]] = []
 
     def look(host: str, port: int) -> socket.socket:
@@ -58,11 +58,11 @@ def _config(taken: socket.socket) -> ClusterConfig:
 
 
 @pytest.mark.parametrize("serve", [prefill_worker.__main__.serve, decode_worker.__main__.serve])
-async def test_a_worker_looks_at_its_port_before_it_loads_the_model(taken: socket.socket, serve: Any) -> None:
+async def test_worker_checks_port_before_loading_model(taken: socket.socket, serve: Any) -> None:
     with pytest.raises(OSError, match=r"^cannot listen on 127.0.0.1:\d+: Address already in use$"):
         await serve(_config(taken), WorkerPlace(), Lifetime())
 
 
-async def test_a_router_looks_at_its_ports_before_it_waits_for_workers(taken: socket.socket) -> None:
+async def test_router_checks_ports_before_waiting_for_workers(taken: socket.socket) -> None:
     with pytest.raises(OSError, match=r"^cannot listen on 127.0.0.1:\d+: Address already in use$"):
         await router.__main__.serve(_config(taken), RouterPlace(), Lifetime())

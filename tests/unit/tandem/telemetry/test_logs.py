@@ -12,9 +12,9 @@ from tandem.telemetry.logs import REQUEST_ID, X_REQUEST_ID, JsonLines, about, co
 def line(record: logging.LogRecord) -> dict[str, str]:
     text = JsonLines("decode-0").format(record)
     assert "\n" not in text
-    told: dict[str, str] = json.loads(text)
-    assert told.pop("time").endswith("+00:00")
-    return told
+    fields: dict[str, str] = json.loads(text)
+    assert fields.pop("time").endswith("+00:00")
+    return fields
 
 
 def record(**extra: str) -> logging.LogRecord:
@@ -23,13 +23,13 @@ def record(**extra: str) -> logging.LogRecord:
     return made
 
 
-def test_a_line_says_who_and_what() -> None:
+def test_log_line_has_process_and_message() -> None:
     expected = {"level": "warning", "process": "decode-0", "logger": "a.b", "message": "said ü\n3"}
     assert line(record()) == expected
     assert line(record(request_id="r1")) == expected | {"request_id": "r1"}
 
 
-def test_the_request_that_a_task_serves_is_named() -> None:
+def test_log_line_names_request_of_task() -> None:
     token = REQUEST_ID.set("r2")
     try:
         assert line(record())["request_id"] == "r2"
@@ -38,7 +38,7 @@ def test_the_request_that_a_task_serves_is_named() -> None:
         REQUEST_ID.reset(token)
 
 
-def test_a_line_tells_what_its_client_calls_the_call_if_that_is_another_name() -> None:
+def test_log_line_has_client_request_id_if_different() -> None:
     shown, own = X_REQUEST_ID.set("mine"), REQUEST_ID.set("r3")
     try:
         assert {key: line(record())[key] for key in ("request_id", "x_request_id")} == {
@@ -54,7 +54,7 @@ def test_a_line_tells_what_its_client_calls_the_call_if_that_is_another_name() -
 
 @pytest.mark.parametrize("name", ["{}", "{}-0", "7:{}-3", "{}-0.1.9f3", "7:{}-0/2", "read 4:{}/prompt", "{}/12.3-0"])
 @pytest.mark.parametrize("request_id", ["0123456789abcdef" * 2, "canary-17", "quality-2"])
-def test_every_name_of_a_request_names_it(name: str, request_id: str) -> None:
+def test_about_finds_request_id_in_name(name: str, request_id: str) -> None:
     assert about(name.format(request_id)) == {"request_id": request_id}
 
 
@@ -63,7 +63,7 @@ def test_other_names_are_of_no_request(name: str) -> None:
     assert about(name) == {}
 
 
-def test_an_exception_is_within_its_line() -> None:
+def test_log_line_contains_exception() -> None:
     try:
         raise ValueError("wrong")
     except ValueError:
@@ -72,7 +72,7 @@ def test_an_exception_is_within_its_line() -> None:
 
 
 @pytest.mark.parametrize("style", ["text", "json"])
-def test_a_process_logs_as_it_is_told(style: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logs_follow_configured_format_and_level(style: str, monkeypatch: pytest.MonkeyPatch) -> None:
     root = logging.getLogger()
     monkeypatch.setattr(root, "handlers", [])
     level = root.level

@@ -25,7 +25,7 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(f"OTEL_EXPORTER_OTLP_{name}", raising=False)
 
 
-def test_a_ratio_in_the_file_holds_for_requests_that_begin_later(tmp_path: Path) -> None:
+def test_telemetry_reload_changes_ratio_for_new_requests(tmp_path: Path) -> None:
     tracer, _ = keeping(sample_ratio=0.0)
     path = tmp_path / "cluster.yaml"
     path.write_text("{telemetry: {otlp_endpoint: 'http://localhost:4317', sample_ratio: 1.0}}")
@@ -41,7 +41,7 @@ def test_a_ratio_in_the_file_holds_for_requests_that_begin_later(tmp_path: Path)
 
 
 @pytest.mark.parametrize("content", ["{telemetry: {sample_ratio: 2}}", None])
-def test_a_file_that_is_invalid_changes_nothing(
+def test_telemetry_reload_invalid_file_changes_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, content: str | None
 ) -> None:
     tracer, _ = keeping(sample_ratio=1.0)
@@ -54,7 +54,7 @@ def test_a_file_that_is_invalid_changes_nothing(
     assert tracer.request("as before", None, 0.0) is not None
 
 
-def test_no_tracer_reloads_without_effect(tmp_path: Path) -> None:
+def test_telemetry_reload_without_tracer_does_nothing(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text("{telemetry: {sample_ratio: 1.0}}")
     tracer = NoTracer()

@@ -22,18 +22,18 @@ OTHER = CachedChain(after=ROOT, from_root=True, names=(name(6),))
 @pytest.mark.parametrize(
     ("room", "lengths"), [(0, []), (1, [1]), (3, [3]), (4, [3, 1]), (5, [3, 2]), (6, [3, 2, 1]), (99, [3, 2, 1])]
 )
-def test_the_hottest_that_fit(room: int, lengths: list[int]) -> None:
+def test_cached_chain_selects_hottest_within_limit(room: int, lengths: list[int]) -> None:
     taken = fitting((LONG, BRANCH, OTHER), room)
     assert [len(chain.names) for chain in taken] == lengths
     assert all(one.names == whole.names[: len(one.names)] for one, whole in zip(taken, (LONG, BRANCH, OTHER)))  # noqa: B905
 
 
-def test_what_is_left_out_is_missed_by_nothing_that_is_taken() -> None:
+def test_cached_chain_selection_includes_parents() -> None:
     taken = fitting((LONG, BRANCH, OTHER), 5)
     assert chains_from_pb(chains_to_pb(taken)) == taken
 
 
-def test_there_and_back() -> None:
+def test_cached_chain_wire_round_trips() -> None:
     assert chains_from_pb(chains_to_pb((LONG, BRANCH, OTHER))) == (LONG, BRANCH, OTHER)
 
 
@@ -49,6 +49,6 @@ def test_there_and_back() -> None:
         [pb.CachedChain(after=ROOT, from_root=True, names=b"".join(map(name, range(1, MAX_CHAIN_NAMES + 2))))],
     ],
 )
-def test_what_is_no_cache_is_refused(bad: list[pb.CachedChain]) -> None:
+def test_cached_chain_wire_malformed_is_refused(bad: list[pb.CachedChain]) -> None:
     with pytest.raises(InvalidRequest):
         chains_from_pb(bad)

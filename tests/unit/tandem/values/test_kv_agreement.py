@@ -1,4 +1,4 @@
-"""Which workers can be paired, and how the reason is told."""
+"""Which workers can be paired, and the reason if not."""
 
 from itertools import permutations, product
 
@@ -30,21 +30,21 @@ def test_unequal_workers_of_one_model_agree():
         ({"tp": 0}, "tp_size: 0 at the destination neither divides nor is a multiple of 2 heads"),
     ],
 )
-def test_a_reason_begins_with_the_field(change, reason):
+def test_kv_agreement_reason_begins_with_field(change, reason):
     assert agree(layout(), layout(**change)) == reason
     assert agree(layout(**change), layout()).split(":")[0] == reason.split(":")[0]
 
 
 def test_codes_become_no_other_codes():
     for source, target in permutations(DTYPE_BYTES, 2):
-        told = agree(layout(source), layout(target))
-        assert (told is None) == ((source, target) in CONVERSIONS)
+        disagreement = agree(layout(source), layout(target))
+        assert (disagreement is None) == ((source, target) in CONVERSIONS)
     assert agree(layout("int3"), layout("int3")) == "dtype: no conversion from int3 to int3"
     assert "no conversion from int8 to fp8_e4m3" in agree(layout("int8"), layout("fp8_e4m3"))
     assert len(CONVERSIONS) == 12
 
 
-def test_what_travels_is_made_of_what_is_cached_and_the_other_way_round() -> None:
+def test_kv_agreement_wire_dtype_without_conversion_is_refused() -> None:
     assert cannot_travel_as("bfloat16", "bfloat16", "bfloat16") is None
     assert cannot_travel_as("bfloat16", "int8", "bfloat16") is None
     assert cannot_travel_as("float32", "int8", "int8") is None

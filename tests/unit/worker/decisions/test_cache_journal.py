@@ -1,4 +1,4 @@
-"""The journal writes so that whoever reads state and log knows what the worker holds, whatever Redis does to writes."""
+"""Readers of the state and the log know what the worker holds, whatever Redis does to writes."""
 
 from random import Random
 
@@ -125,7 +125,7 @@ def test_cache_journal_lost_board_is_rewritten_intact_one_is_not() -> None:
         journal.written(write)
 
 
-def test_whoever_had_read_everything_reads_on_when_the_board_was_lost() -> None:
+def test_cache_journal_up_to_date_reader_continues_after_redis_loss() -> None:
     journal = CacheJournal(max_pending=10**6)
     journal.restart(0, [name(1)])
     journal.written(journal.next_write())
@@ -243,7 +243,7 @@ class Life:
                 self.journal.written(write)
 
 
-def test_whatever_happens_the_board_comes_to_tell_the_truth() -> None:
+def test_cache_journal_redis_becomes_consistent_after_faults() -> None:
     for seed in range(100):
         life = Life(seed)
         for _ in range(200):

@@ -19,7 +19,7 @@ def test_fetch_cost_slow_link_or_fast_machine_computes() -> None:
     assert not worth_fetching(2048, 2048 * TOKEN_BYTES, FetchRates(prefill_tokens_per_s=1e6, bytes_per_s=1.5e9))
 
 
-def test_an_unknown_rate_of_computing_is_learnt_by_computing_and_an_unknown_link_by_fetching() -> None:
+def test_fetch_cost_unknown_rates_are_explored() -> None:
     assert not worth_fetching(2048, 2048 * TOKEN_BYTES, FetchRates(prefill_tokens_per_s=0.0, bytes_per_s=1.5e9))
     assert worth_fetching(2048, 2048 * TOKEN_BYTES, FetchRates(prefill_tokens_per_s=3000.0, bytes_per_s=0.0))
 

@@ -77,7 +77,7 @@ class Bench:
             request.hash_root, names, HOLDER, prefill_tokens_per_s=1.0, spare_blocks=spare_blocks
         )
 
-    async def asked(self) -> PrefillJob:
+    async def next_job(self) -> PrefillJob:
         async with asyncio.timeout(WAIT_S):
             return (await self.hub.jobs.get())[0]
 
@@ -106,9 +106,9 @@ async def bench() -> AsyncIterator[Bench]:
 
 async def test_fetcher_fetched_prefix_is_found_as_cache(bench: Bench) -> None:
     bringing = bench.bring()
-    job = await bench.asked()
+    job = await bench.next_job()
     assert (job.fetch, job.resume, job.held_tokens) == (True, True, 0)
-    assert (job.token_ids, job.num_tokens) == ((), 64), "a prefix is asked for by its names"
+    assert (job.token_ids, job.num_tokens) == ((), 64), "a prefix is requested by its names"
     assert job.expected_tail(64) == job.names[3]
     blocks = await bench.fetcher.bind(job.transfer_id, 4)
     assert len(blocks) == 4
@@ -121,11 +121,11 @@ async def test_fetcher_fetched_prefix_is_found_as_cache(bench: Bench) -> None:
 
 async def test_fetcher_requests_only_missing_blocks_and_accepts_fewer(bench: Bench) -> None:
     bringing = bench.bring(replace(HOLDER, num_tokens=16))
-    first = await bench.asked()
+    first = await bench.next_job()
     await bench.fetcher.commit(first.transfer_id, commit(await bench.fetcher.bind(first.transfer_id, 1)))
     assert await bringing == 16
     bringing = bench.bring()
-    job = await bench.asked()
+    job = await bench.next_job()
     assert job.held_tokens == 16
     blocks = await bench.fetcher.bind(job.transfer_id, 2)
     await bench.fetcher.commit(job.transfer_id, commit(blocks))
@@ -137,7 +137,7 @@ async def test_fetcher_requests_only_missing_blocks_and_accepts_fewer(bench: Ben
 @pytest.mark.parametrize("num_landed", [0, 2, 4])
 async def test_fetcher_failure_keeps_landed_blocks_and_quarantines_rest(bench: Bench, num_landed: int) -> None:
     bringing = bench.bring()
-    job = await bench.asked()
+    job = await bench.next_job()
     blocks = await bench.fetcher.bind(job.transfer_id, 4)
     landed, loose = blocks[:num_landed], blocks[num_landed:]
     bench.fetcher.failed(job.transfer_id, landed, TransferError("gone"))
@@ -155,7 +155,7 @@ async def test_fetcher_failure_keeps_landed_blocks_and_quarantines_rest(bench: B
 async def test_fetcher_overdue_fetch_is_given_up_and_landed_blocks_kept(bench: Bench) -> None:
     bench.host.rates.prefill_tokens_per_s = 1000.0
     bringing = bench.bring()
-    job = await bench.asked()
+    job = await bench.next_job()
     blocks = await bench.fetcher.bind(job.transfer_id, 4)
     bench.hub.on_give_up = lambda key: bench.fetcher.failed(key, blocks[:3], TransferError("too long"))
     assert await bringing == 48
@@ -167,10 +167,10 @@ async def test_fetcher_overdue_fetch_is_given_up_and_landed_blocks_kept(bench: B
     await bench.assert_empty()
 
 
-async def test_a_fetch_that_nobody_can_give_up_is_cancelled(bench: Bench) -> None:
+async def test_fetcher_slow_fetch_is_cancelled(bench: Bench) -> None:
     bench.host.rates.prefill_tokens_per_s = 1000.0
     bringing = bench.bring()
-    job = await bench.asked()
+    job = await bench.next_job()
     blocks = await bench.fetcher.bind(job.transfer_id, 4)
     assert await bringing == 0
     await asyncio.sleep(0)
@@ -182,7 +182,7 @@ async def test_a_fetch_that_nobody_can_give_up_is_cancelled(bench: Bench) -> Non
 
 async def test_fetcher_shared_prefix_is_fetched_once(bench: Bench) -> None:
     first = bench.bring()
-    job = await bench.asked()
+    job = await bench.next_job()
     second, third = bench.bring(), bench.bring()
     blocks = await bench.fetcher.bind(job.transfer_id, 4)
     await bench.fetcher.commit(job.transfer_id, commit(blocks))
@@ -195,7 +195,7 @@ async def test_fetcher_shared_prefix_is_fetched_once(bench: Bench) -> None:
 async def test_fetcher_simultaneous_requests_fetch_prefix_once(bench: Bench) -> None:
     bringing = [bench.bring() for _ in range(3)]
     adopting = asyncio.create_task(bench.adopt())
-    job = await bench.asked()
+    job = await bench.next_job()
     await bench.fetcher.commit(job.transfer_id, commit(await bench.fetcher.bind(job.transfer_id, 4)))
     assert [await each for each in bringing] == [64, 0, 0]
     assert await adopting == 4
@@ -207,24 +207,24 @@ async def test_fetcher_simultaneous_requests_fetch_prefix_once(bench: Bench) -> 
 async def test_fetcher_simultaneous_fetches_are_limited_to_eight(bench: Bench) -> None:
     prompts = [tuple((7 * i + k) % 90 for i in range(17)) for k in range(1, 13)]
     bringing = [bench.bring(request=bench.request(prompt)) for prompt in prompts]
-    jobs = [await bench.asked() for _ in range(8)]
+    jobs = [await bench.next_job() for _ in range(8)]
     for job in jobs:
         await bench.fetcher.commit(job.transfer_id, commit(await bench.fetcher.bind(job.transfer_id, 1)))
     assert sorted([await each for each in bringing]) == [0] * 4 + [16] * 8
     assert (bench.fetcher.stats.started, bench.fetcher.stats.declined) == (8, 4)
     assert bench.hub.jobs.empty()
     another = bench.bring()
-    job = await bench.asked()
+    job = await bench.next_job()
     await bench.fetcher.commit(job.transfer_id, commit(await bench.fetcher.bind(job.transfer_id, 4)))
-    assert await another == 64, "whoever is done makes room for others"
+    assert await another == 64, "a finished fetch makes room for others"
     await bench.assert_empty()
 
 
-async def test_whoever_joins_one_that_is_declined_for_anothers_reasons_is_judged_by_its_own(bench: Bench) -> None:
+async def test_fetcher_joined_request_of_declined_fetch_is_priced_itself(bench: Bench) -> None:
     adopting = asyncio.create_task(bench.adopt(spare_blocks=10_000))
     await asyncio.sleep(0)
     bringing = [bench.bring() for _ in range(2)]
-    job = await bench.asked()
+    job = await bench.next_job()
     assert await adopting is Declined.NO_ROOM
     await bench.fetcher.commit(job.transfer_id, commit(await bench.fetcher.bind(job.transfer_id, 4)))
     assert sorted([await each for each in bringing]) == [0, 64]
@@ -236,13 +236,13 @@ async def test_whoever_joins_one_that_is_declined_for_anothers_reasons_is_judged
     await bench.assert_empty()
 
 
-async def test_who_joined_before_the_reservation_has_it_though_the_first_goes(bench: Bench) -> None:
+async def test_fetcher_joined_request_keeps_reservation_of_cancelled_first(bench: Bench) -> None:
     first = bench.request()
     going, staying = bench.bring(request=first), bench.bring()
     await asyncio.sleep(0)
     bench.fetcher.abandon(first.request_id)
     assert await going == 0
-    job = await bench.asked()
+    job = await bench.next_job()
     await bench.fetcher.commit(job.transfer_id, commit(await bench.fetcher.bind(job.transfer_id, 4)))
     assert await staying == 0
     assert await bench.held() == 64
@@ -252,7 +252,7 @@ async def test_who_joined_before_the_reservation_has_it_though_the_first_goes(be
 async def test_fetcher_late_commit_keeps_nothing(bench: Bench) -> None:
     bench.host.rates.prefill_tokens_per_s = 1000.0
     bringing = bench.bring()
-    job = await bench.asked()
+    job = await bench.next_job()
     blocks = await bench.fetcher.bind(job.transfer_id, 4)
     assert await bringing == 0
     await bench.fetcher.commit(job.transfer_id, commit(blocks))
@@ -260,9 +260,9 @@ async def test_fetcher_late_commit_keeps_nothing(bench: Bench) -> None:
     await bench.assert_empty()
 
 
-async def test_whoever_no_longer_waits_ends_the_fetch(bench: Bench) -> None:
+async def test_fetcher_last_waiter_gone_ends_fetch(bench: Bench) -> None:
     bringing = bench.bring()
-    job = await bench.asked()
+    job = await bench.next_job()
     bringing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await bringing
@@ -299,7 +299,7 @@ async def test_fetcher_decides_by_peers_own_rate(bench: Bench) -> None:
     assert bench.fetcher.stats.declined == 1
     bench.hub.rate = 1e6
     bringing = bench.bring()
-    job = await bench.asked()
+    job = await bench.next_job()
     await bench.fetcher.commit(job.transfer_id, commit(await bench.fetcher.bind(job.transfer_id, 4)))
     assert await bringing == 64
     await bench.assert_empty()
@@ -308,7 +308,7 @@ async def test_fetcher_decides_by_peers_own_rate(bench: Bench) -> None:
 async def test_fetcher_last_waiting_prompt_gone_ends_fetch_and_keeps_landed_blocks(bench: Bench) -> None:
     first, second = bench.request(), bench.request()
     bringing = bench.bring(request=first)
-    job = await bench.asked()
+    job = await bench.next_job()
     also = bench.bring(request=second)
     blocks = await bench.fetcher.bind(job.transfer_id, 4)
     bench.hub.on_give_up = lambda key: bench.fetcher.failed(key, blocks[:2], TransferError("unwanted"))
@@ -324,7 +324,7 @@ async def test_fetcher_last_waiting_prompt_gone_ends_fetch_and_keeps_landed_bloc
     await bench.assert_empty()
 
 
-async def test_whoever_goes_before_the_reservation_leaves_nothing(bench: Bench) -> None:
+async def test_fetcher_cancel_before_reservation_leaves_nothing(bench: Bench) -> None:
     request = bench.request()
     bringing = bench.bring(request=request)
     await asyncio.sleep(0)
@@ -338,6 +338,6 @@ async def test_whoever_goes_before_the_reservation_leaves_nothing(bench: Bench) 
     await bench.assert_empty()
 
 
-async def test_nobody_can_be_abandoned_that_waits_for_nothing(bench: Bench) -> None:
+async def test_fetcher_abandon_unknown_request_does_nothing(bench: Bench) -> None:
     bench.fetcher.abandon(bench.request().request_id)
     await bench.assert_empty()

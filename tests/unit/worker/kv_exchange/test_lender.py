@@ -98,17 +98,17 @@ async def test_lender_prefix_is_held_until_read(bench: Bench) -> None:
 
 async def test_lender_blocks_still_loading_are_not_reported(bench: Bench) -> None:
     await bench.cache()
-    asked: list[list[BlockId]] = []
+    requested: list[list[BlockId]] = []
 
     def is_arriving(blocks: Sequence[BlockId]) -> bool:
         assert bench.hub.lending.empty()
-        asked.append(list(blocks))
-        return len(asked) < 3
+        requested.append(list(blocks))
+        return len(requested) < 3
 
     await bench.host.call(lambda scheduler: setattr(scheduler, "is_arriving", is_arriving))
     await bench.lender.submit(job())
     _, blocks = await bench.hub.lending.get()
-    assert asked == [list(blocks)] * 3
+    assert requested == [list(blocks)] * 3
     bench.lender.release(TransferId("t"))
     ledger.assert_empty(await settled(bench.host))
 

@@ -97,7 +97,7 @@ class Bench:
 
 
 class Hub:
-    """What the lender tells."""
+    """The lender's reports."""
 
     def __init__(self, bench: Bench) -> None:
         self._bench = bench

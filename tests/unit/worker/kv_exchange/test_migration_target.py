@@ -62,14 +62,14 @@ class Bench:
             "within_s": 60.0,
             **changes,
         }
-        self.migration_target.migrate(port or self.port, pb.Inherit(chains=chains, **fields))
+        self.migration_target.migrate(port or self.port, pb.FetchCache(chains=chains, **fields))
 
-    async def asked(self) -> PrefillJob:
+    async def next_job(self) -> PrefillJob:
         async with asyncio.timeout(WAIT_S):
             return (await self.hub.jobs.get())[0]
 
-    async def asked_or_none(self) -> PrefillJob | None:
-        """What has been asked when everything that can go on has."""
+    async def next_job_or_none(self) -> PrefillJob | None:
+        """The next job once everything that can run has run, or None."""
         for _ in range(20):
             await settled(self.host)
         return None if self.hub.jobs.empty() else self.hub.jobs.get_nowait()[0]
@@ -79,11 +79,11 @@ class Bench:
         info = CommitInfo(blocks=blocks, first_token=None, cached_tokens=0, times=PhaseTimes())
         await self.fetcher.commit(job.transfer_id, info)
 
-    async def answered(self, port: SessionPort | None = None) -> pb.Inherited:
+    async def answered(self, port: SessionPort | None = None) -> pb.CacheFetched:
         async with asyncio.timeout(WAIT_S):
             message = await (port or self.port).next()
         assert message is not None
-        return message.inherited
+        return message.cache_fetched
 
     async def held(self) -> set[BlockHash]:
         return await self.host.call(lambda scheduler: set(scheduler.blocks.index.names()))
@@ -109,12 +109,12 @@ async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
 
 async def test_everything_is_fetched_by_name_and_each_block_once(bench: Bench) -> None:
     bench.migrate()
-    first, second = await bench.asked(), await bench.asked_or_none()
+    first, second = await bench.next_job(), await bench.next_job_or_none()
     assert first.fetch
     assert (first.names, first.held_tokens) == (tuple(TRUNK), 0)
     assert second is None, "the branch waits for what comes before it"
     await bench.give(first)
-    jobs = [await bench.asked(), await bench.asked()]
+    jobs = [await bench.next_job(), await bench.next_job()]
     branch, other = sorted(jobs, key=lambda job: job.names[0])
     assert (branch.names, branch.held_tokens) == ((*TRUNK[:2], *BRANCH), 32)
     assert (other.names, other.held_tokens) == (tuple(OTHER), 0)
@@ -127,9 +127,9 @@ async def test_everything_is_fetched_by_name_and_each_block_once(bench: Bench) -
     await bench.assert_empty()
 
 
-async def test_what_is_here_already_is_not_asked_for(bench: Bench) -> None:
+async def test_migration_cached_blocks_are_not_fetched(bench: Bench) -> None:
     bench.migrate([chain(TRUNK)])
-    await bench.give(await bench.asked())
+    await bench.give(await bench.next_job())
     await bench.answered()
     bench.migrate([chain(TRUNK)])
     await bench.answered()
@@ -138,20 +138,20 @@ async def test_what_is_here_already_is_not_asked_for(bench: Bench) -> None:
     await bench.assert_empty()
 
 
-async def test_what_is_cheaper_to_compute_is_left(bench: Bench) -> None:
+async def test_migration_blocks_cheaper_to_compute_are_skipped(bench: Bench) -> None:
     bench.host.rates.prefill_tokens_per_s = 0.0  # never measured here: what the router knows counts
     bench.migrate([chain(TRUNK)], prefill_tokens_per_s=1e9)
     await bench.answered()
     assert bench.counts == {"computed": 4}
     bench.migrate([chain(TRUNK)], prefill_tokens_per_s=1.0)
-    await bench.give(await bench.asked())
+    await bench.give(await bench.next_job())
     await bench.answered()
     assert bench.counts == {"computed": 4, "moved": 4}
     await bench.assert_empty()
 
 
 @pytest.mark.parametrize("num_taken", [24, 22, 18])
-async def test_only_room_that_nobody_needs_is_taken(bench: Bench, num_taken: int) -> None:
+async def test_migration_uses_spare_room_only(bench: Bench, num_taken: int) -> None:
     """Of 24 blocks a quarter stays available, however little is free."""
     taken = await bench.host.call(lambda scheduler: scheduler.blocks.allocate(num_taken))
     bench.migrate()
@@ -174,13 +174,13 @@ def crowd(scheduler: Scheduler, num_cached: int) -> list[BlockId]:
     return in_use
 
 
-async def test_a_run_is_cut_to_what_is_free_and_half_of_what_is_cached(bench: Bench) -> None:
+async def test_migration_chain_is_cut_to_spare_room(bench: Bench) -> None:
     in_use = await bench.host.call(
         lambda scheduler: crowd(scheduler, 13)
     )  # one is free, six of those that are cached may go
     long = [BlockHash(bytes([8, i]) + bytes(14)) for i in range(8)]
     bench.migrate([chain(long), chain(OTHER)])
-    job = await bench.asked()
+    job = await bench.next_job()
     assert job.names == tuple(long[:7])
     await bench.give(job)
     await bench.answered()
@@ -189,10 +189,10 @@ async def test_a_run_is_cut_to_what_is_free_and_half_of_what_is_cached(bench: Be
     await bench.assert_empty()
 
 
-async def test_a_leaver_that_dies_in_the_middle_ends_it_and_what_landed_stays(bench: Bench) -> None:
+async def test_migration_source_lost_keeps_landed_blocks(bench: Bench) -> None:
     lone = [chain([BlockHash(bytes([9, i]) + bytes(14))]) for i in range(6)]
     bench.migrate([chain(TRUNK), *lone])
-    jobs = [await bench.asked(), await bench.asked()]
+    jobs = [await bench.next_job(), await bench.next_job()]
     blocks = await bench.fetcher.bind(jobs[0].transfer_id, 4)
     bench.fetcher.failed(jobs[0].transfer_id, blocks[:3], TransferError("gone"))
     bench.fetcher.released(jobs[0].transfer_id, blocks[3:])
@@ -202,13 +202,13 @@ async def test_a_leaver_that_dies_in_the_middle_ends_it_and_what_landed_stays(be
     assert await bench.held() == set(TRUNK[:3])
     assert bench.counts["moved"] == 3
     assert bench.counts["moved"] + bench.counts["failed"] == 10
-    assert bench.hub.jobs.empty(), "nobody is asked for the rest"
+    assert bench.hub.jobs.empty(), "the rest is not requested"
     await bench.assert_empty()
 
 
-async def test_the_time_is_over_in_the_middle(bench: Bench) -> None:
+async def test_migration_timeout_counts_rest_as_no_time(bench: Bench) -> None:
     bench.migrate(within_s=0.2)
-    job = await bench.asked()
+    job = await bench.next_job()
     blocks = await bench.fetcher.bind(job.transfer_id, 4)
     bench.hub.on_give_up = lambda key: bench.fetcher.failed(key, blocks[:2], TransferError("too long"))
     await bench.answered()
@@ -219,9 +219,9 @@ async def test_the_time_is_over_in_the_middle(bench: Bench) -> None:
     await bench.assert_empty()
 
 
-async def test_an_heir_that_leaves_itself_takes_nothing(bench: Bench) -> None:
+async def test_migration_target_that_drains_fetches_nothing(bench: Bench) -> None:
     bench.migrate()
-    job = await bench.asked()
+    job = await bench.next_job()
     bench.migration_target.close()
     await bench.answered()
     with pytest.raises(TransferError):
@@ -232,9 +232,9 @@ async def test_an_heir_that_leaves_itself_takes_nothing(bench: Bench) -> None:
     await bench.assert_empty()
 
 
-async def test_a_prompt_may_wait_for_what_is_inherited(bench: Bench) -> None:
+async def test_migration_prompt_joins_running_fetch(bench: Bench) -> None:
     bench.migrate([chain(TRUNK)])
-    job = await bench.asked()
+    job = await bench.next_job()
     adopting = asyncio.create_task(
         bench.fetcher.adopt(ledger.ROOT, TRUNK, HOLDER, prefill_tokens_per_s=1.0, spare_blocks=0)
     )
@@ -252,7 +252,7 @@ async def test_larger_blocks_here_are_asked_for_by_the_names_that_the_leaver_has
     assert bench.hub.jobs.empty(), "blocks of 32 do not make up blocks of 16"
     bench.migration_target._host.parts.layout.block_size = 32
     bench.migrate([chain(TRUNK[:2])], block_size=32)
-    job = await bench.asked()
+    job = await bench.next_job()
     assert job.names == (TRUNK[0], TRUNK[0], TRUNK[1], TRUNK[1])
     bench.fetcher.failed(job.transfer_id, (), TransferError("enough"))
     await bench.answered()
@@ -268,10 +268,10 @@ LARGE = pytest.mark.parametrize("bench", [{"block_size": 64, "max_model_len": 40
 
 
 @LARGE
-async def test_what_follows_a_run_too_short_for_a_block_is_fetched_with_it(bench: Bench) -> None:
+async def test_migration_short_parent_is_fetched_with_child(bench: Bench) -> None:
     short, long = line(10, 3), line(11, 38)
     bench.migrate([chain(short), chain(long, after=short[1])])
-    job = await bench.asked()
+    job = await bench.next_job()
     assert job.names == (*short[:2], *long), "40 names make up ten blocks"
     await bench.give(job)
     await bench.answered()
@@ -285,7 +285,7 @@ async def test_blocks_are_counted_along_the_path_and_rests_of_runs_are_not_lost(
     first, second, third = line(10, 6), line(11, 3), line(12, 8)
     bench.migrate([chain(first), chain(second, after=first[-1]), chain(third, after=second[-1])])
     for length, held in ((4, 0), (8, 4), (16, 8)):
-        job = await bench.asked()
+        job = await bench.next_job()
         assert job.names == (*first, *second, *third)[:length], "whole blocks and nothing more"
         assert job.held_tokens == 16 * held
         await bench.give(job)
@@ -295,11 +295,11 @@ async def test_blocks_are_counted_along_the_path_and_rests_of_runs_are_not_lost(
 
 
 @LARGE
-async def test_what_hangs_on_the_part_of_a_run_for_which_there_is_no_room_is_left(bench: Bench) -> None:
+async def test_migration_child_of_cut_chain_is_skipped(bench: Bench) -> None:
     in_use = await bench.host.call(lambda scheduler: crowd(scheduler, 17))  # room for nine
     one, long = line(10, 4), line(11, 42)
     bench.migrate([chain(one), chain(long), chain(line(12, 9), after=long[-1])])
-    jobs = sorted([await bench.asked(), await bench.asked()], key=lambda job: len(job.names))
+    jobs = sorted([await bench.next_job(), await bench.next_job()], key=lambda job: len(job.names))
     assert jobs[1].names == tuple(long[:32]), "eight blocks are left for ten"
     bench.fetcher.failed(jobs[0].transfer_id, (), TransferError("gives its room back"))
     await bench.give(jobs[1])
@@ -310,7 +310,7 @@ async def test_what_hangs_on_the_part_of_a_run_for_which_there_is_no_room_is_lef
     await bench.assert_empty()
 
 
-async def test_nobody_follows_runs_that_are_longer_than_any_prompt(bench: Bench) -> None:
+async def test_migration_chain_beyond_context_is_cut(bench: Bench) -> None:
     """199 tokens have twelve blocks before them."""
     names = line(10, 400)
     chains = [chain(names[:1]), *(chain([name], after=before) for before, name in pairwise(names))]
@@ -324,16 +324,16 @@ async def test_nobody_follows_runs_that_are_longer_than_any_prompt(bench: Bench)
     bench.fetcher.adopt = counting  # type: ignore[method-assign]
     bench.migrate(chains)
     for _ in range(12):
-        await bench.give(await bench.asked())
+        await bench.give(await bench.next_job())
     await bench.answered()
     assert judged == list(range(1, 13))
     assert bench.counts == {"moved": 12, "no_room": 388}
     await bench.assert_empty()
 
 
-async def test_what_waits_for_its_turn_until_its_time_is_over_is_counted(bench: Bench) -> None:
+async def test_migration_timeout_while_queued_is_counted(bench: Bench) -> None:
     bench.migrate([chain(TRUNK)])
-    job = await bench.asked()
+    job = await bench.next_job()
     bench.migrate([chain(OTHER)], leaver="d8", within_s=0.05)
     assert (await bench.answered()).worker_id == "d8"
     assert bench.counts == {"no_time": 3}
@@ -343,15 +343,15 @@ async def test_what_waits_for_its_turn_until_its_time_is_over_is_counted(bench: 
     await bench.assert_empty()
 
 
-async def test_who_orders_the_same_again_hears_of_the_end_of_what_is_under_way(bench: Bench) -> None:
-    """As a second router does when the first, which the leaving worker had asked, is gone."""
+async def test_migration_repeated_order_joins_running_one(bench: Bench) -> None:
+    """As a second router does when the first, which got the offer, is gone."""
     second = SessionPort(Incarnation(3))
     bench.migrate([chain(TRUNK)])
-    job = await bench.asked()
+    job = await bench.next_job()
     for _ in range(1000):
         bench.migrate([chain(OTHER)])
         bench.migrate([chain(OTHER)], port=second)
-    assert await bench.asked_or_none() is None
+    assert await bench.next_job_or_none() is None
     await bench.give(job)
     assert (await bench.answered()).worker_id == (await bench.answered(second)).worker_id == "d9"
     assert bench.counts == {"moved": 4}
@@ -361,7 +361,7 @@ async def test_who_orders_the_same_again_hears_of_the_end_of_what_is_under_way(b
     await bench.assert_empty()
 
 
-async def test_an_heir_that_is_told_to_leave_at_once_answers_all_the_same(bench: Bench) -> None:
+async def test_migration_target_drained_at_once_still_answers(bench: Bench) -> None:
     bench.migrate()
     bench.migration_target.close()
     assert (await bench.answered()).worker_id == "d9"

@@ -1,4 +1,4 @@
-"""Messages arrive whole and in order, descriptors with them; an end, a silence and nonsense are told apart."""
+"""Messages arrive whole and in order, with their descriptors; end, silence and malformed data are distinguished."""
 
 import os
 import socket

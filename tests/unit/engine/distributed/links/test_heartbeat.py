@@ -1,4 +1,4 @@
-"""Whoever hears nothing of the other end gives it up; what ranks leave for each other reaches all of them."""
+"""An end that receives nothing gives the other up; values in the store reach all ranks."""
 
 import queue
 import re
@@ -34,20 +34,20 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_heartbeat_silent_rank_is_given_up(ends) -> None:
-    told = queue.SimpleQueue()
-    desk = HeartbeatServer(told.put, silence_s=SILENCE_S)
+    losses = queue.SimpleQueue()
+    desk = HeartbeatServer(losses.put, silence_s=SILENCE_S)
     desk.serve(ends[0])
     RemoteKeys(ends[1], silence_s=WAIT_S).pulse()
-    assert "rank 1 does not answer" in str(told.get(timeout=WAIT_S))
+    assert "rank 1 does not answer" in str(losses.get(timeout=WAIT_S))
     desk.close()
-    assert told.empty()
+    assert losses.empty()
 
 
 def test_heartbeat_rank_that_never_begins_is_given_up(ends) -> None:
-    told = queue.SimpleQueue()
-    desk = HeartbeatServer(told.put, silence_s=WAIT_S, start_s=SILENCE_S)
+    losses = queue.SimpleQueue()
+    desk = HeartbeatServer(losses.put, silence_s=WAIT_S, start_s=SILENCE_S)
     desk.serve(ends[0])
-    assert "rank 1 does not answer" in str(told.get(timeout=WAIT_S))
+    assert "rank 1 does not answer" in str(losses.get(timeout=WAIT_S))
     desk.close()
 
 
@@ -57,34 +57,34 @@ def test_heartbeat_silent_leader_is_given_up(ends) -> None:
     assert ended.get(timeout=WAIT_S) == 1
 
 
-def test_both_live_on_while_both_speak(ends) -> None:
-    told, ended = queue.SimpleQueue(), queue.SimpleQueue()
-    asked = threading.Semaphore(0)
-    desk = HeartbeatServer(told.put)
+def test_heartbeat_both_ends_alive_reports_nothing(ends) -> None:
+    losses, ended = queue.SimpleQueue(), queue.SimpleQueue()
+    requested = threading.Semaphore(0)
+    desk = HeartbeatServer(losses.put)
     answer = desk.keys.answer
-    desk.keys.answer = lambda question: (asked.release(), answer(question))[1]
+    desk.keys.answer = lambda question: (requested.release(), answer(question))[1]
     desk.serve(ends[0])
     Pulse(ends[1], end_process=ended.put)
     for _ in range(5):
-        assert asked.acquire(timeout=WAIT_S)
-    assert told.empty()
+        assert requested.acquire(timeout=WAIT_S)
+    assert losses.empty()
     assert ended.empty()
     desk.close()
     assert ended.get(timeout=WAIT_S) == 1, "an end that is wanted ends the others"
-    assert told.empty(), "nobody is told of an end that is wanted"
+    assert losses.empty(), "an orderly end is not reported"
 
 
 @pytest.mark.parametrize("question", [b'{"op": "format the disk"}', b"{", b"[]", b'{"op": "set", "key": 1}'])
 def test_nonsense_is_the_end(ends, question: bytes) -> None:
-    told = queue.SimpleQueue()
-    desk = HeartbeatServer(told.put)
+    losses = queue.SimpleQueue()
+    desk = HeartbeatServer(losses.put)
     desk.serve(ends[0])
     ends[1].send(ChannelKind.ASK, question)
-    assert re.search("malformed (heartbeat|rendezvous request)", str(told.get(timeout=WAIT_S)))
+    assert re.search("malformed (heartbeat|rendezvous request)", str(losses.get(timeout=WAIT_S)))
     desk.close()
 
 
-def test_what_one_leaves_another_finds(ends) -> None:
+def test_heartbeat_store_value_is_visible_to_other_ranks(ends) -> None:
     desk = HeartbeatServer(pytest.fail)
     desk.serve(ends[0])
     keys = RemoteKeys(ends[1], silence_s=WAIT_S)
@@ -109,7 +109,7 @@ def test_board_closed_releases_waiters() -> None:
         assert waiting.result(timeout=WAIT_S) is None
 
 
-def test_a_channel_without_descriptors_is_as_good(ends) -> None:
+def test_heartbeat_works_without_descriptors(ends) -> None:
     here, there = socket.socketpair()
     one, other = (RankChannel(end, "peer", carries_descriptors=False, most_bytes=100) for end in (here, there))
     one.send(ChannelKind.STEP, b"abc")

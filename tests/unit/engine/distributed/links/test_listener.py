@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from engine.distributed.links import joining
-from engine.distributed.links import listener as doors
+from engine.distributed.links import listener as listener_module
 from engine.distributed.links.channel import ChannelKind, RankChannel
 from engine.distributed.links.handshake import JoiningRank, Purpose, too_early
 from engine.distributed.links.heartbeat import HeartbeatServer
@@ -57,7 +57,7 @@ def given(authority: Authority, tmp_path: Path) -> NodeGroup:
 
 
 @pytest.fixture
-def door(given: NodeGroup, desk: HeartbeatServer) -> Iterator[NodeListener]:
+def node_listener(given: NodeGroup, desk: HeartbeatServer) -> Iterator[NodeListener]:
     made = NodeListener(given, desk.serve)
     yield made
     made.close()
@@ -66,16 +66,16 @@ def door(given: NodeGroup, desk: HeartbeatServer) -> Iterator[NodeListener]:
 @pytest.fixture
 def rejected() -> Iterator[threading.Semaphore]:
     """Released once for each connection that a listener rejects."""
-    told = threading.Semaphore(0)
+    logged = threading.Semaphore(0)
 
-    class Told(logging.Handler):
+    class RefusalHandler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             if record.getMessage().startswith("rejected "):
-                told.release()
+                logged.release()
 
-    watcher = Told()
+    watcher = RefusalHandler()
     logging.getLogger("engine.distributed.links.listener").addHandler(watcher)
-    yield told
+    yield logged
     logging.getLogger("engine.distributed.links.listener").removeHandler(watcher)
 
 
@@ -99,8 +99,8 @@ class Guests:
         self.channels.append(channel)
         return given
 
-    def gathered(self, door: NodeListener) -> dict[int, RankChannel]:
-        found = door.gather()
+    def gathered(self, node_listener: NodeListener) -> dict[int, RankChannel]:
+        found = node_listener.gather()
         self.channels += found.values()
         return found
 
@@ -113,9 +113,9 @@ def guests(given: NodeGroup) -> Iterator[Guests]:
         channel.close()
 
 
-def test_listener_all_remote_ranks_join(guests: Guests, door: NodeListener, given: NodeGroup) -> None:
+def test_listener_all_remote_ranks_join(guests: Guests, node_listener: NodeListener, given: NodeGroup) -> None:
     links = guests.come(3, 2)
-    channels = guests.gathered(door)
+    channels = guests.gathered(node_listener)
     assert sorted(channels) == [2, 3]
     for link, rank in zip(links, (3, 2), strict=True):
         link.steps.send(ChannelKind.READY, b"x" * 100_000)
@@ -123,22 +123,24 @@ def test_listener_all_remote_ranks_join(guests: Guests, door: NodeListener, give
         assert link.host == OTHER_HOST
 
 
-def test_nobody_comes_once_all_are_there(guests: Guests, door: NodeListener, given: NodeGroup) -> None:
+def test_listener_after_gather_refuses_connections(
+    guests: Guests, node_listener: NodeListener, given: NodeGroup
+) -> None:
     guests.come(2, 3)
-    guests.gathered(door)
-    door.close()
+    guests.gathered(node_listener)
+    node_listener.close()
     with pytest.raises(OSError, match="refused"):
         socket.create_connection((given.host, given.port))
 
 
-def test_who_comes_between_the_last_and_the_close_is_not_taken(guests: Guests, door: NodeListener) -> None:
+def test_listener_connection_between_gather_and_close_is_refused(guests: Guests, node_listener: NodeListener) -> None:
     guests.come(2, 3)
-    guests.gathered(door)
+    guests.gathered(node_listener)
     with pytest.raises(RankLost):
         guests.connect(2, Purpose.STEPS)
 
 
-def test_listener_group_mismatch_is_refused(door: NodeListener, given: NodeGroup) -> None:
+def test_listener_group_mismatch_is_refused(node_listener: NodeListener, given: NodeGroup) -> None:
     with pytest.raises(ConfigError, match="of 6 ranks over 2 nodes"):
         knock(replace(given, size=6), 3, None)
     with pytest.raises(ConfigError, match="rank 1 is of rank 0's own node"):
@@ -148,7 +150,7 @@ def test_listener_group_mismatch_is_refused(door: NodeListener, given: NodeGroup
 def test_ranks_of_another_revision_knock_until_their_own_group_is_there(
     given: NodeGroup, desk: HeartbeatServer, rejected: threading.Semaphore
 ) -> None:
-    door = NodeListener(replace(given, revision="new"), desk.serve)
+    node_listener = NodeListener(replace(given, revision="new"), desk.serve)
     old = replace(given, revision="old")
     for other in (old, replace(old, size=6)):  # the roll-out may be of another size
         with pytest.raises(RankLost):
@@ -158,18 +160,18 @@ def test_ranks_of_another_revision_knock_until_their_own_group_is_there(
         same = Guests(replace(given, revision=known))
         assert same.connect(2, Purpose.STEPS)
         same.channels[0].close()
-    door.close()
+    node_listener.close()
 
 
 def test_ranks_that_run_another_tandem_knock_until_they_run_the_same(
-    door: NodeListener,
+    node_listener: NodeListener,
     given: NodeGroup,
     rejected: threading.Semaphore,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     old = JoiningRank(rank=2, size=4, num_nodes=2, purpose=Purpose.STEPS, software="1.9")
     assert "1.9, rank 0 2.0" in (too_early(old, revision="", software="2.0") or "")
-    monkeypatch.setattr(doors, "installed", lambda: "2.0")
+    monkeypatch.setattr(listener_module, "installed", lambda: "2.0")
     monkeypatch.setattr(joining, "installed", lambda: "1.9")
     with pytest.raises(RankLost):
         joining._come(given, 2, None, given.open_tls())
@@ -181,7 +183,7 @@ def test_ranks_that_run_another_tandem_knock_until_they_run_the_same(
         link.pulse.close()
 
 
-def test_another_secret_opens_nothing_and_ends_nobody(door: NodeListener, given: NodeGroup) -> None:
+def test_another_secret_opens_nothing_and_ends_nobody(node_listener: NodeListener, given: NodeGroup) -> None:
     other = replace(given, secret=b"another secret !")
     with pytest.raises(RankLost, match="does not know this cluster's secret"):
         joining._come(other, 2, None, other.open_tls())
@@ -196,7 +198,7 @@ def test_another_secret_opens_nothing_and_ends_nobody(door: NodeListener, given:
         (ChannelKind.REFUSED, b"go home", "rejected by an unauthenticated peer"),
     ],
 )
-def test_who_answers_in_the_leaders_place_is_not_believed_and_ends_nobody(
+def test_handshake_false_leader_is_refused_without_ending_ranks(
     kind: ChannelKind, answer: bytes, reason: str, given: NodeGroup
 ) -> None:
     with socket.create_server((given.host, 0)) as server, ThreadPoolExecutor(1) as threads:
@@ -225,15 +227,15 @@ def test_who_answers_in_the_leaders_place_is_not_believed_and_ends_nobody(
 def test_nonsense_is_turned_away_with_a_word(
     kind: ChannelKind, said: bytes, given: NodeGroup, desk: HeartbeatServer, rejected: threading.Semaphore
 ) -> None:
-    door = NodeListener(replace(given, tls=None), desk.serve)
+    node_listener = NodeListener(replace(given, tls=None), desk.serve)
     with socket.create_connection((given.host, given.port)) as sock:
         RankChannel(sock, "door", carries_descriptors=False).send(kind, said)
         assert rejected.acquire(timeout=WAIT_S)
-    door.close()
+    node_listener.close()
 
 
-def test_who_stands_between_with_a_certificate_but_no_secret_is_noticed(
-    door: NodeListener, given: NodeGroup, authority: Authority, tmp_path: Path
+def test_handshake_man_in_the_middle_without_secret_is_refused(
+    node_listener: NodeListener, given: NodeGroup, authority: Authority, tmp_path: Path
 ) -> None:
     own = tmp_path / "between"
     own.mkdir()
@@ -262,11 +264,11 @@ def test_who_stands_between_with_a_certificate_but_no_secret_is_noticed(
         between.result(timeout=WAIT_S)
 
 
-def test_who_drips_is_hung_up_on_in_time(
+def test_listener_slow_caller_is_closed_at_deadline(
     given: NodeGroup, desk: HeartbeatServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doors, "_GREETING_S", 0.2)
-    door = NodeListener(replace(given, tls=None), desk.serve)
+    monkeypatch.setattr(listener_module, "_GREETING_S", 0.2)
+    node_listener = NodeListener(replace(given, tls=None), desk.serve)
     with socket.create_connection((given.host, given.port)) as sock:
         sock.settimeout(0.05)
         sock.sendall(struct.pack("<BI", ChannelKind.HELLO, 4000))
@@ -282,13 +284,13 @@ def test_who_drips_is_hung_up_on_in_time(
             except OSError:
                 break
         assert left
-    door.close()
+    node_listener.close()
 
 
 def test_listener_one_address_cannot_take_all_slots(
-    guests: Guests, door: NodeListener, given: NodeGroup, monkeypatch: pytest.MonkeyPatch
+    guests: Guests, node_listener: NodeListener, given: NodeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doors, "_GREETING_S", 600.0)
+    monkeypatch.setattr(listener_module, "_GREETING_S", 600.0)
 
     def silent() -> socket.socket:
         return socket.create_connection((given.host, given.port), WAIT_S, source_address=("127.0.0.9", 0))
@@ -296,14 +298,14 @@ def test_listener_one_address_cannot_take_all_slots(
     with silent(), silent(), silent() as third:
         assert third.recv(1) == b"", "turned away at once: two ranks are to come"
         guests.come(2, 3)
-        assert sorted(guests.gathered(door)) == [2, 3]
+        assert sorted(guests.gathered(node_listener)) == [2, 3]
 
 
 @pytest.mark.parametrize("stranger", ["another authority", "no TLS"])
-def test_who_has_no_certificate_of_the_authority_is_turned_away(
+def test_listener_certificate_of_other_authority_is_refused(
     guests: Guests,
     stranger: str,
-    door: NodeListener,
+    node_listener: NodeListener,
     given: NodeGroup,
     tmp_path: Path,
     rejected: threading.Semaphore,
@@ -315,17 +317,17 @@ def test_who_has_no_certificate_of_the_authority_is_turned_away(
         joining._come(replace(given, tls=tls), 2, None, replace(given, tls=tls).open_tls())
     assert rejected.acquire(timeout=WAIT_S)
     guests.come(2, 3)
-    assert sorted(guests.gathered(door)) == [2, 3], "who belongs here came in all the same"
+    assert sorted(guests.gathered(node_listener)) == [2, 3], "who belongs here came in all the same"
 
 
-def test_listener_silent_caller_delays_no_other(guests: Guests, door: NodeListener, given: NodeGroup) -> None:
+def test_listener_silent_caller_delays_no_other(guests: Guests, node_listener: NodeListener, given: NodeGroup) -> None:
     with socket.create_connection((given.host, given.port)), socket.create_connection((given.host, given.port)):
         guests.come(2, 3)
-        assert sorted(guests.gathered(door)) == [2, 3]
+        assert sorted(guests.gathered(node_listener)) == [2, 3]
 
 
 def test_listener_second_connection_of_another_process_is_refused(
-    guests: Guests, door: NodeListener, given: NodeGroup
+    guests: Guests, node_listener: NodeListener, given: NodeGroup
 ) -> None:
     token = guests.connect(2, Purpose.STEPS)
     other = guests.connect(2, Purpose.STEPS)
@@ -334,28 +336,28 @@ def test_listener_second_connection_of_another_process_is_refused(
         guests.connect(2, Purpose.PULSE, token)
     guests.connect(2, Purpose.PULSE, other)
     guests.come(3)
-    assert sorted(guests.gathered(door)) == [2, 3]
+    assert sorted(guests.gathered(node_listener)) == [2, 3]
 
 
 def test_listener_rank_lost_while_joining_ends_wait(guests: Guests, given: NodeGroup, lost: list[RankLost]) -> None:
-    desk = HeartbeatServer(lambda gone: door.fail(gone))
-    door = NodeListener(given, desk.serve)
+    desk = HeartbeatServer(lambda gone: node_listener.fail(gone))
+    node_listener = NodeListener(given, desk.serve)
     [link] = guests.come(2)
     link.pulse.close()
     with pytest.raises(RankLost, match=r"rank 2 at 127\.0\.0\.2:\d+ has ended"):
-        guests.gathered(door)
-    door.close()
+        guests.gathered(node_listener)
+    node_listener.close()
     desk.close()
 
 
 def test_ranks_that_do_not_come_are_named(guests: Guests, given: NodeGroup, desk: HeartbeatServer) -> None:
-    door = NodeListener(replace(given, join_s=0.0), desk.serve)
+    node_listener = NodeListener(replace(given, join_s=0.0), desk.serve)
     with pytest.raises(RankLost, match="ranks 2, 3 have not joined within 0 s"):
-        guests.gathered(door)
-    door.close()
+        guests.gathered(node_listener)
+    node_listener.close()
 
 
-def test_what_is_said_in_the_clear_stays_on_this_machine(given: NodeGroup) -> None:
+def test_listener_without_tls_refuses_remote_address(given: NodeGroup) -> None:
     with pytest.raises(ConfigError, match=r"nodes is 2: beyond this machine \(at 10.0.0.1\) that needs transfer.tls"):
         replace(given, host="10.0.0.1", tls=None)
     with pytest.raises(ConfigError, match=r"needs transfer.isolated_network: true"):
@@ -364,7 +366,7 @@ def test_what_is_said_in_the_clear_stays_on_this_machine(given: NodeGroup) -> No
     assert NodeGroup.from_json(there.to_json()) == there
 
 
-def test_a_group_has_as_many_ranks_on_each_node(given: NodeGroup) -> None:
+def test_node_group_spreads_ranks_evenly_or_is_refused(given: NodeGroup) -> None:
     assert list(given.ranks_of(1)) == list(given.elsewhere) == [2, 3]
     for node in (0, 2):
         with pytest.raises(ConfigError, match=rf"node must be in \[1, 1\], got {node}"):

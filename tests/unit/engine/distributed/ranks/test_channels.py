@@ -6,7 +6,7 @@ from engine.distributed.links.channel import RankChannel
 from engine.distributed.ranks.channels import Channels
 
 
-def test_the_end_reaches_all_that_were_there_while_others_are_added() -> None:
+def test_channels_end_during_add_reaches_existing_ranks() -> None:
     channels = Channels()
     ends = [socket.socketpair() for _ in range(3)]
 

@@ -1,4 +1,4 @@
-"""A rank that is told to run dry steps gives their memory back before its pool comes."""
+"""A rank that runs dry steps releases their memory before its pool is allocated."""
 
 from array import array
 

@@ -64,8 +64,8 @@ def test_memory_shortage_names_smallest_machine() -> None:
         for limit, room, host in ((90, 40, "10.0.0.2"), (80, 30, "10.0.0.2"), (70, 50, "10.0.0.3"))
     ]
     assert tightest([own, beside]) == replace(own, weights_bytes=7)
-    told = tightest([own, beside, *there])
-    assert told == replace(own, weights_bytes=7, limit_bytes=70, room=HostRoom(30, "rank 3 (10.0.0.2)"))
+    limits = tightest([own, beside, *there])
+    assert limits == replace(own, weights_bytes=7, limit_bytes=70, room=HostRoom(30, "rank 3 (10.0.0.2)"))
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_memory_shortage_names_smallest_machine() -> None:
     [(4, [1, 1, 2, 2, 1, 10, 2, 20, 1, 1, 2, 2]), (1, [1, 1, 2, 20, 1, 1])],
     ids=["split", "replicated: a layer from one rank, the next from the other"],
 )
-def test_a_hand_off_finds_every_ranks_layers_in_the_shared_pool(num_kv_heads: int, found: list[float]) -> None:
+def test_shared_pool_has_layers_of_every_rank(num_kv_heads: int, found: list[float]) -> None:
     layout, num_blocks = replace(LAYOUT, num_kv_heads=num_kv_heads), 5
     plan = PoolPlan(layout=layout, num_blocks=num_blocks)
     memory = memoryview(bytearray(plan.rank_bytes * layout.tp_size))

@@ -31,7 +31,7 @@ def handlers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 class Played:
-    """Ranks that knock until they are told to end. `lives`: what befalls the starter in each."""
+    """Ranks that try to connect until they are signalled. `lives`: signals that the starter gets in each life."""
 
     lives: Sequence[Sequence[signal.Signals] | OSError] = ()
     begun: list[list[int]]
@@ -50,7 +50,7 @@ class Played:
             os.kill(os.getpid(), number)
 
     def send(self, signum: signal.Signals) -> None:
-        """They end, which somebody else tells."""
+        """End the ranks."""
         self.signals.append(signum)
         self._ending = threading.Thread(target=self._end.report, args=(RankLost("rank 2 has ended"),))
         self._ending.start()
@@ -83,14 +83,14 @@ def test_ranks_that_cannot_be_started_now_are_started_later(played: type[Played]
                 os.fstat(fd)
 
 
-def test_whoever_says_that_files_have_changed_ends_no_rank(played: type[Played], handlers: list[int]) -> None:
+def test_node_starter_sighup_ends_no_rank(played: type[Played], handlers: list[int]) -> None:
     played.lives = [[signal.SIGHUP, signal.SIGHUP, signal.SIGTERM]]
     assert run() == 0
     assert handlers == []
     assert played.signals == [signal.SIGTERM]
 
 
-def test_a_terminal_that_closes_ends_them(played: type[Played], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_node_starter_closed_terminal_ends_ranks(played: type[Played], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tandem.process.hangup.has_terminal", lambda: True)
     played.lives = [[signal.SIGHUP]]
     assert run() == 0

@@ -1,4 +1,4 @@
-"""One death ends the group and is told, by name; nobody is left behind."""
+"""One death ends the group and is reported with the rank; no process is left behind."""
 
 import os
 import queue
@@ -41,35 +41,35 @@ SLEEP = "import time; time.sleep(1000)"
 
 def test_rank_processes_one_death_ends_all_and_is_reported_once(pipe) -> None:
     processes, end = start(pipe, SLEEP, SLEEP, SLEEP)
-    told = queue.SimpleQueue()
-    end.watch(told.put)
+    reported = queue.SimpleQueue()
+    end.watch(reported.put)
     os.kill(processes.pids[2], signal.SIGKILL)
-    lost = told.get(timeout=WAIT_S)
+    lost = reported.get(timeout=WAIT_S)
     assert str(lost) == f"rank 2 (pid {processes.pids[2]}) was ended by SIGKILL"
     assert os.read(pipe[0], 1) == b"", "a child is left"
     again = queue.SimpleQueue()
     end.watch(again.put)
-    assert again.get(timeout=WAIT_S) is lost, "who listens late is told at once"
+    assert again.get(timeout=WAIT_S) is lost, "a late listener is called at once"
     processes.close()
-    assert told.empty()
+    assert reported.empty()
 
 
 def test_rank_processes_any_exit_code_is_a_death(pipe) -> None:
     processes, end = start(pipe, SLEEP, "raise SystemExit(0)")
-    told = queue.SimpleQueue()
-    end.watch(told.put)
-    assert "rank 2" in str(told.get(timeout=WAIT_S))
+    reported = queue.SimpleQueue()
+    end.watch(reported.put)
+    assert "rank 2" in str(reported.get(timeout=WAIT_S))
     processes.close()
 
 
 def test_closing_kills_and_tells_nobody(pipe) -> None:
     processes, end = start(pipe, SLEEP, "import signal; signal.signal(15, signal.SIG_IGN); " + SLEEP)
-    told = queue.SimpleQueue()
-    end.watch(told.put)
+    reported = queue.SimpleQueue()
+    end.watch(reported.put)
     processes.close()
     processes.close()
     assert os.read(pipe[0], 1) == b""
-    assert told.empty()
+    assert reported.empty()
 
 
 def test_rank_processes_failed_start_ends_others(pipe) -> None:

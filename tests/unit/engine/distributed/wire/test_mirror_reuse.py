@@ -105,13 +105,13 @@ KINDS = ("bind", "land", "land", "commit", "fail", "compute", "compute", "comput
 
 
 @given(st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 59)), max_size=60))
-def test_whoever_has_a_block_next_reads_its_own_cells(done: list[tuple[str, int]]) -> None:
+def test_mirror_reused_block_has_cells_of_new_owner(done: list[tuple[str, int]]) -> None:
     pool = Pool()
     for kind, number in done:
         getattr(pool, kind)(number)
 
 
-def test_a_block_of_a_failed_transfer_is_computed_into_and_sent() -> None:
+def test_mirror_block_of_failed_transfer_is_reused_and_sent() -> None:
     pool = Pool()
     for kind, number in (("bind", 0), ("land", 3), ("fail", 0), *[("compute", 0)], *[("compute", 1)] * 3):
         getattr(pool, kind)(number)
@@ -121,7 +121,7 @@ def test_a_block_of_a_failed_transfer_is_computed_into_and_sent() -> None:
     assert pool.book.num_newer_here == 0, "its mark went with the first write"
 
 
-def test_a_block_that_was_computed_into_is_received_into_and_sent() -> None:
+def test_mirror_computed_block_is_received_into_and_sent() -> None:
     pool = Pool()
     for kind in ("compute", "end", "bind", "land", "commit", "send"):
         getattr(pool, kind)(0)

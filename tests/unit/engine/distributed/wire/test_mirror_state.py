@@ -64,7 +64,7 @@ class Sides:
 
 
 @given(st.lists(events, max_size=30))
-def test_who_reads_a_block_reads_what_was_written_last(done: list[tuple]) -> None:
+def test_mirror_read_returns_last_write(done: list[tuple]) -> None:
     sides = Sides()
     for kind, table, *more in done:
         if kind == "comes":
@@ -89,7 +89,7 @@ def test_who_reads_a_block_reads_what_was_written_last(done: list[tuple]) -> Non
             sides.run(step([0], 0, 1, **pairs), [*reads, 0], [*writes, 0])
 
 
-def test_nothing_is_copied_twice_and_nothing_that_nobody_reads() -> None:
+def test_mirror_copies_only_read_blocks_and_once() -> None:
     book = MirrorState(NUM_BLOCKS)
     book.mark_received([2, 3, 0])
     assert book.step(step([2, 5], 2, 4)).tolist() == [2], "3 is read by nobody, 0 only fills the row"
@@ -99,7 +99,7 @@ def test_nothing_is_copied_twice_and_nothing_that_nobody_reads() -> None:
     assert book.step(step([3], 0, 1)).tolist() == [3]
 
 
-def test_a_step_sorts_only_what_it_must_take_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mirror_step_sorts_only_blocks_to_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     sorted_sizes: list[int] = []
     unique = np.unique
 
@@ -115,7 +115,7 @@ def test_a_step_sorts_only_what_it_must_take_there(monkeypatch: pytest.MonkeyPat
     assert sorted_sizes == [0, 1]
 
 
-def test_what_is_written_over_before_anybody_reads_it_is_forgotten() -> None:
+def test_mirror_overwritten_unread_block_is_dropped() -> None:
     book = MirrorState(NUM_BLOCKS)
     book.mark_received([2, 3])
     book.step(step([0], 0, 1, loads=[(5, 3)]))

@@ -33,7 +33,7 @@ def test_blocks_arrive_as_they_left(blocks: list[int]) -> None:
         encode_blocks(np.array([-1])),
     ],
 )
-def test_what_is_no_list_of_blocks_is_refused(data: bytes) -> None:
+def test_mirrored_blocks_malformed_list_is_refused(data: bytes) -> None:
     with pytest.raises(InvariantError):
         decode_blocks(memoryview(data), num_blocks=10)
 

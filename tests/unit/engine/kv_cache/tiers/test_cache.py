@@ -1,4 +1,4 @@
-"""Cached blocks go down and come up in a real engine, and no token tells: pool, host memory, disk, restart."""
+"""Cached blocks go down and come up in a real engine, with unchanged output: pool, host memory, disk, restart."""
 
 import asyncio
 import logging
@@ -165,7 +165,7 @@ def tiny(
 
 
 def answers(served: Serving, rounds: int = 3) -> list[list[int]]:
-    """Some are asked again soon, others late."""
+    """Some prompts are repeated soon, others late."""
     said = []
     for k in rounds * [0, 1, 0, 2, 1, 3, 2, 4, 3, 5, 4]:
         said.append(served.ask(prompt(k, 70 + 7 * k))[0])
@@ -320,7 +320,7 @@ def test_sizes_that_cannot_work_are_refused(sizes, tmp_path):
 
 async def test_tier_cache_stopped_worker_leaves_cache_to_next(sizes, tmp_path):
     spec = tiny(sizes, host=12, disk=40, path=tmp_path)
-    told: list[int] = []
+    cached_counts: list[int] = []
     for expected_hits in (0, 6):
         parts = assemble(spec)
         failed: list[BaseException] = []
@@ -328,7 +328,7 @@ async def test_tier_cache_stopped_worker_leaves_cache_to_next(sizes, tmp_path):
         over = asyncio.Event()
 
         def on_output(output: StepOutput, over: asyncio.Event = over) -> None:
-            told.extend(event.num_cached_tokens for event in output.events if event.finish_reason is not None)
+            cached_counts.extend(event.num_cached_tokens for event in output.events if event.finish_reason is not None)
             if any(event.finish_reason is not None for event in output.events):
                 over.set()
 
@@ -346,7 +346,7 @@ async def test_tier_cache_stopped_worker_leaves_cache_to_next(sizes, tmp_path):
         await host.stop()
         assert not failed
         assert parts.scheduler.load().tiers[1].hits == expected_hits
-    assert told == [0, 96]
+    assert cached_counts == [0, 96]
 
 
 def test_tier_cache_blocks_beyond_time_limit_are_not_written(sizes, tmp_path):

@@ -200,14 +200,14 @@ def history(machine: type[TieredMachine | TieredPipelinedMachine], seed: int, *,
 
 
 @pytest.mark.parametrize("seed", [1893, 3310, 3538])
-def test_a_block_that_is_brought_up_beside_is_not_told_before_it_is_here(seed: int) -> None:
-    """A prompt was told to be complete with a block that another request's step, still under way, was to fill."""
+def test_tiers_arriving_block_is_not_reported_early(seed: int) -> None:
+    """A prompt was reported complete with a block that another request's step, still under way, was to fill."""
     history(TieredPipelinedMachine, seed)
 
 
 @pytest.mark.parametrize("machine", [TieredMachine, TieredPipelinedMachine])
 @pytest.mark.parametrize("count", [60, pytest.param(5000, marks=pytest.mark.slow)])
-def test_whatever_happens_below_nobody_says_anything_else(machine, count):
+def test_tiers_random_operations_do_not_change_results(machine, count):
     seen = sum((history(machine, seed) for seed in range(count)), Counter())
     assert all(
         seen[f"{tier}.{name}"] for tier in ("host", "disk") for name in ("hits", "misses", "stores", "evictions")
@@ -215,7 +215,7 @@ def test_whatever_happens_below_nobody_says_anything_else(machine, count):
     assert all(seen[name] for name in ("disk.damaged", "disk.dropped", "disk.late", "host.dropped"))
 
 
-def test_nobody_is_woken_again_and_again_for_a_wait_that_is_over():
+def test_tiers_ended_wait_wakes_engine_once():
     """Whose patience has ended while others, before them, find no room: the engine sleeps."""
     sched, runner = ledger.scheduler(), ledger.LedgerRunner()
     disk = SlowDisk(host=runner.host, capacity=9)

@@ -29,7 +29,7 @@ TOKEN = bytes(range(16))
 
 
 class LateAgent:
-    """Reads its memory only when it is waited for, as a network card may that was told to write."""
+    """Reads its memory only when it is waited for, as a network card may after a write was posted."""
 
     target = memoryview(b"")
 
@@ -117,16 +117,16 @@ def ends(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     made.close()
 
 
-def test_what_lands_is_what_was_converted_though_it_leaves_late(ends: Ends) -> None:
-    told = ends.writer.write(ends.order()).result(WAIT_S)
+def test_nixl_conversion_delayed_write_lands_converted(ends: Ends) -> None:
+    write_result = ends.writer.write(ends.order()).result(WAIT_S)
     expected, checksum = ends.expected()
     assert bytes(ends.target.buffer) == expected
-    assert told.checksum == checksum
-    assert told.num_bytes > 2 * 8000
+    assert write_result.checksum == checksum
+    assert write_result.num_bytes > 2 * 8000
     assert ends.agent.num_posted > 16
 
 
-def test_the_lock_is_free_between_two_parts(ends: Ends) -> None:
+def test_nixl_conversion_releases_lock_between_parts(ends: Ends) -> None:
     """So that a cancel waits for no more than one, and what comes after it is not converted."""
     seen: list[bool] = []
 

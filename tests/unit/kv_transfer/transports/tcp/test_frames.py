@@ -209,7 +209,7 @@ def test_pieces_have_no_more_views_than_the_kernel_takes() -> None:
     assert [len(group) for group in groups] == [MAX_VIEWS] * 3 + [5]
 
 
-def test_what_is_taken_from_pieces_is_checksummed_once() -> None:
+def test_frames_payload_in_pieces_is_checksummed_once() -> None:
     rng = random.Random(2)
     for _ in range(200):
         data = memoryview(rng.randbytes(rng.randrange(1, 3000)))
@@ -231,7 +231,7 @@ def test_frame_fast_checksum_equals_zlib() -> None:
         assert checksum.crc32(data, start) == zlib.crc32(data, start)
 
 
-def test_without_the_fast_one_zlibs_is_taken() -> None:
+def test_frames_without_fast_crc_use_zlib() -> None:
     code = "import sys; sys.modules['isal'] = None\nfrom kv_transfer.memory import checksum\n"
     code += "print(checksum.crc32.__module__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -181,7 +181,7 @@ def test_cancel_is_final_on_every_stream(ends: Ends) -> None:
     os.close(region.fd)
 
 
-def test_more_streams_than_a_sender_may_have_are_refused(ends: Ends) -> None:
+def test_tcp_streams_beyond_limit_are_refused(ends: Ends) -> None:
     with pytest.raises(ValueError, match="streams"):
         TcpSettings(streams=MAX_STREAMS + 1)
     with pytest.raises(ValueError, match="streams"):

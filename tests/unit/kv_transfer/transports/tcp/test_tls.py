@@ -210,7 +210,7 @@ def test_tls_expired_receiver_is_refused(
         receiver.close()
 
 
-def test_the_sender_takes_no_other_worker_for_the_one_that_adverts(
+def test_tls_sender_refuses_certificate_of_other_worker(
     secured: TcpReceiver, authority: Authority, files: TlsFiles, source: KVRegion, tmp_path: Path
 ) -> None:
     other = TlsIdentity(authority.issue(tmp_path))

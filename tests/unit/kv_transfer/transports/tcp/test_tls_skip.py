@@ -45,7 +45,7 @@ def send(channel: TlsChannel, num_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("first", [500, RECORD - 1, 1])
-def test_the_rest_of_a_record_is_not_waited_for(channels: tuple[TlsChannel, TlsChannel], first: int) -> None:
+def test_tls_skip_does_not_wait_for_rest_of_record(channels: tuple[TlsChannel, TlsChannel], first: int) -> None:
     """The scratch memory is full in the middle of the last record: no poll would tell of the rest."""
     sending, receiving = channels
     inbound = Inbound(receiving, Peer(), GrantTable(), seed=0, mover=None, stall_s=STALL_S)
@@ -78,7 +78,7 @@ class Records:
         self._ready = self._arrivals.pop(0)
 
 
-def test_only_what_has_not_come_is_waited_for() -> None:
+def test_tls_skip_waits_only_for_missing_bytes() -> None:
     channel = Records(_SCRATCH_BYTES + 10, 90)
     pretended: Any = channel
     Inbound(pretended, Peer(), GrantTable(), seed=0, mover=None, stall_s=STALL_S)._skip(_SCRATCH_BYTES + 100)

@@ -316,7 +316,7 @@ def writes(receiver: TorchDistReceiver, lands_in: KVRegion, attempt: int) -> Wri
     return order(key, receiver.open_grant(key, landing(lands_in, 4, 5, 6)), cell_range(0, 3), [1, 2, 3])
 
 
-def test_where_devices_cannot_be_joined_payload_goes_through_hosts(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_dist_without_nccl_uses_host_memory(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(_pool: DevicePool, _at: Rendezvous) -> Communicator:
         raise CommunicatorBroken("no way")
 

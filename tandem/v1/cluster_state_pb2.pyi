@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class BoardWorker(_message.Message):
+class WorkerRegistration(_message.Message):
     __slots__ = ("worker_id", "incarnation", "role", "address")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -19,7 +19,7 @@ class BoardWorker(_message.Message):
     address: str
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., role: _Optional[_Union[_session_pb2.WorkerRole, str]] = ..., address: _Optional[str] = ...) -> None: ...
 
-class BoardHead(_message.Message):
+class CacheLogHead(_message.Message):
     __slots__ = ("worker_id", "incarnation", "next_sequence", "state_sequence", "num_entries")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -33,7 +33,7 @@ class BoardHead(_message.Message):
     num_entries: int
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., next_sequence: _Optional[int] = ..., state_sequence: _Optional[int] = ..., num_entries: _Optional[int] = ...) -> None: ...
 
-class BoardChanges(_message.Message):
+class CacheChanges(_message.Message):
     __slots__ = ("worker_id", "incarnation", "first_sequence", "names", "stored")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -47,7 +47,7 @@ class BoardChanges(_message.Message):
     stored: bytes
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., first_sequence: _Optional[int] = ..., names: _Optional[bytes] = ..., stored: _Optional[bytes] = ...) -> None: ...
 
-class BoardState(_message.Message):
+class CacheSnapshot(_message.Message):
     __slots__ = ("worker_id", "incarnation", "next_sequence", "names")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -59,7 +59,7 @@ class BoardState(_message.Message):
     names: bytes
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., next_sequence: _Optional[int] = ..., names: _Optional[bytes] = ...) -> None: ...
 
-class BoardLoad(_message.Message):
+class RouterLoad(_message.Message):
     __slots__ = ("router", "sequence", "shares", "tallies", "hears")
     ROUTER_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
@@ -68,10 +68,10 @@ class BoardLoad(_message.Message):
     HEARS_FIELD_NUMBER: _ClassVar[int]
     router: int
     sequence: int
-    shares: _containers.RepeatedCompositeFieldContainer[BoardShare]
+    shares: _containers.RepeatedCompositeFieldContainer[RouterLoadShare]
     tallies: _containers.RepeatedCompositeFieldContainer[TenantTally]
     hears: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, router: _Optional[int] = ..., sequence: _Optional[int] = ..., shares: _Optional[_Iterable[_Union[BoardShare, _Mapping]]] = ..., tallies: _Optional[_Iterable[_Union[TenantTally, _Mapping]]] = ..., hears: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, router: _Optional[int] = ..., sequence: _Optional[int] = ..., shares: _Optional[_Iterable[_Union[RouterLoadShare, _Mapping]]] = ..., tallies: _Optional[_Iterable[_Union[TenantTally, _Mapping]]] = ..., hears: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class TenantTally(_message.Message):
     __slots__ = ("tenant", "epoch", "requests", "tokens", "num_inflight")
@@ -87,7 +87,7 @@ class TenantTally(_message.Message):
     num_inflight: int
     def __init__(self, tenant: _Optional[bytes] = ..., epoch: _Optional[int] = ..., requests: _Optional[int] = ..., tokens: _Optional[int] = ..., num_inflight: _Optional[int] = ...) -> None: ...
 
-class BoardShare(_message.Message):
+class RouterLoadShare(_message.Message):
     __slots__ = ("worker_id", "incarnation", "report_number", "backlog_tokens", "num_requests", "backlog_since", "num_since")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
