@@ -88,8 +88,8 @@ test: setup browser promtool ## All tests but the long proofs; what fails is run
 
 COMPONENTS := tandem engine worker kv router cluster bench
 .PHONY: $(COMPONENTS:%=test-%)
-$(COMPONENTS:%=test-%): test-%: setup  # the unit tests of one component
-	@OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist worksteal -m "$* and not slow and not gpu and not alone" tests/unit $(ARGS)
+$(COMPONENTS:%=test-%): test-%: setup  # the unit tests of one component, without the long ones that take turns
+	@OMP_NUM_THREADS=1 TEST_TURN=none $(BIN)/pytest -q -n 2 --dist worksteal -m "$* and not slow and not gpu and not alone" tests/unit $(ARGS)
 
 .PHONY: flaky
 flaky: setup ## The tests of a folder twenty times beside two busy loops: make flaky ARGS=tests/unit/router
