@@ -53,6 +53,7 @@ def test_a_prompt_in_any_cuts(case, monkeypatch):
     assert set(tiled) == expected
 
 
+@pytest.mark.in_turns
 def test_more_decoding_rows_than_few(case):
     """As recorded programs, too."""
     _, model = case
